@@ -45,6 +45,7 @@ PAGES = {
     "docs/performance.md": "performance",
     "docs/gpu.md": "gpu",
     "docs/architectures.md": "architectures",
+    "docs/architectures-transformers.md": "architectures-transformers",
     "docs/architecture.md": "architecture",
     "docs/glossary.md": "glossary",
     "stores/vitsee_stores/FORMAT.md": "format",

@@ -42,15 +42,17 @@ QUESTION = STORES
 def command(model: ModelOptions, **given: Any) -> None:
     """Run a model over images and keep what it computes in a store.
 
-    MODEL is a timm name, hf-hub:..., local-dir:..., demo:vit, torchvision:vit_b_16,
-    torchhub:OWNER/REPO:ENTRY, or a function of your own file that gives a torch module,
-    model.py:build. Its activations, attention summaries and residual products go into STORE.
-    Repeat the same command to resume; several processes with --shard fill one store together.
+    MODEL is a timm name, hf-hub:..., local-dir:..., demo:vit, transformers:OWNER/NAME,
+    open_clip:NAME/TAG, torchvision:vit_b_16, torchhub:OWNER/REPO:ENTRY, or a function of your own
+    file that gives a torch module, model.py:build. Its activations, attention summaries and
+    residual products go into STORE. Repeat the same command to resume; several processes with
+    --shard fill one store together.
 
     \b
       vitsee extract vit_base_patch16_224 --data imagenet/val --images 5000 -o b16.zarr
       vitsee extract resnet50 --data imagenet/val --images 5000 -o r50.zarr
       vitsee extract vit_base_patch16_224 --checkpoint dino.pth --data photos -o dino.zarr
+      vitsee extract transformers:facebook/dinov2-small --data photos -o dinov2.zarr
       vitsee extract 'model.py:build?depth=12' --data photos -o mine.zarr
       vitsee extract demo:vit --data demo:test -o vit.zarr --dry-run
       vitsee extract resnet50 --data imagenet/val -o r50.zarr --plan slurm > r50.sh; bash r50.sh

@@ -16,6 +16,8 @@ _PREFIXES = {
     "demo:": "demo",
     "torchvision:": "torchvision",
     "torchhub:": "torchhub",
+    "transformers:": "transformers",
+    "open_clip:": "open_clip",
 }
 _OF_OTHERS = ("python_file", "torchhub")  # these run code that the name points to
 

@@ -1,0 +1,251 @@
+"""Models of transformers and open_clip: structure against their own outputs, checkpoints, and what
+is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from vitsee_cli.main import main
+from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.load import load_model
+from vitsee_core.models.site_tables import site_table
+from vitsee_core.models.sources import source_of
+from vitsee_core.models.sources.processors import processor_config
+from vitsee_stores import open_store
+
+transformers: Any = pytest.importorskip("transformers")
+SCRIPT = Path(__file__).parents[1] / "tools" / "try_transformers.py"
+TINY = {
+    **{"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3},
+    **{"intermediate_size": 48, "image_size": 32, "patch_size": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("try_transformers", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# Class, blocks' path, sublayers, blocks with attention, where the last hidden state is.
+CLASSES = [
+    ("ViTModel", "layers.0", 6, 3, "before"),
+    ("Dinov2WithRegistersModel", "layer", 6, 3, "before"),
+    ("CLIPVisionModel", "encoder.layers.0", 6, 3, "before"),
+    ("BeitModel", "layer", 6, 3, "before"),
+    ("SiglipVisionModel", "encoder.layers.0", 6, 3, "before"),
+    ("ConvNextModel", "stages.0.layers.0", 5, 0, "before"),
+]
+
+
+@pytest.mark.parametrize("case", CLASSES, ids=lambda case: case[0])
+def test_a_class_against_its_own_outputs(script: ModuleType, case: tuple[Any, ...]) -> None:
+    """Hidden states to the bit, eager's attention to 1e-6, sums proven."""
+    name, path, residual, attention, last = case
+    row = script.attempt(name)
+    assert (row["outcome"], row["reason"]) == ("ok", "")
+    assert path in row["blocks"] and row["residual"] == str(residual)
+    assert f"last {last}" in row["hidden"]
+    assert row["attention"] == (
+        str(attention) if attention else "no block has a softmax over tokens"
+    )
+    assert not attention or float(row["eager"]) <= 1e-6
+
+
+@pytest.mark.slow
+def test_every_class(script: ModuleType) -> None:
+    rows = [script.attempt(name) for name in script.names()]
+    assert [row["class"] for row in rows if row["outcome"] == "FAILURE"] == []
+    assert sum(row["outcome"] == "ok" for row in rows) >= 60
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that classifies, one of CLIP, and broken ones."""
+    place = tmp_path_factory.mktemp("checkpoints")
+    torch.manual_seed(0)
+    labels = dict(enumerate("abcd"))
+    config = transformers.ViTConfig(**TINY, id2label=labels, num_labels=4)
+    transformers.ViTForImageClassification(config).save_pretrained(place / "vit")
+    processor = transformers.ViTImageProcessor(
+        size={"height": 32, "width": 32}, image_mean=[0.1, 0.2, 0.3], image_std=[0.4, 0.5, 0.6]
+    )
+    processor.save_pretrained(place / "vit")
+    text = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "vocab_size": 50}
+    both = transformers.CLIPConfig(vision_config=TINY, text_config=text, projection_dim=12)
+    transformers.CLIPModel(both).save_pretrained(place / "clip")
+    for name, content in (
+        (
+            "remote",
+            {"model_type": "new", "auto_map": {"AutoConfig": "code.C", "AutoModel": "code.M"}},
+        ),
+        ("unknown", {"model_type": "surely_unknown"}),
+        ("no-json", None),
+    ):
+        (place / name).mkdir()
+        (place / name / "config.json").write_text(json.dumps(content) if content else "{")
+    (place / "remote" / "code.py").write_text("raise SystemExit('this code ran')\n")
+    (place / "empty").mkdir()
+    return place
+
+
+def test_a_checkpoint_of_a_folder(folder: Path, tmp_path: Path) -> None:
+    model = load_model(f"transformers:{folder}/vit")
+    assert model.architecture == "transformers:ViTForImageClassification"
+    assert model.class_names == ["a", "b", "c", "d"] and model.input_size == (3, 32, 32)
+    assert model.transform["mean"] == (0.1, 0.2, 0.3) and model.transform["crop_mode"] == "squash"
+    assert model.origin["processor"]["image_std"] == [0.4, 0.5, 0.6]
+    plain = transformers.ViTForImageClassification.from_pretrained(folder / "vit").eval()
+    x = torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        assert torch.equal(model.module(x), plain(x).logits)
+    assert {"norm", "pooled", "logits"} <= {site.name for site in site_table(model).sites}
+    sized = load_model(f"transformers:{folder}/vit", img_size=48)
+    assert site_table(sized)["blocks.0.out"].layout.grid == (6, 6)  # type: ignore[union-attr]
+    torch.save(plain.state_dict(), tmp_path / "w.pth")
+    loaded = load_model(f"transformers:{folder}/vit", checkpoint=tmp_path / "w.pth")
+    random = load_model(f"transformers:{folder}/vit", random_init=1)
+    assert loaded.weights["sha256"] == model.weights["sha256"] != random.weights["sha256"]
+
+
+def test_the_tower_of_a_larger_model(folder: Path) -> None:
+    whole = transformers.CLIPModel.from_pretrained(folder / "clip").eval()
+    model = load_model(f"transformers:{folder}/clip")
+    assert model.architecture == "transformers:CLIPVisionModel"
+    x = torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        wanted = whole.vision_model(x).last_hidden_state
+        assert torch.equal(model.module(x), wanted)
+        part = load_model(f"transformers:{folder}/clip#vision_model")
+        assert torch.equal(part.module(x), wanted)
+    with pytest.raises(ModelError, match="no module 'tower'; its parts: text_model, vision_model"):
+        load_model(f"transformers:{folder}/clip#tower")
+
+
+def test_a_store_and_a_study_of_two_sources(folder: Path, tmp_path: Path) -> None:
+    """Extraction, resume, both names of a site, and one report of two libraries."""
+    name, out = f"transformers:{folder}/vit", tmp_path / "s.zarr"
+    words = ["extract", name, "--data", "demo:test", "--images", "6", "-o", str(out)]
+    done = CliRunner().invoke(main, [*words, "--sites", "blocks,residual"])
+    assert done.exit_code == 0, done.output
+    store = open_store(out)
+    assert store.plan.attention and len(store.plan.sublayers) == 4
+    assert store.manifest.model["origin"]["library"] == "transformers"
+    paths = {site.name: site.site_path for site in store.plan.sites}
+    assert paths["blocks.1.out"] and paths["blocks.1.out"].endswith("layers.1")
+    again = CliRunner().invoke(main, [*words, "--sites", "blocks,residual"])
+    assert again.exit_code == 0 and "complete" in again.output
+    dry = CliRunner().invoke(main, [*words[:-1], str(tmp_path / "n.zarr"), "--dry-run"])
+    assert dry.exit_code == 0 and not (tmp_path / "n.zarr").exists()
+    for command in ("attn-dist", "normratio"):
+        table = tmp_path / f"{command}.csv"
+        done = CliRunner().invoke(main, [command, str(out), "-o", str(table)])
+        assert done.exit_code == 0 and table.exists(), done.output
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no name": ("transformers:", {}, "names no model"),
+    "no weights": ("transformers:ViTModel", {}, "is a class without weights; give --random-init"),
+    "no model": ("transformers:ViTConfig", {"random_init": 0}, "ViTConfig of transformers is no"),
+    "text": ("transformers:BertModel", {"random_init": 0}, "takes input_ids; expected a model of"),
+    "video": ("transformers:VideoMAEModel", {"random_init": 0}, "takes videos (its configuration"),
+    "argument": (
+        "transformers:ViTModel",
+        {"random_init": 0, "model_args": {"depth": 3}},
+        "does not take these arguments: ViTConfig has no 'depth'",
+    ),
+    "bad argument": (
+        "transformers:ViTModel",
+        {"random_init": 0, "model_args": {"hidden_act": "nobody"}},
+        "transformers:ViTModel cannot be made",
+    ),
+    "folder": ("transformers:{}/nowhere", {}, "no folder"),
+    "no config": ("transformers:{}/empty", {}, "cannot be loaded"),
+    "no json": ("transformers:{}/no-json", {}, "cannot be loaded"),
+    "unknown type": ("transformers:{}/unknown", {}, "cannot be loaded"),
+    "remote code": (
+        "transformers:{}/remote",
+        {},
+        "needs code of its repository, which vitsee does",
+    ),
+    "weights that are not there": ("transformers:{}/config-alone", {}, "cannot be loaded"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_mistakes_are_one_line(folder: Path, case: str) -> None:
+    (folder / "config-alone").mkdir(exist_ok=True)
+    transformers.ViTConfig(**TINY).save_pretrained(folder / "config-alone")
+    name, options, phrase = REFUSED[case]
+    with pytest.raises(ModelError) as error:
+        load_model(name.format(folder), **options)
+    assert phrase in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [("transformers:ViTModel", "transformers", "transformers"),
+     ("open_clip:ViT-B-32", "open_clip", "open-clip")],
+)  # fmt: skip
+def test_a_library_that_is_not_there(
+    name: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ModelError, match=rf"\(pip install 'vitsee\[{extra}\]'\)"):
+        load_model(name, random_init=0)
+
+
+def test_processors_in_numbers() -> None:
+    """Two that are common: a fixed size, and a shortest edge with a crop."""
+    clip = {"do_resize": True, "size": {"shortest_edge": 256}, "do_center_crop": True}
+    clip |= {"crop_size": {"height": 224, "width": 224}, "resample": 3}
+    found = processor_config({**clip, "image_mean": [0.5] * 3, "image_std": [0.25] * 3}, "m")
+    assert found["input_size"] == (3, 224, 224) and found["crop_pct"] == 0.875
+    assert found["crop_mode"] == "center" and found["interpolation"] == "bicubic"
+    assert found["mean"] == (0.5,) * 3 and found["std"] == (0.25,) * 3
+    vit = {"size": {"height": 32, "width": 48}, "resample": 2, "do_normalize": False}
+    found = processor_config(vit, "m")
+    assert found["input_size"] == (3, 32, 48) and found["crop_mode"] == "squash"
+    assert found["mean"] == (0.0,) * 3 and found["std"] == (1.0,) * 3
+    with pytest.raises(ModelError, match="which is no fixed size"):
+        processor_config({"size": {"longest_edge": 1024}}, "m")
+
+
+def test_names_of_classes() -> None:
+    found = source_of("transformers:ViT*Model").matching()
+    assert "transformers:ViTModel" in found
+    with pytest.raises(ModelError, match="no class of transformers for images matches"):
+        source_of("transformers:Nothing*").matching()
+
+
+def test_open_clip() -> None:
+    open_clip = pytest.importorskip("open_clip")
+    vision = {"image_size": 32, "layers": 2, "width": 64, "patch_size": 8}
+    text = {"context_length": 8, "vocab_size": 50, "width": 32, "heads": 2, "layers": 1}
+    args = {"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}
+    model = load_model("open_clip:ViT-B-32", random_init=0, model_args=args)
+    table = site_table(model)
+    assert model.input_size == (3, 32, 32) and model.transform["mean"][0] == 0.48145466
+    assert len(table.attention) == 2 and len(table.sublayers) == 4
+    assert model.origin == {"library": "open_clip", "version": open_clip.__version__}
+    for name, phrase in (
+        ("open_clip:ViT-B-23", "no model of open_clip is called 'ViT-B-23'; near names: ViT-B-32"),
+        ("open_clip:ViT-B-32/nobody", "has no weights 'nobody'; it has: openai"),
+        ("open_clip:ViT-B-32", "names no weights: give open_clip:ViT-B-32/TAG (openai"),
+    ):
+        with pytest.raises(ModelError) as error:
+            load_model(name)
+        assert phrase in str(error.value)

@@ -1,0 +1,254 @@
+"""Try vitsee on the vision models of the installed transformers; write a table of what came out.
+
+    python tools/try_transformers.py docs/architectures-transformers.md
+
+Classes of backbones, classifiers and towers of larger models, each made tiny from its own
+configuration with random weights. Of each: whether its sites are found; whether
+the blocks' outputs equal its own `hidden_states` bit for bit, and whether the last of these is
+before or behind the final norm; whether attention under scaled_dot_product_attention equals the
+`attentions` of the eager implementation; how many residual sublayers are proven. A row names what
+was refused and why; a traceback or a difference is a FAILURE, and the exit code 1. Some minutes on
+two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import inspect
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.models_helpers import Keeper, images, redraw
+from vitsee_core.models.capture import Capture
+from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.load import load_model
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.site_tables import site_table
+from vitsee_core.models.sites import SiteTable
+from vitsee_core.models.sources.transformers import PIXELS, library
+
+ATTENTION = 1e-6
+MOST = 40_000_000  # parameters
+CLASSES = (
+    *("CLIPVisionModel", "SiglipVisionModel", "Siglip2VisionModel", "Aimv2VisionModel"),
+    *("MetaClip2VisionModel", "AltCLIPVisionModel", "ChineseCLIPVisionModel", "CLIPSegVisionModel"),
+    *("AlignVisionModel", "BlipVisionModel", "Blip2VisionModel", "InstructBlipVisionModel"),
+    *("GitVisionModel", "GroupViTVisionModel", "XCLIPVisionModel", "InternVLVisionModel"),
+    *("IdeficsVisionTransformer", "Idefics2VisionTransformer", "Idefics3VisionTransformer"),
+    *("SamVisionModel", "Sam2VisionModel", "SamHQVisionModel", "OwlViTVisionModel"),
+    *("Owlv2VisionModel",),
+    *("PixtralVisionModel", "Dinov2ForImageClassification", "ViTForImageClassification"),
+    *("SwinForImageClassification", "BeitForImageClassification", "ConvNextForImageClassification"),
+    *("ResNetForImageClassification", "DINOv3ConvNextModel", "DINOv3ViTModel", "TextNetModel"),
+    *("Dinov2WithRegistersModel", "HieraModel", "PvtV2Model", "Data2VecVisionModel", "IJepaModel"),
+    *("ViTMSNModel", "ViTDetModel", "TimesformerModel", "SwiftFormerModel", "FocalNetModel"),
+    *("Swinv2Model", "CvtModel", "LevitModel", "BitModel", "RegNetModel", "EfficientNetModel"),
+    *("MobileViTModel", "MobileViTV2Model", "MobileNetV1Model", "MobileNetV2Model", "PvtModel"),
+    *("SegformerModel", "GLPNModel", "PoolFormerModel", "YolosModel", "DeiTModel", "ViTMAEModel"),
+    *("BeitModel", "ViTModel", "Dinov2Model", "SwinModel", "ConvNextModel", "ConvNextV2Model"),
+    *("ResNetModel", "ViTHybridModel", "PixioModel", "VJEPA2Model", "VideoMAEModel"),
+    *("HGNetV2ForImageClassification", "MLCDVisionModel", "JanusVisionModel", "DonutSwinModel"),
+    *("MaskFormerSwinModel", "Swin2SRModel"),
+)  # fmt: skip
+# What makes a configuration small and changes nothing of how its model works; a list keeps its
+# length. Only what the configuration has is set.
+NUMBERS = {
+    **{"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"intermediate_size": 96, "mlp_dim": 96, "num_key_value_heads": 4, "projection_dim": 32},
+    **{"output_channels": 32, "head_dim": 12, "decoder_num_hidden_layers": 1},
+}
+STAGED = ("depths", "layer_depths", "num_blocks")
+SIDE, PATCH = 64, 16
+
+
+def smaller(config: Any) -> dict[str, Any]:
+    """The arguments that make a model of this configuration tiny."""
+    found: dict[str, Any] = {}
+    staged = any(isinstance(getattr(config, key, None), list | tuple) for key in STAGED)
+    flat = isinstance(getattr(config, "hidden_size", None), int) and not staged
+    for key, value in NUMBERS.items():
+        if isinstance(getattr(config, key, None), int) and flat:
+            found[key] = value
+    for key in STAGED:
+        depths = getattr(config, key, None)
+        if isinstance(depths, list | tuple):
+            found[key] = [1] * (len(depths) - 1) + [2]
+    if isinstance(getattr(config, "image_size", None), int) and flat:
+        found["image_size"] = SIDE
+        if isinstance(getattr(config, "patch_size", None), int):
+            found["patch_size"] = PATCH
+    return found
+
+
+def names() -> list[str]:
+    """Those of `CLASSES` that the installed release has, and that take images alone."""
+    found = {name: getattr(library(), name, None) for name in sorted({*CLASSES})}
+    return [n for n, kind in found.items() if getattr(kind, "main_input_name", "") == PIXELS]
+
+
+def outputs(model: LoadedModel, x: Tensor, **wanted: bool) -> Any:
+    """What the class itself gives with these outputs asked for, in a copy without vitsee's hooks;
+    attention by its eager implementation where its weights are asked for."""
+    module: Any = model.module
+    config = copy.deepcopy(module.config)
+    config._attn_implementation = "eager" if "output_attentions" in wanted else "sdpa"
+    try:
+        plain = type(module)(config)
+    except ValueError:
+        config._attn_implementation = "eager"
+        plain = type(module)(config)
+    plain.load_state_dict(module.state_dict())
+    given: dict[str, Any] = {**wanted, "return_dict": True}
+    if "noise" in inspect.signature(plain.forward).parameters:  # ViT-MAE orders its patches by it
+        n_patches = (x.shape[-1] // config.patch_size) ** 2
+        given["noise"] = torch.arange(n_patches).expand(len(x), n_patches)
+    with torch.inference_mode():
+        return plain.eval()(x, **given)
+
+
+def compare(model: LoadedModel, table: SiteTable) -> dict[str, Any]:
+    """The row of a model: hidden states, attention; `wrong` where something differs."""
+    x, keeper = images(model, 2), Keeper()
+    sites = [s for s in table.sites if s.alias_of is None and {"blocks", "head"} & {*s.groups}]
+    capture = Capture(model, table, sites=sites, attention=table.attention)
+    with torch.inference_mode(), capture:
+        capture.run(x, keeper)
+    found: dict[str, Any] = {"hidden": "", "eager": "", "wrong": ""}
+    outs = [site.name for site in table.sites if site.part == "out"]
+    states = getattr(outputs(model, x, output_hidden_states=True), "hidden_states", None)
+    if states:
+        tensors = [x for x in states if isinstance(x, Tensor) and x.ndim > 2]
+        found |= hidden_states(tensors, outs, keeper) if tensors else {}
+    if table.attention:
+        try:
+            weights = getattr(outputs(model, x, output_attentions=True), "attentions", None)
+        except (RuntimeError, ValueError):
+            weights, found["eager"] = None, "its own eager pass fails"
+        if weights and len(weights) == len(outs):
+            gaps = []
+            for block in table.attention:
+                own = keeper.scores[block.name].softmax(-1)
+                # SAM has images and heads in one dimension.
+                gaps.append(float((own - weights[block.index].reshape(own.shape)).abs().max()))
+            gap = max(gaps)
+            found["eager"] = f"{gap:.0e}"
+            if not gap <= ATTENTION:
+                found["wrong"] = f"attention differs from eager's by {gap:.2g}"
+    return found
+
+
+def hidden_states(states: list[Tensor], outs: list[str], keeper: Keeper) -> dict[str, Any]:
+    """Which of the class's own hidden states are which blocks' outputs, to the bit."""
+    captured = {name: keeper.tokens(name) for name in (*outs, "norm") if name in keeper.sites}
+
+    def same(name: str, state: Tensor) -> bool:
+        own = captured[name]
+        reading = [state, state.flatten(2).mT] if state.ndim == 4 else [state]
+        reading += [state.flatten(1, 2)] if state.ndim == 4 else []
+        return any(own.shape == x.shape and torch.equal(own, x) for x in reading)
+
+    places = {name: [i for i, s in enumerate(states) if same(name, s)] for name in captured}
+    n_found = sum(bool(places[name]) for name in outs)
+    last = len(states) - 1
+    end = "before the norm" if last in places[outs[-1]] else ""
+    if last in places.get("norm", ()):
+        end = "behind the norm"
+    # Of stages only the ends are hidden states; the last block's may be there normalised alone.
+    whole = n_found >= min(len(outs), len(states) - 1) - (end == "behind the norm")
+    missing = [name for name in outs if not places[name]]
+    wrong = "" if whole or n_found or end else f"no hidden state equals {missing[0]}"
+    return {"hidden": f"{n_found} of {len(outs)}; last {end or 'in another shape'}", "wrong": wrong}
+
+
+def attempt(name: str) -> dict[str, Any]:
+    """One row of the table."""
+    row: dict[str, Any] = {"class": name, "outcome": "ok", "reason": ""}
+    try:
+        args = smaller(getattr(library(), name).config_class())
+        model = load_model(f"transformers:{name}", random_init=0, model_args=args)
+        n_params = sum(p.numel() for p in model.module.parameters())
+        row |= {"n_params": n_params, "input": model.input_size[1]}
+        if n_params > MOST:
+            return {**row, "outcome": "left out", "reason": f"{n_params / 1e6:.0f} M parameters"}
+        redraw(model.module)
+        table = site_table(model)
+        if not any(site.block for site in table.sites):
+            return {**row, "outcome": "refused", "reason": "no blocks that give one tensor"}
+        row |= compare(model, table)
+    except ModelError as error:
+        return {**row, "outcome": "refused", "reason": str(error)}
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"{type(error).__name__}: {str(error)[:150]} ({Path(where.filename).name})"
+        ours = "vitsee" in where.filename or "tools" in where.filename
+        return {**row, "outcome": "FAILURE" if ours else "refused", "reason": reason}
+    outs = [site for site in table.sites if site.part == "out"]
+    layouts = dict.fromkeys(site.layout for site in outs if site.layout and site.layout.grid)
+    row["blocks"] = f"{len(outs)} ({outs[0].site_path or outs[0].name})"
+    row["grids"] = "; ".join(
+        f"{x.grid[0]}x{x.grid[1]}" + (f" + {','.join(x.prefix)}" if x.prefix else "")
+        for x in layouts
+        if x.grid
+    )
+    row["attention"] = str(len(table.attention) or table.attention_refusal)
+    row["residual"] = str(len(table.sublayers) or table.residual_refusal)
+    if row["wrong"]:
+        row |= {"outcome": "FAILURE", "reason": row["wrong"]}
+    return row
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    """The page."""
+    version = library().__version__
+    counts = {kind: sum(r["outcome"] == kind for r in rows) for kind in ("ok", "FAILURE")}
+    lines = [
+        "# Architectures of transformers",
+        "",
+        f"{len(rows)} classes of transformers {version}, tiny, with random weights, tried by",
+        f"`tools/try_transformers.py`: {counts['ok']} ok, {counts['FAILURE']} failures, the others",
+        "with the reason why they are refused. In every row that is `ok` the proofs of",
+        "[what is checked](guide/extraction.md#what-is-checked) passed.",
+        "",
+        "Blocks: how many, and the path of the first in the class. Hidden: how many of the blocks'",
+        "outputs equal one of the class's own `hidden_states` bit for bit, and whether the last of",
+        "these is before or behind the final norm. Attention: blocks whose attention is kept, or",
+        "why none is; eager: its largest difference from the `attentions` of the eager",
+        "implementation.",
+        "Residual: sublayers proven.",
+        "",
+        "| class | outcome | blocks | grids | hidden | attention | eager | residual | refused |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    keys = ("class", "outcome", "blocks", "grids", "hidden", "attention", "eager", "residual")
+    for row in rows:
+        cells = [*(row.get(key, "") for key in keys), row["reason"]]
+        text = [" ".join(str(cell).replace("|", "\\|").split()) for cell in cells]
+        lines.append(f"| {' | '.join(text)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Try all, write the table, 1 if anything failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("page", type=Path)
+    parser.add_argument("--only", nargs="*", help="these classes alone")
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    rows = []
+    for name in given.only or names():
+        rows.append(attempt(name))
+        row = rows[-1]
+        print(name, row["outcome"], row.get("hidden"), row.get("eager"), row["reason"], flush=True)
+    given.page.write_text(page(rows))
+    return int(any(row["outcome"] == "FAILURE" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

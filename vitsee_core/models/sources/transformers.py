@@ -1,0 +1,389 @@
+"""Vision models of transformers: `transformers:facebook/dinov2-small[@REVISION]`, a folder, one
+tower of a larger model by its path behind `#`, or a class with its default configuration,
+`transformers:ViTModel?num_hidden_layers=4`.
+
+Code of a repository is never run: models that need it are refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.sources.base import Source, drawn
+from vitsee_core.models.sources.errors import missing_extra, one_line
+from vitsee_core.models.sources.own_transform import DEFAULT, changed, pair
+from vitsee_core.models.sources.processors import processor_config
+from vitsee_core.models.sources.timm_weights import why_unreachable
+
+PREFIX = "transformers:"
+PIXELS = "pixel_values"
+# In a configuration these say that the model takes several images at once.
+_OF_VIDEOS = ("num_frames", "frames_per_clip", "tubelet_size")
+# What of a model's output stands for it: the first that is there.
+_OUTPUTS = ("logits", "last_hidden_state", "image_embeds", "feature_maps")
+
+
+class TransformersSource(Source):
+    """A checkpoint of the hub or of a folder, or a class."""
+
+    arguments_in_name = True
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.loaded: dict[str, Any] = {}  # what was missing or left over in its own weights
+
+    @property
+    def parts(self) -> tuple[str, str | None, str]:
+        """Repository, folder or class; the revision; the path of a part."""
+        place, _, part = self.name.removeprefix(PREFIX).partition("#")
+        folder = Path(place or "-").expanduser()  # no name is no folder
+        if "@" in place and not folder.exists():
+            place, _, revision = place.partition("@")
+            return place, revision or None, part
+        return (str(folder) if folder.exists() else place), None, part
+
+    def check(self) -> None:
+        """As in `Source`."""
+        place, _, _ = self.parts
+        if not place:
+            raise ModelError(
+                f"{self.name!r} names no model; expected transformers:OWNER/NAME, a folder, or a "
+                "class as transformers:ViTModel"
+            )
+
+    def placed(self, folder: Path) -> str:
+        """As in `Source`: of a folder."""
+        place, _, part = self.parts
+        own = folder / Path(place).expanduser()
+        return f"{PREFIX}{own}{'#' if part else ''}{part}" if own.is_dir() else self.name
+
+    @property
+    def label(self) -> str:
+        """The repository's name, the folder's, or the class."""
+        return Path(self.parts[0]).name
+
+    def matching(self) -> dict[str, list[str]]:
+        """As in `Source`: classes, by a pattern."""
+        place, _, _ = self.parts
+        if not re.search(r"[*?[]", place):
+            return {self.name: []}
+        found = [name for name in class_names() if fnmatchcase(name, place)]
+        if not found:
+            raise ModelError(f"no class of transformers for images matches {place!r} (try '*ViT*')")
+        return {f"{PREFIX}{name}": [] for name in found}
+
+    def make(
+        self, *, pretrained: bool, seed: int, wanted: dict[str, Any], foreign: bool = False
+    ) -> nn.Module:
+        """As in `Source`, attention by scaled_dot_product_attention where the class can."""
+        self.check()
+        if pretrained and self._is_class:
+            raise ModelError(
+                f"{self.name} is a class without weights; give --random-init SEED or --checkpoint"
+            )
+        config = self._configured(wanted)
+        kind = self._class(config)
+        self._check_input(kind, config)
+        if pretrained:
+            module = drawn(seed, lambda: self._pretrained(kind, config), self.name)
+        else:
+            module = drawn(seed, lambda: self._part(_random(kind, config)), self.name)
+        size, own = wanted.get("img_size"), _size(getattr(module, "config", config))
+        _adapt(module, own if size is None else pair(size), own)
+        return module
+
+    def transform(
+        self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """As in `Source`: what its image processor does, in numbers."""
+        config = getattr(module, "config", None)
+        own = _size(config)
+        record = self._processor
+        channels = getattr(config, "num_channels", 3)
+        stated = dict(DEFAULT) if record is None else processor_config(record, self.name)
+        if record is None or own is not None:
+            rows, cols = own or stated["input_size"][1:]
+            stated["input_size"] = (channels if isinstance(channels, int) else 3, rows, cols)
+        return changed(stated, img_size, given, self.name)
+
+    def architecture(self, module: nn.Module) -> str:
+        """The class."""
+        return f"{PREFIX}{type(module).__name__}"
+
+    def class_names(self, module: nn.Module) -> list[str] | None:
+        """Those of its configuration, where they are no placeholders."""
+        labels = getattr(getattr(module, "config", None), "id2label", None) or {}
+        names = [str(labels[key]) for key in sorted(labels)]
+        placeholders = all(re.fullmatch(r"LABEL_\d+", name) for name in names)
+        classifies = type(module).__name__.endswith("ForImageClassification")
+        return names if classifies and not placeholders else None
+
+    def pretrained_record(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
+        """As in `Source`."""
+        place, revision, _ = self.parts
+        name = f"{place}@{revision}" if revision else place
+        return {"source": "pretrained", "pretrained": name, **self.loaded}
+
+    def origin(self) -> dict[str, Any]:
+        """As in `Source`, with the processor's own record."""
+        record = self._processor
+        notes = [] if record is not None else [ASSUMED]
+        return {
+            "library": "transformers",
+            "version": library().__version__,
+            **({"processor": record} if record is not None else {"notes": notes}),
+        }
+
+    @cached_property
+    def _is_class(self) -> bool:
+        place, _, _ = self.parts
+        plain = "/" not in place and not Path(place).is_dir() and place[:1].isupper()
+        return plain and hasattr(library(), place)
+
+    @cached_property
+    def _config(self) -> Any:
+        """The configuration that the model itself has."""
+        place, revision, _ = self.parts
+        if self._is_class:
+            kind: Any = getattr(library(), place)
+            if not (inspect.isclass(kind) and issubclass(kind, library().PreTrainedModel)):
+                raise ModelError(f"{place} of transformers is no model class")
+            return kind.config_class()  # type: ignore[attr-defined]
+        if not Path(place).is_dir() and place.count("/") > 1:
+            raise ModelError(f"{self.name}: no folder {place}; expected one, or OWNER/NAME")
+        try:
+            return library().AutoConfig.from_pretrained(
+                place, revision=revision, trust_remote_code=False, **self._offline
+            )
+        except Exception as error:
+            raise self._explained(error) from error
+
+    @cached_property
+    def _offline(self) -> dict[str, bool]:
+        """What keeps transformers from waiting for a hub that does not answer."""
+        local = Path(self.parts[0]).is_dir()
+        return {"local_files_only": True} if local or why_unreachable() else {}
+
+    @cached_property
+    def _processor(self) -> dict[str, Any] | None:
+        """Its image processor as transformers writes it; None where the model has none."""
+        place, revision, _ = self.parts
+        if self._is_class:
+            return None
+        try:
+            processor = library().AutoImageProcessor.from_pretrained(
+                place, revision=revision, trust_remote_code=False, **self._offline
+            )
+        except (OSError, ValueError, ImportError, KeyError):
+            return None
+        record: dict[str, Any] = _plain(processor.to_dict())
+        return record
+
+    def _configured(self, wanted: Mapping[str, Any]) -> Any:
+        """The configuration of the part that sees images, with the user's arguments."""
+        import copy
+
+        config = copy.deepcopy(self._config)
+        _, _, part = self.parts
+        if not part and not self._is_class:
+            config = getattr(config, "vision_config", None) or config
+        for key, value in wanted.items():
+            if key == "img_size":
+                continue
+            if not hasattr(config, key):
+                raise ModelError(
+                    f"{self.name} does not take these arguments: {type(config).__name__} has no "
+                    f"{key!r}"
+                )
+            setattr(config, key, value)
+        if isinstance(getattr(config, "mask_ratio", None), float):
+            config.mask_ratio = 0.0  # every patch is seen
+        return config
+
+    def _class(self, config: Any) -> Any:
+        """The class of the model: that of its checkpoint if it classifies images, else AutoModel's
+        for its configuration."""
+        place, _, part = self.parts
+        if self._is_class:
+            return getattr(library(), place)
+        for name in getattr(config, "architectures", None) or ():
+            if not part and str(name).endswith("ForImageClassification"):
+                found = getattr(library(), name, None)
+                if found is not None:
+                    return found
+        mapping = library().MODEL_MAPPING
+        if type(config) not in mapping:
+            raise ModelError(
+                f"{self.name} is a {getattr(config, 'model_type', '?')}, which AutoModel of "
+                f"transformers {library().__version__} does not know; expected one that it does"
+            )
+        found = mapping[type(config)]
+        return found[0] if isinstance(found, tuple) else found
+
+    def _check_input(self, kind: Any, config: Any) -> None:
+        """Refuse what does not take a batch of images."""
+        _, _, part = self.parts
+        if part:
+            return
+        if kind.main_input_name != PIXELS:
+            raise ModelError(
+                f"{self.name} ({kind.__name__}) takes {kind.main_input_name}; expected a model of "
+                f"{PIXELS}: name its tower behind #, as in #vision_model"
+            )
+        if own := next((key for key in _OF_VIDEOS if hasattr(config, key)), None):
+            raise ModelError(
+                f"{self.name} ({kind.__name__}) takes videos (its configuration has {own}); "
+                "expected a model of single images"
+            )
+
+    def _pretrained(self, kind: Any, config: Any) -> nn.Module:
+        place, revision, part = self.parts
+        given: dict[str, Any] = {"revision": revision, "trust_remote_code": False, **self._offline}
+        given |= {"dtype": torch.float32, "output_loading_info": True, "config": config}
+        try:
+            for how in ("sdpa", "eager"):
+                try:
+                    found, info = kind.from_pretrained(place, attn_implementation=how, **given)
+                    break
+                except ValueError as error:
+                    if how == "eager" or "scaled_dot_product" not in str(error):
+                        raise
+        except Exception as error:
+            raise self._explained(error) from error
+        missing = sorted(info.get("missing_keys", ()))
+        unexpected = sorted(info.get("unexpected_keys", ()))
+        kept = {"missing": missing, "unexpected": unexpected if part else []}
+        self.loaded = {key: names for key, names in kept.items() if names}
+        return self._part(found)
+
+    def _part(self, whole: nn.Module) -> nn.Module:
+        """The module behind `#`; the whole without one."""
+        _, _, part = self.parts
+        try:
+            return whole.get_submodule(part)
+        except AttributeError:
+            known = ", ".join(name for name, _ in whole.named_children())
+            raise ModelError(f"{self.name}: no module {part!r}; its parts: {known}") from None
+
+    def _explained(self, error: Exception) -> ModelError:
+        text = one_line(error)
+        place, _, _ = self.parts
+        if isinstance(error, ModelError):
+            return error
+        if "trust_remote_code" in text or "custom code" in text:
+            return ModelError(
+                f"{self.name} needs code of its repository, which vitsee does not run; expected a "
+                "model that transformers has itself, or your own file (model.py:build)"
+            )
+        if isinstance(error, OSError):
+            why = "" if Path(place).is_dir() or not self._offline else f" ({why_unreachable()})"
+            return ModelError(
+                f"{self.name} cannot be loaded{why}: {text}; expected OWNER/NAME, a folder with "
+                "config.json and weights, or a class with --random-init SEED"
+            )
+        return ModelError(f"{self.name} cannot be loaded: {type(error).__name__}: {text}")
+
+
+SOURCE = TransformersSource
+ASSUMED = (
+    "has no image processor: assumed are ImageNet's mean and standard deviation (for others: "
+    "--img-mean, --img-std)"
+)
+
+
+def library() -> Any:
+    """transformers.
+
+    Raises:
+        ModelError: it is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise missing_extra("transformers", "transformers") from error
+    found: Any = transformers
+    found.logging.set_verbosity_error()
+    return found
+
+
+def class_names() -> list[str]:
+    """The classes of models that transformers has an image processor for."""
+    auto: Any = library().models.auto
+    models = auto.modeling_auto.MODEL_MAPPING_NAMES
+    processors = auto.image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES
+    found = [models.get(kind) for kind in processors]
+    return sorted({name for name in found if isinstance(name, str)})
+
+
+def _random(kind: Any, config: Any) -> nn.Module:
+    for how in ("sdpa", "eager"):
+        config._attn_implementation = how
+        try:
+            module: nn.Module = kind(config)
+            return module
+        except ValueError as error:
+            if how == "eager" or "scaled_dot_product" not in str(error):
+                raise
+    raise AssertionError("eager attention is always there")
+
+
+def _size(config: Any) -> tuple[int, int] | None:
+    """Rows and columns that a configuration states."""
+    size = getattr(config, "image_size", None)
+    if isinstance(size, Mapping):
+        size = size.get("height"), size.get("width")
+    if isinstance(size, int):
+        return size, size
+    if isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(n, int) for n in size):
+        return size[0], size[1]
+    return None
+
+
+def _adapt(module: nn.Module, size: tuple[int, int] | None, own: tuple[int, int] | None) -> None:
+    """Let the module take a batch of images alone, and give one tensor."""
+    taken = inspect.signature(module.forward).parameters
+    given: dict[str, Any] = {}
+    if size != own and "interpolate_pos_encoding" in taken:
+        given["interpolate_pos_encoding"] = True
+
+    def enter(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        kwargs = {**given, **kwargs}
+        if "noise" in taken:  # ViT-MAE orders its patches by it
+            n = _n_patches(module, args[0])
+            kwargs["noise"] = torch.arange(n, device=args[0].device).expand(len(args[0]), n)
+        return args, kwargs
+
+    def leave(_: nn.Module, __: Any, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return output
+        named = output if isinstance(output, Mapping) else {}
+        found = [named[key] for key in _OUTPUTS if isinstance(named.get(key), Tensor)]
+        return found[0] if found else output
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave)
+
+
+def _n_patches(module: nn.Module, images: Tensor) -> int:
+    patch = getattr(module.config, "patch_size", 16)
+    rows, cols = pair(patch)
+    return (images.shape[-2] // rows) * (images.shape[-1] // cols)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold of a processor's record."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(x) for x in value]
+    return value if isinstance(value, bool | int | float | str) or value is None else str(value)
