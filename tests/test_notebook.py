@@ -69,7 +69,7 @@ def test_every_analysis_takes_paths(name: str, tmp_path: Path) -> None:
     run = importlib.import_module(f"vitsee_core.analyses.{name}").run
     missing = str(tmp_path / "none.zarr")
     with pytest.raises(StoreError, match=r"none\.zarr"):
-        if name in ("saliency", "propagate"):
+        if name in ("saliency", "propagate", "dense_probe"):
             run(missing, masks=tmp_path)
         elif name == "keypoints":
             run(missing, pairs=tmp_path)

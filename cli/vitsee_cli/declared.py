@@ -11,7 +11,14 @@ import click
 
 from vitsee_cli.completion import one_of
 from vitsee_cli.listed import Listed
-from vitsee_cli.values import FiniteRange, WholeNumber, parse_folder, parse_path, parse_words
+from vitsee_cli.values import (
+    FiniteRange,
+    WholeNumber,
+    parse_folder,
+    parse_path,
+    parse_place,
+    parse_words,
+)
 from vitsee_core.runtime.options import Declared, Option
 from vitsee_stores.errors import VitseeError
 
@@ -67,6 +74,8 @@ def _type_of(own: Declared, about: Option) -> Any:
         return _refusing(about.parse)
     if about.choices:
         return click.Choice([*about.choices, *(["none"] if about.or_none else [])])
+    if "Path" in kinds and about.metavar == "STORE":
+        return parse_place
     if "Path" in kinds:
         return parse_folder if about.metavar == "DIR" else parse_path
     limits: dict[str, Any] = {

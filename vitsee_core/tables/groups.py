@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
     from vitsee_core.tables.results import Table
 
@@ -32,6 +30,8 @@ def groups_of(labels: Iterable[str]) -> list[str]:
 
 def by_group(table: Table) -> Iterator[tuple[str, Table]]:
     """(group, the rows of its stores); ("", the table) where there are not several groups."""
+    import numpy as np
+
     groups = groups_of(table.unique("store"))
     if len(groups) == 1:
         yield "", table

@@ -60,6 +60,7 @@ class _Row:
     rel_depth: Any
     stands: bool = False  # for its block
     alias_of: None = None
+    site_path: None = None
 
     @property
     def part(self) -> str:
