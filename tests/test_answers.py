@@ -365,6 +365,7 @@ def test_tables_without_the_rows_make_no_answer(analysis: str) -> None:
         assert analysis == "best_layer" or of(analysis, table) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", TABLES)
 def test_what_commands_write_is_answered(everything: Path, tmp_path: Path, command: str) -> None:
     with pytest.MonkeyPatch.context() as patch:

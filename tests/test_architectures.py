@@ -87,6 +87,7 @@ def data(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family[0])
 def test_family(script: ModuleType, data: Path, family: tuple[Any, ...]) -> None:
     """No traceback, a store that validates, logits and pooled as timm gives them."""

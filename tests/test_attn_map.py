@@ -265,6 +265,7 @@ def test_refusals(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- single images
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", [REGISTERS, ()])
 def test_single_images_are_the_stored_maps(tmp_path: Path, prefix: tuple[str, ...]) -> None:
     made = random_attention(layout((2, 3), prefix), 6, [2, 2])
@@ -585,6 +586,7 @@ def test_sizes_of_models(size: tuple[int, int]) -> None:
         assert all(abs(a.y0 - b.y0) > a.height for a, b in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("least", [0.0, 0.9])
 @pytest.mark.parametrize(("size", "stores"), [((1, 1), 1), ((1, 4), 1), ((2, 2), 5)])
@@ -640,6 +642,7 @@ def test_command_prints_the_table(tmp_path: Path) -> None:
         assert result.stdout == text.getvalue()
 
 
+@pytest.mark.slow
 def test_command_writes_files(extractions: Path, tmp_path: Path) -> None:
     out, png = tmp_path / "r.csv", tmp_path / "r.png"
     result = attn_map_cli(

@@ -183,6 +183,7 @@ def test_no_layer_is_the_best_by_its_sinks() -> None:
         assert direction(metric) == "none"
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     paths = [by_hand(tmp_path / "a.zarr").path, by_hand(tmp_path / "b.zarr", "summary").path]
     out, png = tmp_path / "s.csv", tmp_path / "s.png"

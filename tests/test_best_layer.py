@@ -180,6 +180,7 @@ def probed(store: str, sites: dict[str, list[float]], cls: bool) -> list[dict[st
     return [*rows, *(row | {"token": "each", "row": None, "col": None} for row in means)]
 
 
+@pytest.mark.slow
 def test_a_layer_is_the_mean_over_its_tokens(tmp_path: Path) -> None:
     """Raghu et al. 2021, Fig. 11: the second site is better on average, the first has the best
     token; a model without a class token is in the same task."""

@@ -234,6 +234,7 @@ def test_columns_of_the_dense_tasks_are_known() -> None:
         assert {*about} <= {*PARTS, *SETTINGS}, module.__name__
 
 
+@pytest.mark.slow
 def test_many_columns_stand_below_each_other(tmp_path: Path) -> None:
     """A page is 7 inches wide, whatever is printed; each column once, models again."""
     rows = [

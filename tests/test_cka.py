@@ -78,6 +78,7 @@ def title(axes: Any) -> str:
 # ---------------------------------------------------------------- numbers
 
 
+@pytest.mark.slow
 def test_a_stopped_run_keeps_what_it_made_and_says_so(tmp_path: Path) -> None:
     sites = {f"blocks.{i}.out": activations(40, 64, seed=i) for i in range(300)}
     store = write_sites(tmp_path / "a.zarr", sites, slab=40)

@@ -182,6 +182,7 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, byt
     return array_bytes(path)
 
 
+@pytest.mark.slow
 def test_two_processes_share_what_is_there(
     run: Server, data: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -200,6 +201,7 @@ def test_others_are_looked_at_soon_then_rarely() -> None:
     assert list(islice(claimed.pauses(), 7)) == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5, 5])
 
 
+@pytest.mark.slow
 def test_a_claim_from_elsewhere_is_waited_for_then_taken(
     data: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -196,6 +196,7 @@ def test_what_a_store_says_steers_no_terminal(make_store: Callable[..., Path]) -
 # ---------------------------------------------------------------- commands
 
 
+@pytest.mark.slow
 def test_demo_into_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("mine")
     for output in (tmp_path / "taken", tmp_path / "taken" / "below"):
@@ -265,6 +266,7 @@ def test_version() -> None:
         assert result.stdout.startswith("vitsee 0.")
 
 
+@pytest.mark.slow
 def test_help_is_a_command_too() -> None:
     def shown(*words: str) -> str:
         result = CliRunner().invoke(main, words)

@@ -210,6 +210,7 @@ def test_k_counts_the_classes_that_occur(tmp_path: Path, caplog: pytest.LogCaptu
     assert equal(table, run(made(tmp_path / "b" / "a.zarr"), n_seeds=1))
 
 
+@pytest.mark.slow
 def test_slabs_jobs_and_invalid_rows(tmp_path: Path) -> None:
     expected = run(made(tmp_path / "a.zarr", slab=40), n_seeds=2)
     for slab in (1, 7):

@@ -54,6 +54,7 @@ def test_every_analysis_names_its_columns_in_order(what: str, columns: tuple[str
     assert columns[:7] == tuple(SITE) or columns[:14] == tuple(PAIR) or what == "weights.COLUMNS"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", TABLES)
 def test_one_grammar(command: str, everything: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(everything)

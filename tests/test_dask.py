@@ -282,6 +282,7 @@ def test_a_bad_address_is_a_bad_option(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "expected local:N" in result.stderr
 
 
+@pytest.mark.slow
 def test_no_workers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(module, "WAIT_SECONDS", 0.5)
     monkeypatch.setattr(module, "WORKER_SECONDS", 1.5)

@@ -269,6 +269,7 @@ def round_trip(table: Table) -> Table:
     return Table.from_rows([{n: read(n, c) for n, c in row.items()} for row in rows])
 
 
+@pytest.mark.slow
 def test_figure_from_the_columns_alone(tmp_path: Path) -> None:
     a = write(tmp_path / "a.zarr", blobs(2), np.array([4, 4]))
     b = write(tmp_path / "b.zarr", blobs(12, seed=1), np.array([4] * 12))

@@ -86,6 +86,7 @@ def click(browser: Browser, x: float, y: float) -> None:
     browser.run(DRAWN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [360, 1280])
 def test_nothing_overflows_and_nothing_fails(

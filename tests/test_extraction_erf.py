@@ -234,6 +234,7 @@ def test_sites_that_do_not_depend_on_the_input() -> None:
 # how it is worked off -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_batches_slabs_shards_and_resuming(whole: Path, folder: Path, tmp_path: Path) -> None:
     def run(name: str, *more: object) -> Path:
         path = tmp_path / name

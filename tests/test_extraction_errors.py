@@ -177,6 +177,7 @@ def test_more_than_the_free_disk_is_refused_before_anything_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 @pytest.mark.parametrize(
     "more",

@@ -110,6 +110,7 @@ def test_every_site_against_loops(whole: Path) -> None:
     assert np.isnan(store.grams("embed")[2, 2:]).all()  # 10 images: the last slab has 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "batch"), [("forward", 4), ("memory", 3), ("file", 3)])
 def test_pooled_stores_by_every_way(
     where: str,
@@ -134,6 +135,7 @@ def test_pooled_stores_by_every_way(
     assert validate(path, deep=True) == []
 
 
+@pytest.mark.slow
 def test_memory_and_file_give_the_same_bytes_as_do_shards_and_resuming(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +156,7 @@ def test_memory_and_file_give_the_same_bytes_as_do_shards_and_resuming(
     assert array_bytes(run_into("file.zarr")) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "sites", "kinds", "batch"),
     [

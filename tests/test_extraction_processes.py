@@ -45,6 +45,7 @@ def wait_for_commits(process: Process, path: Path, n: int) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 def test_shards_started_together_fill_one_store(
     run: Server, folder: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -58,6 +59,7 @@ def test_shards_started_together_fill_one_store(
     assert not list(tmp_path.glob("*.creating*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_between_batches_and_the_same_command_resumes(
     run: Server, sent: signal.Signals, folder: Path, whole: Path, tmp_path: Path
@@ -120,6 +122,7 @@ def test_another_identity_is_refused_and_shown(
     assert array_bytes(whole) == before
 
 
+@pytest.mark.slow
 def test_force_starts_anew(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "store.zarr"
     extracted(*options(folder, path), "--images", 8)

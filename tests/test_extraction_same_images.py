@@ -98,6 +98,7 @@ def test_two_arrays_of_one_length(tmp_path: Path) -> None:
     refused(tmp_path / "b.npz", path, "made from other images", "6 of 6 compared")
 
 
+@pytest.mark.slow
 def test_the_same_images_in_another_folder_go_on(clean: Path, made: Path, tmp_path: Path) -> None:
     moved = shutil.copytree(clean, tmp_path / "moved")
     path = tmp_path / "store.zarr"
@@ -123,6 +124,7 @@ def test_one_committed_image_that_changed_is_named(
         refused(data, made, f"{name} (cannot be read)", f"1 of {N} compared")
 
 
+@pytest.mark.slow
 def test_unreadable_images_are_not_compared(clean: Path, tmp_path: Path) -> None:
     """Neither while they are unreadable nor once they are repaired."""
     data = shutil.copytree(clean, tmp_path / "data")

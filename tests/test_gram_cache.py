@@ -335,6 +335,7 @@ def test_headers_survive_anything(store: Store) -> None:
 # Starts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["cka", "cka-heads"])
 def test_small_and_cached_comparisons_need_no_torch(tmp_path: Path, command: str) -> None:
     """Nor any other library that takes long to be imported."""

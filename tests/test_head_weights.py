@@ -97,6 +97,7 @@ def loop_logits(head: HeadWeights, tokens: NDArray[Any], layout: TokenLayout) ->
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_give_the_models_own_logits(case: str) -> None:
     name, size, args, expected = CASES[case]

@@ -246,6 +246,7 @@ for k, batch in enumerate(found):
 """
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_worker_outlives_an_interrupted_process(folder: Path, how: signal.Signals) -> None:

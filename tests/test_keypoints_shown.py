@@ -324,6 +324,7 @@ def test_the_miniature_set_has_the_published_layout(tmp_path: Path) -> None:
         assert file.read_bytes() == (tmp_path / "a" / file.relative_to(again)).read_bytes()
 
 
+@pytest.mark.slow
 def test_from_files_to_a_table_and_a_figure(tmp_path: Path) -> None:
     """Extracted whole into the input, with both protocols, and into best-layer."""
     root = tmp_path / "SPair-71k"
@@ -403,6 +404,7 @@ def test_draws_of_the_command_are_those_of_the_seed(tmp_path: Path) -> None:
     assert set(table["n_pairs"].tolist()) == {4}
 
 
+@pytest.mark.slow
 def test_images_of_several_sizes_on_one_canvas(tmp_path: Path) -> None:
     """Tiles give more tokens, and so a higher ceiling; no keypoint is found beside an image."""
     root = tmp_path / "SPair-71k"

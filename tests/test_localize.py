@@ -751,6 +751,7 @@ def test_no_pixels(tmp_path: Path) -> None:
     assert "run: vitsee extract ... --inputs" in line
 
 
+@pytest.mark.slow
 def test_pixels_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     plant_images(tmp_path / "data", 12)
@@ -838,6 +839,7 @@ def test_pictures_from_the_csv(tmp_path: Path, store: Store) -> None:
         assert all(text in titles for text in texts)
 
 
+@pytest.mark.slow
 def test_a_mosaic_draws_every_token_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wide = many(tmp_path)
     table = run(wide, sites=["blocks"])

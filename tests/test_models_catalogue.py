@@ -140,6 +140,7 @@ def test_every_analysis_says_what_it_needs() -> None:
     assert not silent, f'give these analyses a NEEDS, as ("attention",): {silent}'
 
 
+@pytest.mark.slow
 def test_what_shapes_cannot_tell_is_proven_on_request() -> None:
     """XCiT attends over channels: its heads are no tokens', its branches not where ViT's are."""
     name = "xcit_nano_12_p16_224"

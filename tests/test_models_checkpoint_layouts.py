@@ -258,6 +258,7 @@ def test_a_store_records_what_was_assumed(tmp_path: Path) -> None:
     assert "mean" not in record.get("assumed", {})
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_the_heads_that_a_layout_brings(tmp_path: Path) -> None:
     path = saved(tmp_path / "moco.pth", moco()[0])
     plant_images(tmp_path / "data", 4)

@@ -89,6 +89,7 @@ MEASURED: dict[str, tuple[str, Any, dict[str, Any], list[tuple[Any, Any, Any]]]]
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MEASURED)
 def test_strides_and_offsets_by_hand(case: str) -> None:
     name, size, args, wanted = MEASURED[case]

@@ -65,6 +65,7 @@ def test_the_table_without_its_prefix(name: str) -> None:
         assert torch.equal(value, before[key]), key
 
 
+@pytest.mark.slow
 def test_tables_in_other_shapes() -> None:
     pit = small("pit_ti_224", 224)  # (1, dim, rows, cols), overlapping patches
     assert np.allclose(positions(pit).values, table(pit)[0].permute(1, 2, 0), atol=1e-6)

@@ -258,6 +258,7 @@ HEADS: list[tuple[str, int | None, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size", "args"), HEADS, ids=[head[0] for head in HEADS])
 @torch.no_grad()
 def test_pooled_is_timms_pre_logits(name: str, size: int | None, args: dict[str, Any]) -> None:

@@ -316,6 +316,7 @@ def test_a_block_whose_sums_do_not_hold_has_its_output_alone() -> None:
     assert names(table, "blocks") == ["embed", "blocks.0.out", "blocks.1.out"]
 
 
+@pytest.mark.slow
 def test_compiled_and_traced_models_are_refused() -> None:
     model = small("resnet10t", 32)
     x = torch.zeros(1, 3, 32, 32)
@@ -343,6 +344,7 @@ def test_a_size_that_a_layer_refuses_without_a_word_names_the_layer() -> None:
         site_table(model)
 
 
+@pytest.mark.slow
 def test_windows_are_counted_without_the_heads() -> None:
     """HaloNet has its heads in the batch dimension: 8 of them, and 4 windows of 8 x 8."""
     table = site_table(small("halonet26t", 256))

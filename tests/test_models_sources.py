@@ -281,6 +281,7 @@ def test_a_study_names_them(folder: Path) -> None:
     assert label_of(f"torchhub:{folder}/clone:tiny") == "tiny"
 
 
+@pytest.mark.slow
 def test_a_source_that_is_not_used_is_not_imported() -> None:
     code = (
         "import sys, vitsee_core.models.load; from vitsee_core.models.sources import source_of; "

@@ -51,6 +51,7 @@ CLASSES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CLASSES, ids=lambda case: case[0])
 def test_a_class_against_its_own_outputs(script: ModuleType, case: tuple[Any, ...]) -> None:
     """Hidden states to the bit, eager's attention to 1e-6, sums proven."""

@@ -51,6 +51,7 @@ def test_what_is_refused(text: str, phrase: str) -> None:
         options_in_name(text)
 
 
+@pytest.mark.slow
 def test_extract_in_python(tmp_path: Path) -> None:
     named = vitsee.extract(
         "demo:vit?random-init=5", "demo:test", tmp_path / "a.zarr", images=2, sites="embed"

@@ -98,6 +98,7 @@ def test_a_scale_for_large_spans(tmp_path: Path) -> None:
     assert [axes.get_yscale() for axes in figure.axes] == ["log"] + ["linear"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [["each"], ["0,0", "1,1"], ["prefix"], ["all", "each"]])
 def test_what_else_a_table_may_hold(tmp_path: Path, tokens: list[str]) -> None:
     layout = TokenLayout(("dist", "cls", "reg0"), (3, 3), stride_px=(8.0, 8.0))

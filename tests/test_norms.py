@@ -220,6 +220,7 @@ def test_tokens_without_length_have_no_cosine(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- where norms come from
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [VIT, RESNET], ids=["vit", "resnet"])
 def test_dot_products_give_the_activations_norms(model: Any, tmp_path: Path) -> None:
     images = plant_images(tmp_path / "images", 5)
@@ -318,6 +319,7 @@ def test_refusals(tmp_path: Path) -> None:
         run(pooled)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     write_sites(tmp_path / "a.zarr", {"embed": tokens_of(), "blocks.0.out": tokens_of(1)})
     out = ["-o", str(tmp_path / "n.csv"), "--png", str(tmp_path / "n.png"), "--replicates"]

@@ -155,6 +155,7 @@ def declared(file: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_no_option_is_declared_twice() -> None:
     """Two commands whose option means the same take it from one place."""
     cli = Path(options.__file__).parent

@@ -311,6 +311,7 @@ def test_what_cannot_be_had_is_one_line(tmp_path: Path) -> None:
         run(open_store(tmp_path / "pooled.zarr"))
 
 
+@pytest.mark.slow
 def test_patches_that_are_all_alike(tmp_path: Path) -> None:
     store = write_sites(tmp_path / "a.zarr", {"embed": np.ones((4, 13, 5))}, layout=GRID)
     table = run(store, sites="embed")

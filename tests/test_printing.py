@@ -78,6 +78,7 @@ def test_all_text_of_twenty_models_can_be_read(
         assert flaws(figure) == [], medium_name
 
 
+@pytest.mark.slow
 def test_norms_of_a_model_without_outliers_among_others(made: Made) -> None:
     """In place of its maps there is a line, which needs less room than any panel."""
     table = under_names(made("norms", 0).file.table, 2, "vit_base_patch16_{}")

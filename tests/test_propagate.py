@@ -163,6 +163,7 @@ def test_swapping_objects_swaps_their_rows(tmp_path: Path) -> None:
             assert value(other, metric, video="a", object=3 - i) == mine
 
 
+@pytest.mark.slow
 def test_controls(tmp_path: Path) -> None:
     store, masks = two_videos(tmp_path)
     table = run(store, masks=masks)

@@ -312,6 +312,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_from_a_data_set_to_a_picture(demo: Path, tmp_path: Path) -> None:
     """Extract, propagate, the figure; and the saved masks score what the table has."""
     result = invoke(

@@ -162,6 +162,7 @@ def test_an_unchanged_store_is_made_again(made: Path, trap: Path) -> None:
     assert model_of(store).weights["sha256"] == store.manifest.model["weights"]["sha256"]
 
 
+@pytest.mark.slow
 def test_a_key_of_a_checkpoint_is_remembered(tmp_path: Path) -> None:
     states = {}
     for seed, key in enumerate(("model", "model_ema")):

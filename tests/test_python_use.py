@@ -89,6 +89,7 @@ def test_arrays_that_are_refused(tmp_path: Path) -> None:
         vitsee.attn_dist(x)
 
 
+@pytest.mark.slow
 def test_a_table_draws_itself(tmp_path: Path) -> None:
     store = write_sites(tmp_path / "a.zarr", {"x": features(20, 4, 0), "y": features(20, 4, 1)})
     table = vitsee.spectrum(store, sites=["x", "y"])

@@ -110,6 +110,7 @@ def extracted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ANALYSES)
 def test_a_table_is_that_of_the_local_copy(line: str, extracted: Path) -> None:
     there = call(*shlex.split(line.format(a=f"{URL}/a.zarr"))).stdout
@@ -138,6 +139,7 @@ def test_extraction_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     assert validate(place, deep=True) == []
 
 
+@pytest.mark.slow
 def test_a_half_made_store_is_finished_by_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     import obstore
     from obstore.store import from_url
@@ -161,6 +163,7 @@ def test_dry_run_names_no_disk() -> None:
     assert not objects(f"{URL}/dry.zarr")
 
 
+@pytest.mark.slow
 def test_python_takes_urls(extracted: Path) -> None:
     table = vitsee.attn_dist(f"{URL}/a.zarr", sites="blocks.-1")
     assert (

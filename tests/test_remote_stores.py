@@ -114,6 +114,7 @@ def test_the_bytes_are_those_of_a_folder(bucket: str, tmp_path: Path) -> None:
     assert all(name.startswith("commits/c.") for name in differing)  # the time in the markers
 
 
+@pytest.mark.slow
 def test_reading_gives_the_numbers_of_a_folder(bucket: str, make_store: MakeStore) -> None:
     folder = make_store("a.zarr")
     upload(folder, f"{bucket}/a.zarr")
@@ -194,6 +195,7 @@ def test_what_is_there_and_no_store_is_left_alone(bucket: str, tmp_path: Path) -
         write("s3://elsewhere/a.zarr", manifest())
 
 
+@pytest.mark.slow
 def test_removal(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a.zarr", "a.zarr.grams"):
         write(f"{bucket}/{name}", manifest())
@@ -222,6 +224,7 @@ def test_removal(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     remove_store(f"{bucket}/a.zarr")  # nothing is there
 
 
+@pytest.mark.slow
 def test_damage_is_found(bucket: str) -> None:
     url = f"{bucket}/a.zarr"
     write(url, manifest())

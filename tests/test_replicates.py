@@ -123,6 +123,7 @@ def of_head_types(folder: Path, kept: Array) -> Table:
     return table.where(metric=list(head_types.SCORES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "analyse",
     [of_knn, of_probe, of_normratio, of_cka, of_saliency, of_localize, of_head_types],
@@ -141,6 +142,7 @@ def test_a_replicate_is_the_value_without_the_block(
         )
 
 
+@pytest.mark.slow
 def test_a_replicate_of_a_field_is_that_without_a_slab(tmp_path: Path) -> None:
     """Fields are stored as sums over slabs."""
     counts, fields = np.full(12, 2), {"blocks.0.out": np.random.default_rng(7).random((12, 8, 12))}

@@ -174,6 +174,7 @@ def test_the_table_is_carried_or_linked(
     assert (tmp_path / "b" / href).resolve() == (folder / "deep" / "er" / "cka.csv").resolve()
 
 
+@pytest.mark.slow
 def test_where_the_page_goes(folder: Path, tmp_path: Path) -> None:
     own = tmp_path / "own"
     shutil.copytree(folder, own)
@@ -391,6 +392,7 @@ def test_what_a_reader_is_warned_of(folder: Path, tmp_path: Path, make_store: An
     assert "the store half was made anew since: these are older numbers." in lines
 
 
+@pytest.mark.slow
 def test_results_of_one_second_are_in_the_order_of_their_making(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ def page(everything: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "report.html"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [360, 1400])
 def test_nothing_overflows_and_nothing_fails(

@@ -304,6 +304,7 @@ def test_equal_vectors_are_chance(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert each[0] == each[1] == each[2]
 
 
+@pytest.mark.slow
 def test_chance_is_what_noise_gives(tmp_path: Path) -> None:
     """Means over 200 sites of noise, of which each has the same five queries."""
     path = truth_file(tmp_path / "gnd.json")
@@ -456,6 +457,7 @@ def test_standard_errors_are_those_of_other_images(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- refusals
 
 
+@pytest.mark.slow
 def test_refused_searches(tmp_path: Path) -> None:
     path = truth_file(tmp_path / "gnd.json")
     ids = ox_ids()
@@ -537,6 +539,7 @@ def test_stores_of_labels_and_equal_bytes(tmp_path: Path, caplog: pytest.LogCapt
         run(lone)
 
 
+@pytest.mark.slow
 def test_several_models_and_their_figure(tmp_path: Path) -> None:
     path = truth_file(tmp_path / "gnd.json")
     other = {"model": {"architecture": "other"}, "weights": "w"}
@@ -574,6 +577,7 @@ def vitsee(*arguments: Any) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     path = truth_file(tmp_path / "gnd.pkl")
     pictures(tmp_path / "ox.zarr", ox_ids())
@@ -624,6 +628,7 @@ def test_the_command_refuses(tmp_path: Path) -> None:
     assert not (tmp_path / "t").exists()
 
 
+@pytest.mark.slow
 def test_the_miniature_from_pixels_to_picture(tmp_path: Path) -> None:
     """The published layout, queries cropped to their boxes."""
     write_revisited(tmp_path / "ox", n_queries=4, n_each=2, n_others=4)

@@ -98,6 +98,7 @@ def test_objects_of_two_models(made: Path, tmp_path: Path) -> None:
     assert "segment_purity" in best.stdout
 
 
+@pytest.mark.slow
 def test_parts_of_three_files(made: Path, tmp_path: Path) -> None:
     files = [made / "parts" / f"{split}.json" for split in ("train", "val", "test")]
     table = vitsee.cluster(made / "parts.zarr", masks=files, n_seeds=2, seed=1)

@@ -129,6 +129,7 @@ def checked(model: LoadedModel, table: SiteTable, **options: Any) -> SelfCheck:
     return self_check(model, table, images(model), **(chosen | options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ARCHITECTURES)
 def test_every_site_of_every_architecture_passes(case: str) -> None:
     name, size, args, n_sublayers, n_attention = ARCHITECTURES[case]

@@ -172,6 +172,7 @@ def test_channels_are_a_part_of_every_token(store: Store) -> None:
 # Invariances (Kornblith et al. 2019, section 2)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10_000), scale=st.floats(0.01, 100))
 def test_invariant_to_rotation_scale_and_order(
@@ -265,6 +266,7 @@ def test_centred_alignment_is_nan_where_a_self_hsic_is_not_positive() -> None:
 # Whatever way the numbers were come by
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slab", [4, 7, 30])
 @pytest.mark.parametrize("memory", [None, 70_000])
 def test_slabs_and_memory_do_not_matter(tmp_path: Path, slab: int, memory: int | None) -> None:

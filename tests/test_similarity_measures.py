@@ -74,6 +74,7 @@ REFERENCES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("measure", "slow"), REFERENCES, ids=lambda one: getattr(one, "name", ""))
 def test_against_slow_versions_from_features(measure: Measure, slow: Any) -> None:
     for seed in range(3):
@@ -201,6 +202,7 @@ def test_what_is_left_of_a_state_is_that_of_fewer_images(measure: Measure, seed:
         assert measure.reduced(states[0], places[:20]) is None
 
 
+@pytest.mark.slow
 def test_gram_matrices_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from collections import Counter
 
@@ -289,6 +291,7 @@ def test_many_layers_are_tested_together() -> None:
     assert apart.p_family.tolist() == apart.p.tolist()
 
 
+@pytest.mark.slow
 def test_independent_wide_features_are_alike_by_chance_alone(tmp_path: Path) -> None:
     x, y = features(300, 5000, 3), features(300, 5000, 4)
     store = write_model(tmp_path / "a.zarr", {"pooled": x, "logits": y})
@@ -325,6 +328,7 @@ def test_a_clear_likeness_is_significant(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what a user sees
 
 
+@pytest.mark.slow
 def test_both_directions_of_a_prediction_are_rows(tmp_path: Path) -> None:
     x, y = related(n=40)
     a = write_model(tmp_path / "a.zarr", {"pooled": x})
@@ -356,6 +360,7 @@ def test_constant_sites_and_images_of_zeros(tmp_path: Path) -> None:
     assert "no mutual_knn for a norm: the features of all images are the same" in remarks
 
 
+@pytest.mark.slow
 def test_groups_that_do_not_fit_the_memory_give_the_same(tmp_path: Path) -> None:
     sites = {f"blocks.{i}.out": features(30, 14, i).reshape(30, 7, 2) for i in range(5)}
     store = write_model(tmp_path / "a.zarr", sites)
@@ -426,6 +431,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert again.exit_code == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pairs", ["all", "same-depth"])
 def test_the_figure_has_a_panel_for_each_measure(tmp_path: Path, pairs: str) -> None:
     stores = []

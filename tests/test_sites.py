@@ -91,6 +91,7 @@ def refuse_weights(*_: object, **__: object) -> None:
     raise AssertionError("weights were made")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit_large_patch16_224", "mobilenetv5_300m", "demo:resnet"])
 def test_weights_are_not_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitsee_core.models.listing.load_model", refuse_weights)
@@ -100,6 +101,7 @@ def test_weights_are_not_made(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "read from shapes; extract, or --prove, verifies" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_maxvit", "efficientvim_m1"])
 def test_shapes_list_what_pixels_prove(name: str) -> None:
     told, proven = (json.loads(sites(name, *how, "--json").stdout) for how in (SHAPES, PROVE))
@@ -118,6 +120,7 @@ def test_what_pixels_disprove_is_told_by_prove() -> None:
     assert set(proven) < set(told)
 
 
+@pytest.mark.slow
 def test_shapes_that_do_not_suffice_are_proven() -> None:
     """XCiT's tokens may lie in either dimension; its own weights are not asked for."""
     record = json.loads(sites("xcit_nano_12_p16_224", "--json").stdout)

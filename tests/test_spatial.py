@@ -226,6 +226,7 @@ def test_shares_of_pure_effects_and_of_noise() -> None:
 # ---------------------------------------------------------------- the analysis
 
 
+@pytest.mark.slow
 def test_the_table_against_loops(tmp_path: Path) -> None:
     x = field(23, 7, 7).reshape(23, 49, 4)
     with_prefix = np.concatenate([np.full((23, 1, 4), 9.0), x], 1)

@@ -163,6 +163,7 @@ COMPRESSORS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("name", PLANS)
 def test_files_are_those_that_zarr_writes(tmp_path: Path, name: str, codec: str) -> None:
@@ -253,6 +254,7 @@ def test_describing_and_reading_import_neither_zarr_nor_torch(tmp_path: Path) ->
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root_folder)
 
 
+@pytest.mark.slow
 def test_description_is_json(tmp_path: Path) -> None:
     for name, plan in PLANS.items():
         made = write(tmp_path / f"{name}.zarr", plan)

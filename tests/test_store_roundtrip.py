@@ -35,6 +35,7 @@ def opened(tmp_path: Path, name: str) -> tuple[Store, dict[str, Array]]:
     return open_store(tmp_path / "a.zarr"), expected(PLANS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("name", PLANS)
 def test_every_array_comes_back(tmp_path: Path, name: str, codec: str) -> None:

@@ -71,6 +71,7 @@ def test_a_flipped_bit(tmp_path: Path, codec: str) -> None:
     assert validate(path, deep=True) == []
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_every_file_of_an_array(tmp_path: Path) -> None:
     path = tmp_path / "a.zarr"
     write(path, VIT)

@@ -231,6 +231,7 @@ def test_a_model_that_cannot_be_extracted_is_named_and_left_out(tmp_path: Path) 
     assert not (folder / "results" / "cka-vit-resnet.csv").exists()
 
 
+@pytest.mark.slow
 def test_a_model_whose_classifier_cannot_be_read_has_no_lens(tmp_path: Path) -> None:
     """Its classifier reads a convolution after the last block."""
     module = timm.create_model("test_efficientnet", num_classes=10)

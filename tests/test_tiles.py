@@ -242,6 +242,7 @@ def test_what_is_kept_of_tiles(made: Path) -> None:
     assert pixels.shape == (5, 3, 88, 80)
 
 
+@pytest.mark.slow
 def test_the_same_bytes_again_in_shards_and_after_a_stop(made: Path, tmp_path: Path) -> None:
     whole = array_bytes(made / "s.zarr")
     data = made / "d"
@@ -344,6 +345,7 @@ def test_stages_of_a_cnn(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- without tiles
 
 
+@pytest.mark.slow
 def test_without_tiles_the_model_sees_whole_images(tmp_path: Path) -> None:
     """Equal to what the same size by --img-size gives, attention and all."""
     data = pictures(tmp_path / "d", [(50, 84), (100, 168), (50, 83)])

@@ -49,6 +49,7 @@ def davis(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_videos_do_not_see_the_canvas(davis: Path, tmp_path: Path) -> None:
     """Each video's scores are those of a store of its own, which it fills."""
     frames, masks = davis / "DAVIS/JPEGImages/480p", davis / "DAVIS"
@@ -101,6 +102,7 @@ def vectors(store: Store, path: Path) -> dict[str, NDArray[np.float32]]:
     return {name: found[ids == name] for name in dict.fromkeys(ids.tolist())}
 
 
+@pytest.mark.slow
 def test_segments_do_not_see_the_canvas(tmp_path: Path) -> None:
     write_coco(tmp_path / "coco", n_images=6)
     data, masks = tmp_path / "coco/val2017", tmp_path / "coco/annotations/instances_val2017.json"

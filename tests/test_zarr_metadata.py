@@ -90,6 +90,7 @@ for words in (["--help"], ["info", PATH], ["attn-dist", PATH], ["cka", PATH, "--
 """
 
 
+@pytest.mark.slow
 def test_help_info_and_analyses_import_no_zarr(make_store: MakeStore) -> None:
     script = READERS.replace("PATH", repr(str(make_store("a.zarr"))))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
