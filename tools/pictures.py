@@ -131,7 +131,7 @@ PICTURES = (
         (
             "best-layer results/retrieve-buildings.csv results/keypoints.csv --metric map_easy "
             "--metric map_medium --metric map_hard --metric pck@0.1 --metric pck@0.05 "
-            "--metric pck@0.01 --table more/best-table.png -o more/best-table.csv --force",
+            "--table more/best-table.png -o more/best-table.csv --force",
         ),
     ),
     Picture("objects", "results/cluster-objects.csv"),

@@ -66,6 +66,8 @@ NUMBERS = {
 }
 STAGED = ("depths", "layer_depths", "num_blocks")
 SIDE, PATCH = 64, 16
+# Classes whose hidden states are no block's outputs, and what they are.
+OTHER_STATES = {"Swin2SRModel": "of stages, each with a convolution behind its blocks"}
 
 
 def smaller(config: Any) -> dict[str, Any]:
@@ -106,7 +108,8 @@ def outputs(model: LoadedModel, x: Tensor, **wanted: bool) -> Any:
         plain = type(module)(config)
     plain.load_state_dict(module.state_dict())
     given: dict[str, Any] = {**wanted, "return_dict": True}
-    if "noise" in inspect.signature(plain.forward).parameters:  # ViT-MAE orders its patches by it
+    ordered = "noise" in inspect.signature(plain.forward).parameters
+    if ordered and isinstance(config.patch_size, int):  # ViT-MAE orders its patches by it
         n_patches = (x.shape[-1] // config.patch_size) ** 2
         given["noise"] = torch.arange(n_patches).expand(len(x), n_patches)
     with torch.inference_mode():
@@ -125,7 +128,8 @@ def compare(model: LoadedModel, table: SiteTable) -> dict[str, Any]:
     states = getattr(outputs(model, x, output_hidden_states=True), "hidden_states", None)
     if states:
         tensors = [x for x in states if isinstance(x, Tensor) and x.ndim > 2]
-        found |= hidden_states(tensors, outs, keeper) if tensors else {}
+        other = OTHER_STATES.get(type(model.module).__name__)
+        found |= {"hidden": other} if other else hidden_states(tensors, outs, keeper)
     if table.attention:
         try:
             weights = getattr(outputs(model, x, output_attentions=True), "attentions", None)
@@ -146,6 +150,8 @@ def compare(model: LoadedModel, table: SiteTable) -> dict[str, Any]:
 
 def hidden_states(states: list[Tensor], outs: list[str], keeper: Keeper) -> dict[str, Any]:
     """Which of the class's own hidden states are which blocks' outputs, to the bit."""
+    if not states:
+        return {}
     captured = {name: keeper.tokens(name) for name in (*outs, "norm") if name in keeper.sites}
 
     def same(name: str, state: Tensor) -> bool:

@@ -40,7 +40,7 @@ def with_sets(study: Study, found: Plan, *, quick: bool = False) -> Plan:
     sets = Sets(study)
     extractions = [*found.extractions, *sets.extractions()]
     analyses = [*found.analyses, *sets.tasks(), *([] if quick else tour(study))]
-    answered = {"propagate", "keypoints", "saliency", "retrieve"}
+    answered = {"propagate", "keypoints", "saliency", "retrieve", "dense-probe"}
     left_out = {what: why for what, why in found.left_out.items() if what not in answered}
     return Plan(extractions, analyses, left_out, found.keeps)
 
@@ -90,7 +90,8 @@ class Sets:
         return steps
 
     def tasks(self) -> list[Step]:
-        """Masks through videos, parts of objects, buildings found again, objects and attention."""
+        """Masks through videos, parts of objects, buildings found again, objects, attention and
+        pixels."""
         annotations = self.scenes / "annotations"
         panoptic = (
             "--masks", str(annotations / "panoptic_val2017.json"),
@@ -104,6 +105,8 @@ class Sets:
                        "--truth", self.buildings / "gnd_roxford5k.pkl"),
             self._task("cluster", "cluster-objects", "scenes", self.models, *panoptic),
             self._task("saliency", "saliency", "scenes", self.models[:1], *panoptic),
+            self._task("dense-probe", "dense-probe", "scenes", self.models[:1], *panoptic[:2],
+                       "--holdout", "0.5"),
         ]  # fmt: skip
         return found
 
