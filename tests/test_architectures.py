@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-
-SCRIPT = Path(__file__).parents[1] / "tools" / "try_every_architecture.py"
 
 # Name, image size, arguments that make it small; grids as the page shows them, attention blocks
 # or a phrase of why there are none, residual sublayers or the same.
@@ -73,12 +70,7 @@ FAMILIES: list[tuple[str, int | None, dict[str, Any], list[str], Any, Any]] = [
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("try_every_architecture", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("try_every_architecture")
 
 
 @pytest.fixture(scope="module")

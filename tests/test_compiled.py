@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import llvmlite.binding
 import numba
 import numpy as np
 import pytest
@@ -87,8 +87,8 @@ def test_a_compiled_function_runs_no_code_of_another() -> None:
     assert add_twice(x) == pytest.approx(2 * add_in_lanes(x, x, x))
     caller: Any = vars(add_twice)["made"](True)  # not from the cache, whose code cannot be read
     caller(x)
-    module = llvmlite.binding.parse_assembly(next(iter(caller.inspect_llvm().values())))
-    defined = [function.name for function in module.functions if not function.is_declaration]
+    text = next(iter(caller.inspect_llvm().values()))
+    defined = re.findall(r"^define\b[^@]*@(\S+?)\(", text, re.MULTILINE)
     assert any("add_twice" in name for name in defined)
     assert not any("add_in_lanes" in name for name in defined)
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.extractions import VIT, extracted, plant_images
 from vitsee_core.extraction import loop
-from vitsee_core.runtime.malloc import freed_memory_kept
+from vitsee_core.runtime.malloc import OF_THE_USER, freed_memory_kept
 
 N_BYTES = 96 << 20  # more than glibc ever keeps by itself
 needs_glibc = pytest.mark.skipif(
@@ -22,7 +22,9 @@ needs_glibc = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    """As a user who sets nothing; Dask's nannies leave theirs in the process that starts them."""
+    for name in OF_THE_USER:
+        monkeypatch.delenv(name, raising=False)
 
 
 def resident_bytes() -> int:

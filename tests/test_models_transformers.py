@@ -3,7 +3,7 @@ is refused."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -23,7 +23,6 @@ from vitsee_core.models.sources.processors import processor_config
 from vitsee_stores import open_store
 
 transformers: Any = pytest.importorskip("transformers")
-SCRIPT = Path(__file__).parents[1] / "tools" / "try_transformers.py"
 TINY = {
     **{"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3},
     **{"intermediate_size": 48, "image_size": 32, "patch_size": 8},
@@ -32,12 +31,7 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("try_transformers", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("try_transformers")
 
 
 # Class, blocks' path, sublayers, blocks with attention, where the last hidden state is.

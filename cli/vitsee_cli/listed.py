@@ -13,7 +13,7 @@ class Listed(click.Option):
     """`--k 1 --k 5`, or `--k 1,5`; for values that have no comma of their own."""
 
     def __init__(self, *args: Any, **settings: Any):
-        """As click.Option; the help says how several values are given."""
+        """Accept the settings of click.Option; the help text also explains comma lists."""
         text = settings.get("help") or ""
         settings |= {"help": text.replace(REPEATABLE, LISTED), "multiple": True}
         super().__init__(*args, **settings)

@@ -181,8 +181,11 @@ def check_train(study: Study) -> None:
 
 
 def _survey(study: Study) -> list[SurveyedModel]:
-    """What the models offer. Raises VitseeError: some are unknown; better before a night's work
-    than after."""
+    """Survey all models before any work starts.
+
+    Raises:
+        VitseeError: lists the models that are unknown.
+    """
     from vitsee_core.study.surveyed import survey
 
     found, unknown = [], []

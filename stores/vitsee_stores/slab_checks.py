@@ -95,7 +95,7 @@ class SlabChecks:
             )
 
     def _end(self, row: NDArray[np.uint32], chunk: Chunk) -> str:
-        """What a chunk file's size and last bytes show to be wrong, or ""."""
+        """Check a chunk file's size and trailing checksum; the defect in words, "" if none."""
         spec, index = chunk
         expected, files = int(row[self.chunks.place(spec, index)]), self.chunks.files
         try:
@@ -112,7 +112,7 @@ class SlabChecks:
         return "" if checksum(end) == expected else "does not have the checksum that was committed"
 
     def _contents(self, valid: NDArray[np.bool_] | None, chunk: Chunk) -> tuple[str, set[int]]:
-        """What is wrong with a chunk's bytes, and its rows with unexpected non-finite values."""
+        """Check a chunk's bytes: the defect in words, and the rows with unexpected NaN or inf."""
         spec, index = chunk
         try:
             block = self.chunks.read(spec, index)

@@ -9,26 +9,26 @@ Gram matrices (`similarity/`, `extraction/slab_grams`) go through the protocol `
         |-- cpu              Cpu           numpy: float32 or float64, syrk for x x^T;
         |                                  torch for other products where it is imported
         |-- cuda, fp32       Cuda          torch in full float32 (no TF32), half of x x^T;
-        |                                  strips travel as stored, through pinned memory (`staging`)
+        |                                  strips travel as stored, by pinned memory (`staging`)
         `-- cuda, bf16       CudaBfloat16  factors rounded to 8 bits; refused on a CPU
 
     strip (float16 in the store) -> float32 less a mean -> product in float32 -> float64 sum
 
-Shifts are loops of `fused` where the work is worth loading numba (`is_worth_compiling`), else passes
-of numpy or torch. Products of float64 (`covariance/`, `ridge`) are plain numpy.
+Shifts are loops of `fused` where the work is worth loading numba (`is_worth_compiling`), else
+passes of numpy or torch. Products of float64 (`covariance/`, `ridge`) are plain numpy.
 
 | module | what | in |
 |---|---|---|
-| `backend` | `MatmulBackend` with `Cpu` and `Cuda`, choice of the device, `--precision bf16` | float32, summed in float64 |
+| `backend` | `MatmulBackend`, `Cpu`, `Cuda`, choice of both | float32, float64 sums |
 | `staging` | a strip's way to a GPU | as stored |
 | `fused` | cast, shift and sum of float16 and bytes in one loop | float32 |
 | `compiled` | the decorator of all loops that numba compiles at their first call | |
-| `neighbours` | the k nearest by cosine: float32 product and `topk`, decided in float64; torch on any device | float32, float64 |
-| `ridge` | one eigendecomposition for every l2, choice of l2 by held-out or left-out images | float64 |
+| `neighbours` | the k nearest by cosine: `topk` of float32, ties in float64 | both |
+| `ridge` | one eigendecomposition for every l2; l2 by held-out or left-out images | float64 |
 
 Loops that only one room uses stay there: `reductions/` (attention summaries), `measures/flattened`,
 `features/widened`, `covariance/sums`.
 
 A loop or a kernel of our own stays where it saves 5 % or more of a whole command on a processor
 that CI has; the scripts in `benchmarks/` say how much.
-"""  # noqa: E501
+"""

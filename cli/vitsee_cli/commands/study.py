@@ -20,7 +20,7 @@ QUESTION = STORES
 
 
 def analysis_names() -> list[str]:
-    """What --analyses and --skip know, without importing it."""
+    """Names that --analyses and --skip accept; no analysis is imported."""
     names = [module.name.replace("_", "-") for module in pkgutil.iter_modules(room.__path__)]
     return [*names, "explore"]
 

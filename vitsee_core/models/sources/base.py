@@ -38,12 +38,13 @@ class Source(ABC):
             ModelError: it cannot.
         """
 
-    def check_arguments(self, args: Mapping[str, Any]) -> None:  # noqa: B027  (none is refused)
-        """Whether these can be arguments of the model at all.
+    def check_arguments(self, args: Mapping[str, Any]) -> None:
+        """Whether these can be arguments of the model at all; by default all can.
 
         Raises:
             ModelError: one chooses what to load, which an option of its own does.
         """
+        return
 
     def check_foreign(self, args: Mapping[str, Any], where: str) -> None:
         """Whether a manifest that nobody vouches for may ask for this model; by default none may.
