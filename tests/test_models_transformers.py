@@ -19,7 +19,6 @@ from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sources import source_of
-from vitsee_core.models.sources.processors import processor_config
 from vitsee_stores import open_store
 
 transformers: Any = pytest.importorskip("transformers")
@@ -174,7 +173,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "remote code": (
         "transformers:{}/remote",
         {},
-        "needs code of its repository, which vitsee does",
+        "needs code of its repository, which runs with --trust-remote-code alone",
     ),
     "weights that are not there": ("transformers:{}/config-alone", {}, "cannot be loaded"),
 }
@@ -201,22 +200,6 @@ def test_a_library_that_is_not_there(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ModelError, match=rf"\(pip install 'vitsee\[{extra}\]'\)"):
         load_model(name, random_init=0)
-
-
-def test_processors_in_numbers() -> None:
-    """Two that are common: a fixed size, and a shortest edge with a crop."""
-    clip = {"do_resize": True, "size": {"shortest_edge": 256}, "do_center_crop": True}
-    clip |= {"crop_size": {"height": 224, "width": 224}, "resample": 3}
-    found = processor_config({**clip, "image_mean": [0.5] * 3, "image_std": [0.25] * 3}, "m")
-    assert found["input_size"] == (3, 224, 224) and found["crop_pct"] == 0.875
-    assert found["crop_mode"] == "center" and found["interpolation"] == "bicubic"
-    assert found["mean"] == (0.5,) * 3 and found["std"] == (0.25,) * 3
-    vit = {"size": {"height": 32, "width": 48}, "resample": 2, "do_normalize": False}
-    found = processor_config(vit, "m")
-    assert found["input_size"] == (3, 32, 48) and found["crop_mode"] == "squash"
-    assert found["mean"] == (0.0,) * 3 and found["std"] == (1.0,) * 3
-    with pytest.raises(ModelError, match="which is no fixed size"):
-        processor_config({"size": {"longest_edge": 1024}}, "m")
 
 
 def test_names_of_classes() -> None:

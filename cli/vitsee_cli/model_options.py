@@ -170,6 +170,24 @@ _MODEL_OPTIONS: tuple[Decorator, ...] = (
         type=click.Choice(["mean", "black"]),
         help="What --crop-mode border lays around an image.  [default: mean]",
     ),
+    click.option(
+        "--processor",
+        type=click.Choice(["pil", "torchvision"]),
+        show_default="as transformers chooses",
+        help="Which image processor of a model of transformers; by how much they differ is up to "
+        "the image.",
+    ),
+    click.option(
+        "--transform",
+        type=click.Choice(["timm"]),
+        show_default="the model's own",
+        help="vitsee's own way of resizing, which is timm's, in place of the image processor.",
+    ),
+    click.option(
+        "--trust-remote-code",
+        is_flag=True,
+        help="Run the code of the model's repository, where transformers needs it; read it first.",
+    ),
     _MODEL_ARG_OPTION,
 )
 
@@ -183,7 +201,7 @@ def weight_options(command: Any) -> Any:
 # By click's names. An option in a name is one of these, or of the forward pass.
 OPTION_NAMES = (
     "checkpoint", "checkpoint_key", "random_init", "img_size", "img_mean", "img_std", "crop_pct",
-    "crop_mode", "fill", "model_args",
+    "crop_mode", "fill", "transform", "processor", "trust_remote_code", "model_args",
 )  # fmt: skip
 NAMED_OPTIONS = (*OPTION_NAMES, "ablate_skip", "precision")
 

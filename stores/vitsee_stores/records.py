@@ -75,6 +75,7 @@ RECORDS: dict[str, dict[str, Check]] = {
         "fill": text,
         "short_side": _count,
         "multiple": _count,
+        "processor": text,
         "mean": _reals,
         "std": _reals,
     },

@@ -155,11 +155,11 @@ def _check_options(
             raise OptionError(f"{name} is about images on a canvas: give --short-side N too")
         return
     if isinstance(options, ModelOptions):
-        for name in ("crop_mode", "crop_pct", "fill"):
+        for name in ("crop_mode", "crop_pct", "fill", "processor"):
             if getattr(options, name) is not None:
                 raise OptionError(
                     f"--{name.replace('_', '-')} and --short-side exclude each other: with "
-                    "--short-side nothing is cropped or filled up"
+                    "--short-side vitsee resizes, and nothing is cropped or filled up"
                 )
         if options.img_size is not None and not data.tiles:
             raise OptionError(

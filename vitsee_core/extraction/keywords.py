@@ -29,6 +29,7 @@ from vitsee_core.images.loading import ON_ERROR
 from vitsee_core.images.transform import CROP_MODES, FILLS
 from vitsee_core.models.load import own_model
 from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.sources.base import BACKENDS, OWN_TRANSFORM
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.runtime.streaming import Map
 from vitsee_stores import Store, open_store
@@ -42,6 +43,8 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "on_error": ON_ERROR,
     "crop_mode": CROP_MODES,
     "fill": FILLS,
+    "processor": BACKENDS,
+    "trust_remote_code": (True, False),
 }
 _SEVERAL = ("sites", "tokens", "dtype", "ablate_skip")
 _COUNTS = ("images", "per_class", "slab", "batch_size", "erf", "short_side", "multiple")
@@ -73,7 +76,8 @@ def extract(
             copied: its sites are found as those of timm's models are.
         data: as the command's --data.
         output: the store to fill, a folder or a URL.
-        transform: of a torch module, see `transform_config`; a module of timm's needs none.
+        transform: of a torch module, see `transform_config`; a module of timm's needs none. Of a
+            name "timm", for vitsee's own in place of an image processor of transformers.
         name: of a torch module, what tables call it.
         map: of `dask_map`, whose workers make the slabs of a model that they can load by its name.
         progress: advanced by the images done, e.g. a bar.
@@ -81,7 +85,8 @@ def extract(
             short_side, multiple, tiles, sites, tokens, attention, residual, inputs, grams, erf,
             head_weights, dtype, codec, slab, precision, batch_size, device, workers, shard,
             on_error, force, ablate_skip; of a name also checkpoint, checkpoint_key, random_init,
-            img_size, img_mean, img_std, crop_pct, crop_mode, fill, model_args.
+            img_size, img_mean, img_std, crop_pct, crop_mode, fill, processor, trust_remote_code,
+            model_args.
 
     Returns:
         The store. With `shard`, while others have slabs to do, only what is there so far.
@@ -99,8 +104,9 @@ def extract(
     if map is not None and "shard" in values:
         raise OptionError("a map's workers are given their slabs; leave out shard")
     if isinstance(model, str):
-        if transform is not None or name is not None:
+        if transform not in (None, OWN_TRANSFORM) or name is not None:
             raise OptionError("transform and name belong to a torch module, not to a model's name")
+        values |= {} if transform is None else {"transform": transform}
         source: ModelOptions | LoadedModel = ModelOptions(model, **_taken(ModelOptions, values))
     else:
         source = _own(model, transform, name, values)

@@ -28,7 +28,7 @@ def options_in_name(text: str) -> tuple[str, dict[str, Any]]:
         field, read = _READ[key]
         try:
             parsed = [read(value) for value in values]
-        except ValueError:
+        except (KeyError, ValueError):
             raise OptionError(f"{text!r}: {key} is {values[-1]!r}; expected {_EXPECTED}") from None
         if key == "model-arg":
             found[field] = dict(parsed)
@@ -52,6 +52,10 @@ def _floats(text: str) -> tuple[float, ...]:
     return tuple(map(float, text.split(",")))
 
 
+def _flag(text: str) -> bool:
+    return {"true": True, "false": False}[text]
+
+
 def _argument(text: str) -> tuple[str, Any]:
     key, sign, value = text.partition("=")
     if not sign or not key.isidentifier():
@@ -73,6 +77,9 @@ _READ: dict[str, tuple[str, Callable[[str], Any]]] = {
     "crop-pct": ("crop_pct", float),
     "crop-mode": ("crop_mode", str),
     "fill": ("fill", str),
+    "transform": ("transform", str),
+    "processor": ("processor", str),
+    "trust-remote-code": ("trust_remote_code", _flag),
     "model-arg": ("model_args", _argument),
     "ablate-skip": ("ablate_skip", str),
 }

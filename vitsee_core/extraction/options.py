@@ -37,6 +37,9 @@ class ModelOptions:
     crop_pct: float | None = None
     crop_mode: str | None = None
     fill: str | None = None
+    transform: str | None = None
+    processor: str | None = None
+    trust_remote_code: bool = False
     model_args: dict[str, Any] = field(default_factory=dict)
     ablate_skip: tuple[str, ...] = ()
 

@@ -32,6 +32,7 @@ DECISIVE = {
 LOGGED = ("transform", "precision")
 RECORDED = (*DECISIVE, "precision", "order")
 ABSENT = {"ablate_skip": [], "precision": "fp32"}
+ABSENT_KEYS = {"processor": "timm"}  # of a transform: whose way of resizing and cropping
 
 
 def default_token(stores: Iterable[Store], site: str) -> str:
@@ -124,7 +125,7 @@ def _differences(stores: Sequence[Store], field: str) -> Iterator[tuple[str, lis
     if not any(isinstance(setting, Mapping) for setting in settings):
         settings = [{field: setting} for setting in settings]
     for key in sorted({key for setting in settings for key in setting or ()}):
-        values = [(setting or {}).get(key) for setting in settings]
+        values = [(setting or {}).get(key, ABSENT_KEYS.get(key)) for setting in settings]
         if any(value != values[0] for value in values):
             yield key, values
 

@@ -38,6 +38,7 @@ _DECIDING = (
     "mean",
     "short_side",
     "multiple",
+    "processor",
 )
 
 
@@ -116,8 +117,8 @@ def place(
             top, height = (edge * new[0] / now[0] for edge in (top, height))
             left, width = (edge * new[1] / now[1] for edge in (left, width))
         elif name == "center_crop":
-            new = arguments[0]
-            corner = crop_corner(now[0], new[0]), crop_corner(now[1], new[1])
+            new, _, *down = arguments
+            corner = crop_corner(now[0], new[0], *down), crop_corner(now[1], new[1], *down)
         elif name == "trim":
             corner, new = trimmed(now, *arguments)
         else:

@@ -1,7 +1,8 @@
 """Loading by worker processes.
 
 A worker is a fresh interpreter that imports Pillow and NumPy only (0.2 s): forking is not safe
-once torch or zarr have started threads, and importing torch in every worker costs seconds. Pixels
+once torch or zarr have started threads, and importing torch in every worker costs seconds, which
+only recipes that resize by torchvision pay. Pixels
 come back through one block of shared memory, everything else through a socket per worker. A worker
 ends when its socket is closed, however the parent ends, and does not see SIGINT or
 SIGTERM, which reach a whole process group or job: its parent decides when it stops.
@@ -188,7 +189,10 @@ def _start(fds: tuple[int, ...]) -> _Worker:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(), *fds)
+            command,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), *fds),
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # of torch, which some recipes import
         )
     except OSError as error:
         ours.close()

@@ -25,11 +25,12 @@ def resized_keep_ratio(size: Size, target: Size, longest: float) -> Size:
     return round(size[0] / ratio), round(size[1] / ratio)
 
 
-def crop_corner(side: int, target: int) -> int:
-    """Start of a centred crop along a side of an image; negative if it is padded."""
+def crop_corner(side: int, target: int, down: bool = False) -> int:
+    """Start of a centred crop along a side of an image; negative if it is padded. A half is rounded
+    to the even pixel, as torchvision does, or `down`, as transformers does."""
     if side < target:
         return -((target - side) // 2)
-    return round((side - target) / 2.0)
+    return (side - target) // 2 if down else round((side - target) / 2.0)
 
 
 def trimmed(size: Size, border: int) -> tuple[Size, Size]:

@@ -10,16 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.transform import make_recipe, normalise
-
-if TYPE_CHECKING:
-    import torch
 
 # Of steps that change nothing but the type, from 0..255 to 0..1 included.
 _TO_TENSOR = ("ToTensor", "PILToTensor", "ToImage", "ToPureTensor", "ConvertImageDtype", "ToDtype")
@@ -171,13 +168,34 @@ def _share(crop: int, edge: int) -> float:
 
 
 def _prove(transform: Any, config: Mapping[str, Any]) -> None:
-    """Check that the configuration equals the transform, on noise of three shapes. Raises
-    DataError: it does not, or the transform fails."""
+    """Check that the configuration equals the transform. Raises DataError: it does not, or the
+    transform fails."""
+    difference, largest = largest_difference(transform, config)
+    if not difference <= TOLERANCE * max(1.0, largest):
+        raise DataError(
+            f"the transform's input differs by up to {difference:.2g} from what its steps say "
+            "(resize before the conversion to a tensor, as Pillow does); or give a mapping as "
+            "timm.data.resolve_model_data_config gives it"
+        )
+
+
+def largest_difference(transform: Any, config: Mapping[str, Any]) -> tuple[float, float]:
+    """Between what a transform and a configuration make of noise of three shapes, in the numbers
+    that a model gets; and the largest of these numbers.
+
+    Args:
+        transform: of a Pillow image, to (channels, rows, cols).
+        config: as `transform_config` gives it.
+
+    Raises:
+        DataError: the transform fails, or gives another shape.
+    """
     import torch
 
     recipe = make_recipe(config)
     rng = np.random.default_rng(0)
     side = max(recipe.shape[1:])
+    differences, largest = [], 0.0
     for width, height in ((side + 37, side), (side, 2 * side + 5), (side // 2 + 1, side // 2 + 3)):
         image = Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))
         pixels = torch.from_numpy(recipe.apply(image).copy())[None]
@@ -190,14 +208,6 @@ def _prove(transform: Any, config: Mapping[str, Any]) -> None:
             raise DataError(
                 f"the transform gives {tuple(given.shape)}; expected {tuple(expected.shape)}"
             )
-        difference = _difference(given, expected)
-        if not difference <= TOLERANCE * max(1.0, float(expected.abs().max())):
-            raise DataError(
-                f"the transform's input differs by up to {difference:.2g} from what its steps say "
-                "(resize before the conversion to a tensor, as Pillow does); or give a mapping as "
-                "timm.data.resolve_model_data_config gives it"
-            )
-
-
-def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).abs().max())
+        differences.append(float((given - expected).abs().max()))
+        largest = max(largest, float(expected.abs().max()))
+    return float(np.max(differences)), largest

@@ -39,6 +39,9 @@ _MODES = {1: "L", 3: "RGB"}
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 CROP_MODES = ("center", "squash", "border")
 FILLS = ("mean", "black")  # what lies beside an image that does not fill the input
+# What resizes in place of Pillow as timm calls it: transformers' image processors with Pillow, with
+# torchvision's tensors of 8 bits, or with its tensors of floats, which are rounded here to 8 bits.
+PROCESSORS = ("pil", "torchvision", "torchvision-float")
 MOST_PIXELS = 2**27  # a strip of 1 x 60000 pixels would become 3 GB on its way to 224 x 224
 
 
@@ -103,7 +106,27 @@ def make_recipe(transform: Mapping[str, Any]) -> Recipe:
         steps, whole = steps_of_timm(transform)
     if transform.get("fill") == "black":
         steps = [(s[0], (s[1][0], 0)) if s[0] == "center_crop" else s for s in steps]
+    if (processor := transform.get("processor")) is not None:
+        steps, whole = [_as_processor(step, processor) for step in steps], None
     return Recipe(shape, tuple(steps), whole)
+
+
+def _as_processor(step: Step, processor: str) -> Step:
+    """The step as an image processor does it: cropped at a corner that is rounded down, resized by
+    the library named.
+
+    Raises:
+        DataError: no such processor.
+    """
+    if processor not in PROCESSORS:
+        raise DataError(f"no processor {processor!r}; expected {', '.join(PROCESSORS)}")
+    name, arguments = step
+    if name == "center_crop":
+        return "center_crop", (*arguments, True)
+    if name in ("resize", "resize_keep_ratio") and processor != "pil":
+        *size, interpolation = arguments
+        return name, (*size, f"{processor}:{interpolation}")
+    return step
 
 
 def usual_steps(transform: Mapping[str, Any]) -> list[Step] | None:
@@ -229,19 +252,39 @@ def _to_size(image: Image.Image, size: tuple[int, int], interpolation: str) -> I
     height, width = size
     if height * width > MOST_PIXELS:
         raise ValueError(f"{image.width} x {image.height} pixels become {width} x {height}")
-    return image.resize((width, height), Image.Resampling[interpolation.upper()])
+    library, _, how = interpolation.rpartition(":")
+    if library:
+        return _by_torchvision(image, size, how, library != "torchvision")
+    return image.resize((width, height), Image.Resampling[how.upper()])
+
+
+def _by_torchvision(image: Image.Image, size: Size, how: str, as_floats: bool) -> Image.Image:
+    """Resized as a tensor; torch is imported here, for the workers that need it."""
+    import torch
+    from torchvision.transforms.v2 import functional
+
+    pixels = torch.from_numpy(np.array(image))
+    planes = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1).contiguous()
+    mode = functional.InterpolationMode(how)
+    planes = functional.resize(
+        planes.float() if as_floats else planes, list(size), interpolation=mode, antialias=True
+    )
+    if as_floats:
+        planes = planes.round().clamp(0, 255).to(torch.uint8)
+    found = planes[0] if pixels.ndim == 2 else planes.permute(1, 2, 0)
+    return Image.fromarray(found.contiguous().numpy())
 
 
 def _center_crop(
-    image: Image.Image, size: tuple[int, int], fill: int | tuple[int, ...]
+    image: Image.Image, size: tuple[int, int], fill: int | tuple[int, ...], down: bool = False
 ) -> Image.Image:
     height, width = size
-    across, down = max(width - image.width, 0), max(height - image.height, 0)
-    if across or down:
-        border = (across // 2, down // 2, (across + 1) // 2, (down + 1) // 2)
+    wide, high = max(width - image.width, 0), max(height - image.height, 0)
+    if wide or high:
+        border = (wide // 2, high // 2, (wide + 1) // 2, (high + 1) // 2)
         one = isinstance(fill, tuple) and image.mode == "L"
         image = ImageOps.expand(image, border, fill[0] if one else fill)  # type: ignore[index]
-    top, left = crop_corner(image.height, height), crop_corner(image.width, width)
+    top, left = crop_corner(image.height, height, down), crop_corner(image.width, width, down)
     return image.crop((left, top, left + width, top + height))
 
 

@@ -39,7 +39,7 @@ def mask_recipe(transform: Mapping[str, Any]) -> Recipe:
 def _for_labels(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     if name in _RESIZES:
         return (*arguments[:-1], "nearest")
-    return (arguments[0], 0) if name == "center_crop" else arguments
+    return (arguments[0], 0, *arguments[2:]) if name == "center_crop" else arguments
 
 
 def as_seen(labels: Labels, recipe: Recipe, where: str) -> Labels:

@@ -2,13 +2,12 @@
 
 Files of DINO, MoCo-v3, MAE, CLIP, BEiT, of training loops that wrap the model, and timm's own
 differ in the key of the tensors and in the prefix of their names. Both are found from the
-model's own tensor names; renaming and resampling of position tables is timm's.
+model's own tensor names; renaming and resampling of position tables is the source's.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -59,9 +58,11 @@ class Checkpoint:
         layout = recognise(whole, found, whole[found] if found else whole)
         return cls(path, found, state, others, layout)
 
-    def put_into(self, model: nn.Module) -> dict[str, Any]:
+    def put_into(
+        self, model: nn.Module, convert: Callable[..., Any] | None = None
+    ) -> dict[str, Any]:
         """Load the weights; only the classifier may be missing, and the counters of batches that
-        older files lack.
+        older files lack. convert: see `Source.converter`.
 
         Comes back: file, key, other_keys, prefix (cut from the names), missing (the model's tensors
         that keep their random values), unexpected (the file's tensors that the model has no use
@@ -75,7 +76,7 @@ class Checkpoint:
         prefix = _prefix(self.state, model_keys)
         kept = {name[len(prefix) :]: x for name, x in self.state.items() if name.startswith(prefix)}
         others = [name for name in self.state if prefix and not name.startswith(prefix)]
-        filtered = _filtered(model, kept, self.path)
+        filtered = _filtered(model, kept, self.path, convert)
         missing, unexpected = _fit(model, filtered, self.path)
         renamed = not set(kept) & set(filtered)
         unexpected += [name for name in kept if not renamed and name not in filtered]
@@ -161,23 +162,9 @@ def _prefix(state: State, model_keys: set[str]) -> str:
     return min(best, key=lambda prefix: (_place(prefix, COPY_ORDER), len(prefix)))
 
 
-def _filter_of(model: nn.Module) -> Callable[..., Any] | None:
-    """timm's own conversion of foreign and older weights for this architecture."""
-    import timm
-
-    architecture = (getattr(model, "pretrained_cfg", None) or {}).get("architecture", "")
-    places = [type(model).__module__]
-    if timm.is_model(architecture):
-        places.insert(0, timm.model_entrypoint(architecture).__module__)
-    for place in places:
-        found = getattr(sys.modules.get(place), "checkpoint_filter_fn", None)
-        if callable(found):
-            return found  # type: ignore[no-any-return]
-    return None
-
-
-def _filtered(model: nn.Module, state: State, path: Path) -> State:
-    convert = _filter_of(model)
+def _filtered(
+    model: nn.Module, state: State, path: Path, convert: Callable[..., Any] | None
+) -> State:
     if convert is None:
         return dict(state)
     given: dict[str, Any] = {}

@@ -35,7 +35,7 @@ def stand_in(name: str, options: Mapping[str, Any], table: SiteTable) -> LoadedM
     Raises:
         ModelError: unknown model, or arguments that it does not take.
     """
-    source = source_of(name)
+    source = source_of(name, options)
     args = dict(options.get("model_args") or {})
     wanted = model_arguments(args, options.get("img_size"))
     with _Unfilled():

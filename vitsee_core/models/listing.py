@@ -76,7 +76,7 @@ def sketched_module(
     Raises:
         ModelError: unknown model, or arguments that it does not take.
     """
-    source = source_of(name)
+    source = source_of(name, options)
     given = {key.removeprefix("img_"): options.get(key) for key in INPUT}
     wanted = model_arguments(options.get("model_args"), options.get("img_size"))
     module = source.without_weights(wanted).eval().requires_grad_(False)

@@ -37,6 +37,9 @@ def load_model(
     crop_pct: float | None = None,
     crop_mode: str | None = None,
     fill: str | None = None,
+    transform: str | None = None,
+    processor: str | None = None,
+    trust_remote_code: bool = False,
     model_args: Mapping[str, Any] | None = None,
     ablate_skip: Sequence[str] = (),
     foreign: str | None = None,
@@ -49,14 +52,18 @@ def load_model(
     blocks or sublayers to run without their skip connections, besides those that a folder's
     config.json leaves out (its `ablate_skip`). foreign: the store that name and arguments were read
     from, which nobody vouches for: no folder, no network, and only arguments that size a layer. The
-    others override the model's own configuration.
+    others override the model's own configuration. transform, processor, trust_remote_code: see
+    `Choices`.
 
     Raises:
         ModelError: unknown model, weights that cannot be had or do not fit, an option that the
             architecture does not take, or a skip that cannot be ablated.
     """
     args: dict[str, Any] = dict(model_args or {})
-    source = source_of(name)
+    source = source_of(
+        name,
+        {"transform": transform, "processor": processor, "trust_remote_code": trust_remote_code},
+    )
     if foreign is not None:
         source.check_foreign(args, foreign)
     _check_options(source, args, checkpoint, checkpoint_key, random_init, crop_pct)
@@ -79,18 +86,18 @@ def load_model(
         raise ModelError(f"{checkpoint} is a checkpoint of {layout.name}, but {error}") from error
     given: dict[str, Any] = {"mean": img_mean, "std": img_std, "crop_pct": crop_pct}
     given |= {"crop_mode": crop_mode, "fill": fill}
-    transform = source.transform(module, wanted.get("img_size"), given)
+    config = source.transform(module, wanted.get("img_size"), given)
     weights: dict[str, Any]
     if file is not None:
-        weights = {"source": "checkpoint", **file.put_into(module)}
+        weights = {"source": "checkpoint", **file.put_into(module, source.converter(module))}
         if layout is not None:
             weights["layout"] = layout.name
-            own = layout.preprocessing(transform["input_size"][1])
+            own = layout.preprocessing(config["input_size"][1])
             own |= {key: x for key, x in given.items() if x is not None}
-            transform = source.transform(module, wanted.get("img_size"), own)
+            config = source.transform(module, wanted.get("img_size"), own)
         if layout is None or not layout.sure:
             names = ("mean", "std") if layout is None else ("mean", "std", "crop_pct")
-            assumed = {key: transform[key] for key in names if given[key] is None}
+            assumed = {key: config[key] for key in names if given[key] is None}
             assumed |= source.assumed(module, wanted)
             weights |= {"assumed": assumed} if assumed else {}
     elif random_init is not None:
@@ -103,8 +110,8 @@ def load_model(
     model = LoadedModel(
         name=name,
         module=module,
-        input_size=tuple(transform["input_size"]),
-        transform=transform,
+        input_size=tuple(config["input_size"]),
+        transform=config,
         weights=weights,
         architecture=source.architecture(module),
         model_args=args,
@@ -187,7 +194,7 @@ def check_model_options(name: str, options: Mapping[str, Any]) -> None:
     """
     names = ("checkpoint", "checkpoint_key", "random_init", "crop_pct")
     args = options.get("model_args") or {}
-    _check_options(source_of(name), args, *(options.get(key) for key in names))
+    _check_options(source_of(name, options), args, *(options.get(key) for key in names))
 
 
 def _check_options(
@@ -198,6 +205,7 @@ def _check_options(
     random_init: int | None,
     crop_pct: float | None,
 ) -> None:
+    source.check_choices()
     source.check_arguments(args)
     if checkpoint is not None and random_init is not None:
         raise ModelError("--checkpoint and --random-init exclude each other; give one of them")

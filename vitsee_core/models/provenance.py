@@ -79,6 +79,7 @@ def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = Fals
     """
     from vitsee_core.models.load import load_model
     from vitsee_core.models.sources import source_of
+    from vitsee_core.models.sources.base import OWN_TRANSFORM
 
     record = _recorded(store)
     canvas = store.plan.canvas
@@ -107,6 +108,8 @@ def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = Fals
             img_size=record.size,
             model_args=record.args,
             ablate_skip=record.ablate_skip,
+            transform=OWN_TRANSFORM,  # images are prepared as the store says
+            trust_remote_code=trust and record.remote_code,
             foreign=None if trust else store.label,
         )
     except VitseeError as error:
@@ -136,6 +139,7 @@ class _Recorded:
     size: tuple[int, int]
     args: dict[str, Any]
     ablate_skip: tuple[str, ...]
+    remote_code: bool
 
 
 def _recorded(store: Store) -> _Recorded:
@@ -158,6 +162,7 @@ def _recorded(store: Store) -> _Recorded:
             size=(height, width),
             args=model.get("args", {}),
             ablate_skip=tuple(model.get("ablate_skip", ())),
+            remote_code=model.get("origin", {}).get("trust_remote_code") is True,
         )
         texts = (found.name, found.sha256, found.source, found.file, found.key or "")
         if not all(isinstance(x, str) for x in (*texts, *found.ablate_skip, *found.args)):
@@ -166,7 +171,7 @@ def _recorded(store: Store) -> _Recorded:
             raise ValueError("input_size")
         if not isinstance(found.args, dict) or not isinstance(found.seed, int | None):
             raise TypeError("args or seed")
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise MissingInput(
             f"{store.label} does not say which weights made it ({error}); extract it anew"
         ) from None

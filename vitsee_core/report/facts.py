@@ -59,7 +59,12 @@ def _named(model: Mapping[str, Any]) -> str:
 def _preprocessing(transform: Mapping[str, Any]) -> str:
     size = transform.get("input_size")
     parts = [f"{size[1]} × {size[2]} px"] if isinstance(size, list) and len(size) == 3 else []
-    for name, label in (("interpolation", ""), ("crop_mode", "crop "), ("crop_pct", "crop share ")):
+    for name, label in (
+        ("interpolation", ""),
+        ("processor", "resized by "),
+        ("crop_mode", "crop "),
+        ("crop_pct", "crop share "),
+    ):
         if transform.get(name) is not None:
             parts.append(f"{label}{_text(transform[name])}")
     for name in ("mean", "std"):

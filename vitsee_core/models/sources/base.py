@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +15,38 @@ from torch import nn
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.sources.errors import one_line
 
-Size = tuple[int, int, int]
+BACKENDS = ("pil", "torchvision")  # of image processors
+OWN_TRANSFORM = "timm"  # of --transform: vitsee's own, which is timm's
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How a source goes about its models.
+
+    transform: "timm" for vitsee's own in place of the source's image processor. processor: the
+    backend of that, "pil" or "torchvision"; None for its default. trust_remote_code: code of the
+    model's repository may run.
+    """
+
+    transform: str | None = None
+    processor: str | None = None
+    trust_remote_code: bool = False
 
 
 class Source(ABC):
     """Where the model of one name comes from.
 
     name: as the user knows it. arguments_in_name: whether what stands behind `?` in a name, and is
-    no option, is an argument of the model. option: what its arguments are for, in messages.
+    no option, is an argument of the model. has_processors: whether its models may have image
+    processors, and code in their repositories.
     """
 
     arguments_in_name = False
+    has_processors = False
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, choices: Choices | None = None) -> None:
         self.name = name
+        self.choices = choices or Choices()
 
     # ------------------------------------------------------------ before a model is made
 
@@ -37,6 +57,34 @@ class Source(ABC):
         Raises:
             ModelError: it cannot.
         """
+
+    def check_choices(self) -> None:
+        """Whether its models take these choices.
+
+        Raises:
+            ModelError: they do not.
+        """
+        made = self.choices
+        if made.transform not in (None, OWN_TRANSFORM):
+            raise ModelError(f"--transform is {made.transform!r}; expected {OWN_TRANSFORM}")
+        if made.processor not in (None, *BACKENDS):
+            raise ModelError(
+                f"--processor is {made.processor!r}; expected one of: {', '.join(BACKENDS)}"
+            )
+        if made.transform is not None and made.processor is not None:
+            raise ModelError(
+                "--transform timm and --processor exclude each other; give one of them"
+            )
+        if self.has_processors:
+            return
+        for option, given in (
+            ("--processor", made.processor is not None),
+            ("--trust-remote-code", made.trust_remote_code),
+        ):
+            if given:
+                raise ModelError(
+                    f"{option} is for models of transformers, and {self.name} is none; leave it out"
+                )
 
     def check_arguments(self, args: Mapping[str, Any]) -> None:
         """Whether these can be arguments of the model at all; by default all can.
@@ -124,6 +172,12 @@ class Source(ABC):
         """
         with torch.device("meta"):
             return self.make(pretrained=False, seed=0, wanted=wanted)
+
+    def converter(self, module: nn.Module) -> Callable[..., Any] | None:
+        """What turns foreign and older weights into those of the module, as `convert(state,
+        module)`; by default what the library of its class calls checkpoint_filter_fn."""
+        found = getattr(sys.modules.get(type(module).__module__), "checkpoint_filter_fn", None)
+        return found if callable(found) else None
 
     # ------------------------------------------------------------ what it says of itself
 

@@ -1,38 +1,132 @@
-"""An image processor's record as a configuration of vitsee's own transform."""
+"""Image processors of transformers: read, recorded, and done by vitsee in numbers that are proven
+to give the processor's own input.
+
+So a store needs neither transformers nor code of a repository to prepare its images again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.sources.base import BACKENDS
 from vitsee_core.models.sources.own_transform import DEFAULT
+from vitsee_stores.errors import VitseeError
 
 # Of Pillow's filters, by their numbers.
 _FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
+TOLERANCE = 1e-5  # of the model's input: float32 in another order
+ROUNDED = (
+    "'s image processor resizes floats, which are rounded to 8 bits here: its input differs by up "
+    "to half of 1/255 before normalisation"
+)
 
 
-def processor_config(record: Mapping[str, Any], name: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Processor:
+    """own: transformers' object. name: of the model, for messages."""
+
+    own: Any
+    name: str
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """As transformers writes it."""
+        found: dict[str, Any] = _plain(self.own.to_dict())
+        return found
+
+    @cached_property
+    def backend(self) -> str:
+        """What resizes: pil or torchvision. transformers 4 says it by the class."""
+        own = getattr(self.own, "backend", None)
+        fast = getattr(self.own, "is_fast", None)
+        return str(own) if own in BACKENDS else ("torchvision" if fast else "pil")
+
+    @cached_property
+    def input_size(self) -> tuple[int, int] | None:
+        """(rows, cols) of what it gives; None where that depends on the image."""
+        resized, cropped = _sizes(self.record)
+        return cropped or resized
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The numbers of `processor_config` with `processor`, which gives the same input.
+
+        Raises:
+            ModelError: the processor does something that no such numbers say.
+        """
+        from vitsee_core.images.torch_transforms import largest_difference
+
+        numbers, found = processor_config(self.record, self.name), []
+        for variant in _variants(self.record):
+            for processor, rounding in self._candidates(numbers):
+                config = {**numbers, **variant, "processor": processor}
+                try:
+                    difference, largest = largest_difference(self._apply, config)
+                except VitseeError as error:
+                    raise self._refused(str(error)) from error
+                if difference <= rounding + TOLERANCE * max(1.0, largest):
+                    return config
+                found.append(difference)
+        raise self._refused(f"its input differs by up to {min(found):.2g} from what it says")
+
+    def origin(self) -> dict[str, Any]:
+        """What a manifest records."""
+        import PIL
+
+        versions = {"Pillow": PIL.__version__}
+        if self.backend == "torchvision":
+            import torchvision
+
+            versions = {"torchvision": torchvision.__version__}
+        return {"processor": self.record, "backend": self.backend, "backend_version": versions}
+
+    def _candidates(self, numbers: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+        """Ways of resizing that may be its own, and what rounding to 8 bits changes in each."""
+        yield self.backend, 0.0
+        if self.backend == "torchvision":
+            yield "torchvision-float", 0.5 / 255 / min(numbers["std"])
+
+    def _apply(self, image: Any) -> Any:
+        return self.own(images=image, return_tensors="pt")["pixel_values"][0]
+
+    def _refused(self, why: str) -> ModelError:
+        return ModelError(
+            f"the image processor of {self.name} does more than resize, crop and normalise: {why}; "
+            "expected --transform timm, and where needed --img-size, --img-mean and --img-std"
+        )
+
+
+def processor_config(
+    record: Mapping[str, Any], name: str, *, any_size: bool = False
+) -> dict[str, Any]:
     """input_size, interpolation, crop_pct, crop_mode, mean, std of a processor's `to_dict()`.
+
+    Args:
+        record: the processor's.
+        name: of the model, for messages.
+        any_size: a size that depends on the image is left to the model.
 
     Raises:
         ModelError: it does something that these do not say.
     """
-    size, crop = record.get("size") or {}, record.get("crop_size") or {}
-    found = dict(DEFAULT)
-    resized = _edges(size) if record.get("do_resize", True) else None
-    cropped = _edges(crop) if record.get("do_center_crop") else None
-    if resized is None and cropped is None and record.get("do_resize", True):
+    size = record.get("size") or {}
+    resized, cropped = _sizes(record)
+    if not any_size and resized is None and cropped is None and record.get("do_resize", True):
         raise ModelError(
             f"the image processor of {name} resizes to {size}, which is no fixed size; give "
-            "--img-size, and --img-mean and --img-std, with a class or a folder without it"
+            "--transform timm, and --img-size where the model's own is not meant"
         )
+    found = dict(DEFAULT)
     final = cropped or resized
     if final is not None:
         found["input_size"] = (3, *final)
     if cropped and resized:
-        found["crop_pct"] = min(cropped) / min(resized)
-    if "shortest_edge" not in size and resized and not cropped:
+        found["crop_pct"] = _share(min(cropped), min(resized))
+    if _is_fixed(size):
         found["crop_mode"] = "squash"
     if record.get("resample") in _FILTERS:
         found["interpolation"] = _FILTERS[record["resample"]]
@@ -45,13 +139,48 @@ def processor_config(record: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
+def _variants(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a record may mean beside what it says: some resize a shortest edge to more than it, by
+    `crop_pct` or by LeViT's 256/224, or squash."""
+    yield {}
+    if not _is_fixed(record.get("size")):
+        shares = [x for x in (record.get("crop_pct"), 224 / 256) if isinstance(x, float)]
+        yield from ({"crop_pct": share, "crop_mode": "center"} for share in shares)
+        yield {"crop_mode": "squash"}
+
+
+def _share(crop: int, edge: int) -> float:
+    """The crop_pct from which floor(crop / crop_pct) is the edge."""
+    exact = crop / edge
+    return exact if int(crop / exact) == edge else crop / (edge + 0.5)
+
+
+def _sizes(record: Mapping[str, Any]) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+    """What images are resized and cropped to, where that is fixed; of a shortest edge a square."""
+    resized = _edges(record.get("size")) if record.get("do_resize", True) else None
+    cropped = _edges(record.get("crop_size")) if record.get("do_center_crop") else None
+    return resized, cropped
+
+
+def _is_fixed(size: Any) -> bool:
+    return isinstance(size, Mapping) and bool(size.get("height") and size.get("width"))
+
+
 def _edges(size: Any) -> tuple[int, int] | None:
     """(rows, cols) of a size; of a shortest edge a square."""
     if isinstance(size, int):
         return size, size
-    if isinstance(size, Mapping):
-        if size.get("height") and size.get("width"):
-            return int(size["height"]), int(size["width"])
-        if size.get("shortest_edge") and not size.get("longest_edge"):
-            return int(size["shortest_edge"]), int(size["shortest_edge"])
+    if _is_fixed(size):
+        return int(size["height"]), int(size["width"])
+    if isinstance(size, Mapping) and size.get("shortest_edge") and not size.get("longest_edge"):
+        return int(size["shortest_edge"]), int(size["shortest_edge"])
     return None
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold of a processor's record."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(x) for x in value]
+    return value if isinstance(value, bool | int | float | str) or value is None else str(value)

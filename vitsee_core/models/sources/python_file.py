@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.sources.base import Source, drawn
+from vitsee_core.models.sources.base import Choices, Source, drawn
 from vitsee_core.models.sources.errors import one_line
 from vitsee_core.models.sources.own_transform import ASSUMED, changed, pair, stated
+from vitsee_core.models.sources.timm_create import converter_of
 
 SIZES = ("img_size", "image_size", "input_size")  # names of a size among a builder's parameters
 WEIGHTS = "pretrained"  # the name of a switch for a model's own weights among them
@@ -33,8 +34,8 @@ class FileSource(Source):
     arguments_in_name = True
     kind = "file"
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, choices: Choices | None = None) -> None:
+        super().__init__(name, choices)
         self.made: tuple[Any, list[str] | None] | None = None  # transform, class names
         self.assumes = False
 
@@ -92,6 +93,10 @@ class FileSource(Source):
             return super().without_weights(wanted)
         except ModelError:
             return self.make(pretrained=True, seed=0, wanted=wanted)
+
+    def converter(self, module: nn.Module) -> Callable[..., Any] | None:
+        """As in `Source`: timm's for a model of timm's first."""
+        return converter_of(module) or super().converter(module)
 
     def transform(
         self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from vitsee_core.models.sources.timm_arguments import check_foreign, refuse_load
 from vitsee_core.models.sources.timm_create import (
     FOLDER,
     check_known,
+    converter_of,
     create_model,
     heads_no_shape_shows,
     not_as_pretrained,
@@ -81,6 +82,10 @@ class TimmSource(Source):
         """As in `Source`, by create_model."""
         given: dict[str, Any] = {"seed": seed, "wanted": wanted, "foreign": foreign}
         return create_model(self.full, self.name, pretrained=pretrained, **given)
+
+    def converter(self, module: nn.Module) -> Callable[..., Any] | None:
+        """As in `Source`: timm's for the architecture first."""
+        return converter_of(module) or super().converter(module)
 
     def transform(
         self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]

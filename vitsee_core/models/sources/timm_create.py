@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,19 @@ def skips_left_out(full: str, name: str) -> tuple[str, ...]:
             "blocks or sublayers"
         )
     return tuple(found)
+
+
+def converter_of(module: nn.Module) -> Callable[..., Any] | None:
+    """timm's conversion of foreign and older weights for the architecture that a module says it
+    is; None where it has none, or says nothing."""
+    import timm
+
+    architecture = (getattr(module, "pretrained_cfg", None) or {}).get("architecture", "")
+    if not timm.is_model(architecture):
+        return None
+    place = sys.modules.get(timm.model_entrypoint(architecture).__module__)
+    found = getattr(place, "checkpoint_filter_fn", None)
+    return found if callable(found) else None
 
 
 def create_model(

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
+import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from vitsee_core.models.hook_points import ModelError
+
+
+def registered() -> list[str]:
+    """timm's architectures, read from its files without importing it; sorted."""
+    spec = importlib.util.find_spec("timm")
+    folders = spec.submodule_search_locations or () if spec is not None else ()
+    texts = [f.read_text("utf-8") for d in folders for f in Path(d, "models").glob("*.py")]
+    own = re.compile(r"^@register_model\s+def (\w+)", re.MULTILINE)
+    return sorted({name for text in texts for name in own.findall(text)})
 
 
 def matching(pattern: str) -> dict[str, list[str]]:

@@ -2,7 +2,7 @@
 tower of a larger model by its path behind `#`, or a class with its default configuration,
 `transformers:ViTModel?num_hidden_layers=4`.
 
-Code of a repository is never run: models that need it are refused.
+Code of a repository runs with `trust_remote_code` alone: models that need it are refused without.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.sources.base import Source, drawn
+from vitsee_core.models.sources.base import OWN_TRANSFORM, Choices, Source, drawn
 from vitsee_core.models.sources.errors import missing_extra, one_line
 from vitsee_core.models.sources.own_transform import DEFAULT, changed, pair
-from vitsee_core.models.sources.processors import processor_config
+from vitsee_core.models.sources.processors import ROUNDED, Processor, processor_config
 from vitsee_core.models.sources.timm_weights import why_unreachable
 
 PREFIX = "transformers:"
@@ -37,10 +37,12 @@ class TransformersSource(Source):
     """A checkpoint of the hub or of a folder, or a class."""
 
     arguments_in_name = True
+    has_processors = True
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, choices: Choices | None = None) -> None:
+        super().__init__(name, choices)
         self.loaded: dict[str, Any] = {}  # what was missing or left over in its own weights
+        self.rounds = False  # whether its processor's floats are rounded to 8 bits
 
     @property
     def parts(self) -> tuple[str, str | None, str]:
@@ -99,7 +101,7 @@ class TransformersSource(Source):
         else:
             module = drawn(seed, lambda: self._part(_random(kind, config)), self.name)
         size, own = wanted.get("img_size"), _size(getattr(module, "config", config))
-        _adapt(module, own if size is None else pair(size), own)
+        _adapt(module, self._processed_size or own if size is None else pair(size), own)
         return module
 
     def transform(
@@ -107,13 +109,11 @@ class TransformersSource(Source):
     ) -> dict[str, Any]:
         """As in `Source`: what its image processor does, in numbers."""
         config = getattr(module, "config", None)
-        own = _size(config)
-        record = self._processor
+        stated = self._stated()
+        self.rounds = stated.get("processor") == "torchvision-float"
         channels = getattr(config, "num_channels", 3)
-        stated = dict(DEFAULT) if record is None else processor_config(record, self.name)
-        if record is None or own is not None:
-            rows, cols = own or stated["input_size"][1:]
-            stated["input_size"] = (channels if isinstance(channels, int) else 3, rows, cols)
+        size = self._processed_size or _size(config) or stated["input_size"][1:]
+        stated["input_size"] = (channels if isinstance(channels, int) else 3, *size)
         return changed(stated, img_size, given, self.name)
 
     def architecture(self, module: nn.Module) -> str:
@@ -136,13 +136,13 @@ class TransformersSource(Source):
 
     def origin(self) -> dict[str, Any]:
         """As in `Source`, with the processor's own record."""
-        record = self._processor
-        notes = [] if record is not None else [ASSUMED]
-        return {
-            "library": "transformers",
-            "version": library().__version__,
-            **({"processor": record} if record is not None else {"notes": notes}),
-        }
+        found = {"library": "transformers", "version": library().__version__}
+        if self.choices.trust_remote_code:
+            found["trust_remote_code"] = True
+        if self._processor is None:
+            return {**found, "notes": [ASSUMED]}
+        notes = {"notes": [ROUNDED]} if self.rounds else {}
+        return {**found, **self._processor.origin(), **notes}
 
     @cached_property
     def _is_class(self) -> bool:
@@ -162,11 +162,14 @@ class TransformersSource(Source):
         if not Path(place).is_dir() and place.count("/") > 1:
             raise ModelError(f"{self.name}: no folder {place}; expected one, or OWNER/NAME")
         try:
-            return library().AutoConfig.from_pretrained(
-                place, revision=revision, trust_remote_code=False, **self._offline
-            )
+            return library().AutoConfig.from_pretrained(place, revision=revision, **self._access)
         except Exception as error:
             raise self._explained(error) from error
+
+    @cached_property
+    def _access(self) -> dict[str, bool]:
+        """What every load of a repository or folder is given."""
+        return {"trust_remote_code": self.choices.trust_remote_code, **self._offline}
 
     @cached_property
     def _offline(self) -> dict[str, bool]:
@@ -175,19 +178,52 @@ class TransformersSource(Source):
         return {"local_files_only": True} if local or why_unreachable() else {}
 
     @cached_property
-    def _processor(self) -> dict[str, Any] | None:
-        """Its image processor as transformers writes it; None where the model has none."""
+    def _processor(self) -> Processor | None:
+        """Its image processor; None where the model has none.
+
+        Raises:
+            ModelError: there is none of the chosen backend.
+        """
         place, revision, _ = self.parts
-        if self._is_class:
-            return None
-        try:
-            processor = library().AutoImageProcessor.from_pretrained(
-                place, revision=revision, trust_remote_code=False, **self._offline
+        wanted = self.choices.processor
+        found = None
+        if not self._is_class:
+            try:
+                found = library().AutoImageProcessor.from_pretrained(
+                    place, revision=revision, **_backend(wanted), **self._access
+                )
+            except (AttributeError, OSError, ValueError, ImportError, KeyError, TypeError):
+                found = None
+        processor = None if found is None else Processor(found, self.name)
+        if wanted is not None and (processor is None or processor.backend != wanted):
+            has = "has none" if processor is None else f"has {type(found).__name__} alone"
+            raise ModelError(
+                f"--processor {wanted} chooses between the image processors of a model, and "
+                f"{self.name} {has}; leave it out"
             )
-        except (OSError, ValueError, ImportError, KeyError):
-            return None
-        record: dict[str, Any] = _plain(processor.to_dict())
-        return record
+        return processor
+
+    @cached_property
+    def _processed_size(self) -> tuple[int, int] | None:
+        """(rows, cols) that its processor makes, where that is fixed."""
+        return None if self._processor is None else self._processor.input_size
+
+    def _stated(self) -> dict[str, Any]:
+        """Its processor in numbers; vitsee's own way of doing them where that was chosen.
+
+        Raises:
+            ModelError: they do not say what the processor does.
+        """
+        if self._processor is None:
+            return dict(DEFAULT)
+        if self.choices.transform != OWN_TRANSFORM:
+            return dict(self._processor.config)
+        try:
+            found = dict(self._processor.config)
+        except ModelError:
+            return processor_config(self._processor.record, self.name, any_size=True)
+        del found["processor"]
+        return found
 
     def _configured(self, wanted: Mapping[str, Any]) -> Any:
         """The configuration of the part that sees images, with the user's arguments."""
@@ -221,6 +257,9 @@ class TransformersSource(Source):
                 found = getattr(library(), name, None)
                 if found is not None:
                     return found
+        remote = (getattr(config, "auto_map", None) or {}).get("AutoModel")
+        if remote and self.choices.trust_remote_code:
+            return _remote_class(remote, place, self.parts[1])
         mapping = library().MODEL_MAPPING
         if type(config) not in mapping:
             raise ModelError(
@@ -235,7 +274,8 @@ class TransformersSource(Source):
         _, _, part = self.parts
         if part:
             return
-        if kind.main_input_name != PIXELS:
+        remote = self.choices.trust_remote_code and "input_ids" not in _forward(kind)
+        if kind.main_input_name != PIXELS and not remote:
             raise ModelError(
                 f"{self.name} ({kind.__name__}) takes {kind.main_input_name}; expected a model of "
                 f"{PIXELS}: name its tower behind #, as in #vision_model"
@@ -248,7 +288,7 @@ class TransformersSource(Source):
 
     def _pretrained(self, kind: Any, config: Any) -> nn.Module:
         place, revision, part = self.parts
-        given: dict[str, Any] = {"revision": revision, "trust_remote_code": False, **self._offline}
+        given: dict[str, Any] = {"revision": revision, "weights_only": True, **self._access}
         given |= {"dtype": torch.float32, "output_loading_info": True, "config": config}
         try:
             for how in ("sdpa", "eager"):
@@ -282,8 +322,8 @@ class TransformersSource(Source):
             return error
         if "trust_remote_code" in text or "custom code" in text:
             return ModelError(
-                f"{self.name} needs code of its repository, which vitsee does not run; expected a "
-                "model that transformers has itself, or your own file (model.py:build)"
+                f"{self.name} needs code of its repository, which runs with --trust-remote-code "
+                "alone (read it first); expected that, or a model that transformers has itself"
             )
         if isinstance(error, OSError):
             why = "" if Path(place).is_dir() or not self._offline else f" ({why_unreachable()})"
@@ -313,6 +353,7 @@ def library() -> Any:
         raise missing_extra("transformers", "transformers") from error
     found: Any = transformers
     found.logging.set_verbosity_error()
+    found.logging.disable_progress_bar()
     return found
 
 
@@ -323,6 +364,26 @@ def class_names() -> list[str]:
     processors = auto.image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES
     found = [models.get(kind) for kind in processors]
     return sorted({name for name in found if isinstance(name, str)})
+
+
+def _backend(wanted: str | None) -> dict[str, Any]:
+    """The argument that chooses a processor's backend; transformers 4 has another."""
+    if wanted is None:
+        return {}
+    if int(library().__version__.partition(".")[0]) < 5:
+        return {"use_fast": wanted == "torchvision"}
+    return {"backend": wanted}
+
+
+def _remote_class(name: str, place: str, revision: str | None) -> Any:
+    """A class of a repository's own code, which runs."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    return get_class_from_dynamic_module(name, place, revision=revision)
+
+
+def _forward(kind: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(kind.forward).parameters
 
 
 def _random(kind: Any, config: Any) -> nn.Module:
@@ -351,7 +412,7 @@ def _size(config: Any) -> tuple[int, int] | None:
 
 def _adapt(module: nn.Module, size: tuple[int, int] | None, own: tuple[int, int] | None) -> None:
     """Let the module take a batch of images alone, and give one tensor."""
-    taken = inspect.signature(module.forward).parameters
+    taken = _forward(module)
     given: dict[str, Any] = {}
     if size != own and "interpolate_pos_encoding" in taken:
         given["interpolate_pos_encoding"] = True
@@ -378,12 +439,3 @@ def _n_patches(module: nn.Module, images: Tensor) -> int:
     patch = getattr(module.config, "patch_size", 16)
     rows, cols = pair(patch)
     return (images.shape[-2] // rows) * (images.shape[-1] // cols)
-
-
-def _plain(value: Any) -> Any:
-    """What JSON can hold of a processor's record."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(x) for key, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(x) for x in value]
-    return value if isinstance(value, bool | int | float | str) or value is None else str(value)
