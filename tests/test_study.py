@@ -32,7 +32,7 @@ from vitsee_core.study.running import (
     carry_out,
     make_folders,
 )
-from vitsee_core.study.steps import Step
+from vitsee_core.study.steps import Plan, Step
 from vitsee_core.study.surveyed import survey
 from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError
@@ -162,7 +162,7 @@ def test_a_step_that_does_not_apply_is_no_failure(tmp_path: Path, chain: list[St
 def test_the_record_says_what_was_asked_for(tmp_path: Path) -> None:
     asked = study(tmp_path / "out", images=5)
     make_folders(asked)
-    begin(asked, ["vitsee", "study"], {"knn": "no labels"})
+    begin(asked, ["vitsee", "study"], Plan(left_out={"knn": "no labels"}))
     found = json.loads((tmp_path / "out" / "study.json").read_text())
     assert found["images"] == 5 and found["models"] == {"vit": "demo:vit", "cnn": "demo:cnn"}
     assert found["left_out"] == {"knn": "no labels"} and "vitsee" in found["versions"]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.studies import NO_ATTENTION, cnn, model, study
 from vitsee_core.study.catalogue import needs_of_analyses
-from vitsee_core.study.cost import EFFICIENCY, STEP_SECONDS, TOKEN_RATE, Cost, cost
+from vitsee_core.study.cost import EFFICIENCY, STEP_SECONDS, TOKEN_RATE, Cost, cost, stores_of
 from vitsee_core.study.planning import BEST, check_choice, plan, reasons
 from vitsee_core.study.recipes import EXPLORE
 from vitsee_core.study.steps import Plan, Setting, Step, check_labels, label_of, with_controls
@@ -183,10 +183,12 @@ def test_a_thorough_study_keeps_the_sites_of_all_figures() -> None:
     }  # fmt: skip
     assert "hidden" not in named(found, "cka-all-cnn").words
     assert "hidden" in named(found, "cka-all-vit-cnn").words
-    more = cost(asked, found, models, speed=1e6).size_bytes
-    assert more - cost(asked, replace(found, keeps=set()), models, speed=1e6).size_bytes == (
-        2 * 400 * 5000
-    )
+    less = replace(asked, thorough=False)
+    sizes = [
+        cost(plan(one, models, labelled=True), *stores_of(one, models), speed=1e6).size_bytes
+        for one in (asked, less)
+    ]
+    assert sizes[0] - sizes[1] == 2 * 400 * 5000
 
 
 def test_attention_maps_of_many_models_are_one_figure() -> None:
@@ -213,7 +215,7 @@ def test_choosing_analyses() -> None:
 def test_what_it_takes() -> None:
     models = [model("vit")]
     found = plan(study(images=100), models, labelled=True)
-    needed = cost(study(images=100), found, models, speed=1e6)
+    needed = cost(found, *stores_of(study(images=100), models), speed=1e6)
     grams = 2 * (2 + 1) * 4 * 100**2  # of cka and similarity, of two blocks and the embedding
     assert needed.size_bytes == 100 * (1000 + 3 * 8 * 12) + 100 * 10 + grams
     # forward passes of both stores, and the backward ones of 33 images for each of three sites
@@ -232,7 +234,8 @@ def test_what_analyses_take() -> None:
     def seconds(*analyses: str) -> float:
         asked = study(images=100, analyses=analyses)
         models = [model("vit"), cnn("cnn")]
-        return cost(asked, plan(asked, models, labelled=True), models, speed=1e6).analyses
+        found = plan(asked, models, labelled=True)
+        return cost(found, *stores_of(asked, models), speed=1e6).analyses
 
     read = 100 * 1000 / TOKEN_RATE
     assert seconds("weights") == STEP_SECONDS
@@ -296,7 +299,7 @@ def test_few_images() -> None:
     assert "--k 5" in named(found, "similarity-vit-cnn").line
     assert "--k 4" in named(found, "knn-vit").line
     grams = 2 * 2 * (2 + 1) * 4 * 12**2
-    needed = cost(few, found, models, speed=1e6)
+    needed = cost(found, *stores_of(few, models), speed=1e6)
     assert needed.size_bytes == 2 * (12 * (1000 + 3 * 8 * 12) + 9 * 10) + grams
     assert (few.n_images(), few.n_images("train")) == (12, 9)
     more = study(images=100, train_images=300, there={"photos": 12, "others": 200})

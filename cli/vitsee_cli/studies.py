@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from vitsee_core.extraction.options import ModelOptions
+    from vitsee_core.study.recipe_file import RecipeFile
     from vitsee_core.study.running import Outcome
     from vitsee_core.study.steps import Plan, Step, Study
     from vitsee_core.study.surveyed import SurveyedModel
@@ -45,13 +46,12 @@ def run_study(
         VitseeError: an unknown model, foreign files would be replaced, or some steps failed (all
             others were done).
     """
-    from vitsee_core.study import cost, foreign, kept, planning, running
+    from vitsee_core.study import cost, kept, planning, running
 
-    words = console.command_line()
     ctx.meta[console.RESUMES] = "repeat the command to go on"
     planning.check_choice(study)
     check_train(study)
-    models = _survey(study)
+    models = _survey(study.models)
     study, labelled = _counted(study)
 
     def planned(of: Sequence[SurveyedModel]) -> tuple[Plan, Plan]:
@@ -61,13 +61,69 @@ def run_study(
     own, plan = planned(models)
     if not plan.steps:
         raise VitseeError(f"nothing to do: {'; '.join(planning.reasons(plan.left_out))}")
+    kept.check_kept(own, models, running.Record.read(study.folder).steps)
+
+    def of_those(failed: Sequence[Step]) -> Plan:
+        made = [m for m in models if study.store(m.label) not in _outputs(failed)]
+        if not made:
+            raise VitseeError(f"no model was extracted; see {running.record_path(study)}")
+        return planned(made)[1] if len(made) < len(models) else plan
+
+    needed = cost.cost(own, *cost.stores_of(study, models), cost.measured_speed(study.device))
+    about = needed.describe(len(models), study.n_images())
+    _execute(ctx, study, plan, of_those, about, dry_run=dry_run)
+
+
+def run_recipe(ctx: click.Context, study: Study, recipe: RecipeFile, data: str | None, *,
+               dry_run: bool) -> None:  # fmt: skip
+    """The same of a study that is written as a file.
+
+    Args:
+        ctx: of the command.
+        study: its folder, choice of analyses, settings, seed and device.
+        recipe: of the models and numbers of images that were asked for.
+        data: where its sets of images are; None for the bundled miniatures.
+        dry_run: only print the steps as commands.
+
+    Raises:
+        VitseeError: as `run_study`; or the recipe needs other data.
+    """
+    from vitsee_core.study import cost, planning, recipe_plan
+
+    ctx.meta[console.RESUMES] = "repeat the command to go on"
+    planning.check_choice(study)
+    places = None if data is None else recipe_plan.data_places(recipe, data)
+    plan = recipe_plan.plan_recipe(recipe, study, places)
+    steps = {step.outputs[0]: step for step in plan.extractions if step.make is None}
+    names = {place: step.words[1] for place, step in steps.items()}
+    surveyed = {model.name: model for model in _survey({name: name for name in names.values()})}
+    models = {place: surveyed[name] for place, name in names.items()}
+    n_images = {place: recipe_plan.n_images(step) for place, step in steps.items()}
+    needed = cost.cost(plan, models, n_images, cost.measured_speed(study.device))
+    about = needed.describe(len(surveyed), max(n_images.values()))
+    study = replace(study, models={place.stem: name for place, name in names.items()})
+    _execute(ctx, study, plan, lambda _: plan, about, dry_run=dry_run)
+
+
+def _execute(
+    ctx: click.Context,
+    study: Study,
+    plan: Plan,
+    of_those: Callable[[Sequence[Step]], Plan],
+    about: str,
+    *,
+    dry_run: bool,
+) -> None:
+    """Log what a plan takes, and do it, or print it. of_those: what is left of the plan after some
+    of its extractions failed."""
+    from vitsee_core.study import foreign, planning, running
+
+    words = console.command_line()
     before = running.Record.read(study.folder)
-    kept.check_kept(own, models, before.steps)
     foreign.check_outputs(study, [*plan.steps, report_step(study)], before)
     if not dry_run:
         running.make_folders(study)
-    needed = cost.cost(study, own, models, cost.measured_speed(study.device))
-    console.say(needed.describe(len(models), study.n_images()))
+    console.say(about)
     for line in (*plan.notes, *(f"left out: {x}" for x in planning.reasons(plan.left_out))):
         console.say(line)
     if dry_run:
@@ -76,15 +132,12 @@ def run_study(
         console.out("\n".join([folders, *lines]))
         return
     ctx.meta[console.RESUMES] = KEPT
-    record = running.begin(study, words, plan.left_out)
+    record = running.begin(study, words, plan)
     perform = Performer(ctx)
     total = len(plan.steps) + 1
     try:
         failed = running.carry_out(plan.extractions, record, perform, console.say, total=total)
-        made = [m for m in models if study.store(m.label) not in _outputs(failed)]
-        if not made:
-            raise VitseeError(f"no model was extracted; see {record.path}")
-        again = planned(made)[1] if len(made) < len(models) else plan
+        again = of_those(failed)
         steps = [*again.analyses, report_step(study)]
         record.outdate(report_step(study))
         foreign.check_outputs(study, again.analyses, record)
@@ -180,7 +233,7 @@ def check_train(study: Study) -> None:
         )
 
 
-def _survey(study: Study) -> list[SurveyedModel]:
+def _survey(models: Mapping[str, str]) -> list[SurveyedModel]:
     """Survey all models before any work starts.
 
     Raises:
@@ -189,7 +242,7 @@ def _survey(study: Study) -> list[SurveyedModel]:
     from vitsee_core.study.surveyed import survey
 
     found, unknown = [], []
-    for label, name in study.models.items():
+    for label, name in models.items():
         try:
             found.append(survey(label, name, vars(model_options_of(name))))
         except VitseeError as error:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vitsee_core.study.steps import Setting
 
 MODELS, SET = "models", "set"
+NO_KEYS = ("file", "help", "of_models")  # of a file
 # What a study decides for each of its steps.
 DECIDED = frozenset(
     (
@@ -53,7 +54,7 @@ def _read_file(ctx: click.Context, _param: click.Parameter, path: Path | None) -
     except ValueError as error:
         raise VitseeError(f"{path} is no TOML: {error}") from None
     known = {param.opts[-1].removeprefix("--"): param for param in ctx.command.params}
-    known = {key: param for key, param in known.items() if param.name not in ("file", "help")}
+    known = {key: param for key, param in known.items() if param.name not in NO_KEYS}
     defaults: dict[str, Any] = {}
     for key, value in found.items():
         if key not in known or key in ("verbose", "quiet"):

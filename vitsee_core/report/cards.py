@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -143,33 +144,43 @@ def groups_of(
     progress: Progress,
     left_out: dict[Path, str],
     earlier: Mapping[str, str] | None = None,
+    figures: Sections | None = None,
 ) -> dict[str, list[Group]]:
-    """Heading -> its analyses, in the order of the commands; those of no heading last. `left_out`
-    gets the results that were changed into something that cannot be shown, and why. `earlier`:
-    digest of a PNG -> its address on an earlier page."""
-    places = {name: heading for heading, names in sections.items() for name in names}
-    order = list(places)
-    results = sorted(
-        results, key=lambda one: order.index(one.command) if one.command in order else len(order)
-    )
+    """Heading -> its analyses: `figures` by the stems of their files, then `sections` in the order
+    of the commands, those of no heading last. `left_out` gets the results that were changed into
+    something that cannot be shown, and why. `earlier`: digest of a PNG -> its address on an earlier
+    page."""
+    figures = figures or {}
+    by_file = {stem: heading for heading, stems in figures.items() for stem in stems}
+    commands = {name: heading for heading, names in sections.items() for name in names}
+    order = [*((stem, True) for stem in by_file), *((name, False) for name in commands)]
+
+    def place(result: Result) -> int:
+        stem = result.file.path.stem
+        key = (stem, True) if stem in by_file else (result.command, False)
+        return order.index(key) if key in order else len(order)
+
+    results = sorted(results, key=place)
     files = tell_apart([result.file for result in results])
     results = [replace(one, file=file) for one, file in zip(results, files, strict=True)]
-    cards: dict[str, list[Card]] = {}
-    labels = _labels(results)
+    cards: dict[tuple[str, str], list[Card]] = {}
+    of = [(by_file.get(one.file.path.stem) or commands.get(one.command, OTHER), one.command)
+          for one in results]  # fmt: skip
+    labels = _labels(results, of)
     addresses = Addresses(earlier or {}, results)
     with counting(progress, len(results), "results"), closing(addresses):
         for number, result in enumerate(results):
             try:
                 card = _card(result, f"r{number}", labels[number], output, known, addresses)
-                cards.setdefault(result.command, []).append(card)
+                cards.setdefault(of[number], []).append(card)
             except Exception as error:
                 if result.file.as_written:
                     raise  # our bug
                 left_out[result.file.path] = f"changed since: {type(error).__name__}: {error}"
             progress.advance(1)
-    found: dict[str, list[Group]] = {heading: [] for heading in (*sections, OTHER)}
-    for number, (command, some) in enumerate(cards.items()):
-        found[places.get(command, OTHER)].append(Group(f"a{number}", command, some))
+    found: dict[str, list[Group]] = {h: [] for h in (*figures, *sections, OTHER)}
+    for number, ((heading, command), some) in enumerate(cards.items()):
+        found[heading].append(Group(f"a{number}", command, some))
     return {heading: groups for heading, groups in found.items() if groups}
 
 
@@ -209,13 +220,13 @@ def _card(
 # ------------------------------------------------------------------------------------ labels
 
 
-def _labels(results: Sequence[Result]) -> list[str]:
-    """What tells each result from others of its analysis: its kind and its models; the file where
+def _labels(results: Sequence[Result], groups: Sequence[tuple[str, str]]) -> list[str]:
+    """What tells each result from others of its group: its kind and its models; the file where
     that is not enough."""
     found = [_label(result) for result in results]
+    seen = Counter(zip(groups, found, strict=True))
     for i, result in enumerate(results):
-        same = [j for j, other in enumerate(results) if other.command == result.command]
-        if sum(_label(results[j]) == _label(result) for j in same) > 1:
+        if seen[groups[i], _label(result)] > 1:
             found[i] = f"{found[i]} ({result.file.path.stem})" if found[i] else found[i]
         found[i] = visible(found[i] or result.file.path.stem)
     return found

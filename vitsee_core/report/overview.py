@@ -43,6 +43,7 @@ def overview(materials: Materials, title: str) -> Overview:
         own += f" and {len(names) - SHOWN_MODELS} more" if len(names) > SHOWN_MODELS else ""
     words = study.get("command")
     command = shlex.join(map(str, words)) if isinstance(words, list) else ""
+    own = str(study.get("title") or own)
     return Overview(visible(title or own), [visible(one) for one in about if one], visible(command))
 
 
@@ -64,6 +65,11 @@ def failed_steps(folder: Path) -> list[str]:
         for name, entry in (steps.items() if isinstance(steps, dict) else ())
         if isinstance(entry, dict) and entry.get("status") == "failed"
     ]
+
+
+def notes_of_study(folder: Path) -> list[str]:
+    """What the file of the study says of all its figures."""
+    return [str(note) for note in [read_study(folder).get("note")] if note]
 
 
 def not_in_study(folder: Path) -> list[str]:

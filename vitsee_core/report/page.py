@@ -17,8 +17,15 @@ from vitsee_core.report.cards import Sections, groups_of
 from vitsee_core.report.earlier import UNSEALED, code_digest, inputs_digest, read_page, sealed
 from vitsee_core.report.explored import ExploredPage, explored_pages
 from vitsee_core.report.facts import cautions, store_facts
+from vitsee_core.report.figures_of_study import study_figures
 from vitsee_core.report.materials import Materials, find_materials
-from vitsee_core.report.overview import failed_steps, not_in_study, overview, stores_by_model
+from vitsee_core.report.overview import (
+    failed_steps,
+    not_in_study,
+    notes_of_study,
+    overview,
+    stores_by_model,
+)
 from vitsee_core.report.tables import command_of, relative
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.tables.files import check_new_files, write_files
@@ -75,12 +82,16 @@ def render(
     progress: Progress = SILENT,
 ) -> str:
     """The page as text. made_of, earlier: see `report.earlier`; explored: where it leads to."""
+    figures = {figure.title: figure for figure in study_figures(materials.folder)}
+    own = {title: figure.results for title, figure in figures.items()}
     known = {store.record["store_id"]: store for store in materials.stores}
     left_out = materials.left_out
     tables = [result.file.table for result in materials.results]
     stores = [s for table in tables if "store" in table.columns for s in table.unique("store")]
     with stores_in_order(list(dict.fromkeys(map(str, stores)))):
-        found = groups_of(materials.results, sections, output, known, progress, left_out, earlier)
+        found = groups_of(
+            materials.results, sections, output, known, progress, left_out, earlier, own
+        )
     shown = [r for r in materials.results if r.file.path not in materials.left_out]
     materials = replace(materials, results=tuple(shown))
     cards = [card for groups in found.values() for group in groups for card in group.cards]
@@ -89,11 +100,14 @@ def render(
     page: str = template("report/assets/page.html").render(
         head=overview(materials, title),
         sections=found,
+        figures=figures,
+        results=materials.results,
         stores=stores_by_model(materials),
         facts=store_facts,
         cautions=[
             *failed_steps(materials.folder),
             *cautions(materials),
+            *notes_of_study(materials.folder),
             *not_in_study(materials.folder),
         ],
         left_out={relative(p, materials.folder): why for p, why in materials.left_out.items()},

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from vitsee_core.runtime.machine import counted, human_bytes
-from vitsee_core.study.recipes import MORE_SITES, TOKENS, recipe_of
+from vitsee_core.study.recipes import TOKENS, recipe_of
 from vitsee_core.study.steps import Plan, Study
-from vitsee_core.study.surveyed import HALF, SurveyedModel
+from vitsee_core.study.surveyed import HALF, WITHIN, SurveyedModel
 
 # Of what a large matrix product reaches, a network's forward pass with all that is kept of it.
 EFFICIENCY = 0.4
@@ -47,42 +48,55 @@ def _time(seconds: float) -> str:
     return f"about {minutes / 60:.1f} hours"
 
 
-def cost(study: Study, plan: Plan, models: Sequence[SurveyedModel], speed: float) -> Cost:
+def stores_of(
+    study: Study, models: Sequence[SurveyedModel]
+) -> tuple[dict[Path, SurveyedModel], dict[Path, int]]:
+    """Store -> its model, and its number of images, of a study."""
+    places = {study.store(m.label, images): (m, images) for m in models for images in ("", "train")}
+    return (
+        {place: model for place, (model, _) in places.items()},
+        {place: study.n_images(images) for place, (_, images) in places.items()},
+    )
+
+
+def cost(
+    plan: Plan, models: Mapping[Path, SurveyedModel], n_images: Mapping[Path, int], speed: float
+) -> Cost:
     """The cost of a plan.
 
     Args:
-        study: the request.
         plan: its steps.
-        models: its models.
+        models: store that an extraction makes -> its model.
+        n_images: store -> how many images it will have.
         speed: floating point operations per second, see `measured_speed`.
     """
-    known = {study.store(m.label, images): m for m in models for images in ("", "train")}
-    cached = GRAMS & {step.command for step in plan.analyses}
     size = seconds = 0.0
     for step in plan.extractions:
-        model = known[step.outputs[0]]
-        pooled = "pooled" in step.words
-        pixels = 3 * model.size[1] * model.size[2] if "--inputs" in step.words else 0
-        one = (model.bytes_pooled if pooled else model.bytes_of_tokens) + pixels
-        one += model.more_bytes if MORE_SITES in plan.keeps and not pooled else 0
-        own = step.outputs[0] == study.store(model.label)
-        n_images = study.n_images("" if own else "train")
-        size += one * n_images
-        if own:
-            size += len(cached) * (model.n_blocks + 1) * 4 * n_images**2
-        passes = float(n_images)
-        if "--erf" in step.words:
-            n_sites = model.n_fields + (model.more_fields if MORE_SITES in plan.keeps else 0)
+        place = step.outputs[0]
+        if place not in models:  # a set of images that is written
+            continue
+        model, words = models[place], {*step.words}
+        pooled, more = "pooled" in words, bool({*WITHIN} & words)
+        one = model.bytes_pooled if pooled else model.bytes_of_tokens
+        one += 3 * model.size[1] * model.size[2] if "--inputs" in words else 0
+        one += model.more_bytes if more and not pooled else 0
+        cached = {s.command for s in plan.analyses if place in s.inputs} & GRAMS
+        size += (
+            one * n_images[place] + len(cached) * (model.n_blocks + 1) * 4 * n_images[place] ** 2
+        )
+        passes = float(n_images[place])
+        if "--erf" in words:
+            n_sites = model.n_fields + (model.more_fields if more else 0)
             passes += BACKWARD * int(step.words[step.words.index("--erf") + 1]) * n_sites
         seconds += passes * model.flops / (EFFICIENCY * speed)
     analyses = 0.0
     for step in plan.analyses:
-        values = sum(known[p].bytes_of_tokens for p in step.inputs if p in known) / HALF
+        read = [(models[p].bytes_of_tokens / HALF, n_images[p]) for p in step.inputs if p in models]
         analyses += STEP_SECONDS
         if TOKENS in recipe_of(step.command).keeps:
-            analyses += HALF * values * study.n_images() / TOKEN_RATE
+            analyses += sum(HALF * values * n for values, n in read) / TOKEN_RATE
         if step.command in GRAMS:
-            analyses += values * study.n_images() ** 2 / (EFFICIENCY * speed)
+            analyses += sum(values * n**2 for values, n in read) / (EFFICIENCY * speed)
     return Cost(int(size), seconds, analyses)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from vitsee_core.images.folders import STUDY as FILE
 from vitsee_core.runtime.versions import result_versions
-from vitsee_core.study.steps import RESULTS, SETS, STORES, Step, Study
+from vitsee_core.study.steps import RESULTS, SETS, STORES, Plan, Step, Study
 from vitsee_core.tables.files import write_files
 from vitsee_stores.errors import VitseeError, reason
 
@@ -67,6 +67,10 @@ def _steps_in(path: Path) -> dict[str, Any] | None:
     return steps if isinstance(steps, dict) else None
 
 
+def record_path(study: Study) -> Path:
+    return study.folder / FILE
+
+
 def folders(study: Study) -> list[Path]:
     return [study.folder / name for name in (STORES, RESULTS)]
 
@@ -77,7 +81,7 @@ def make_folders(study: Study) -> None:
     Raises:
         VitseeError: they cannot be made, or the folder has another study's `study.json`.
     """
-    record = study.folder / FILE
+    record = record_path(study)
     if record.exists() and _steps_in(record) is None:
         raise VitseeError(f"{record} is no record of a study; choose another -o, or remove it")
     try:
@@ -87,7 +91,7 @@ def make_folders(study: Study) -> None:
         raise VitseeError(f"cannot make the folder {study.folder}: {reason(error)}") from None
 
 
-def begin(study: Study, command: Sequence[str], left_out: Mapping[str, str]) -> Record:
+def begin(study: Study, command: Sequence[str], plan: Plan) -> Record:
     """The record of a study that begins or continues."""
     record = Record.read(study.folder)
     record.about = {
@@ -98,7 +102,10 @@ def begin(study: Study, command: Sequence[str], left_out: Mapping[str, str]) -> 
         "images": study.images,
         "train_images": study.asked("train"),
         "seed": study.seed,
-        "left_out": dict(left_out),
+        "left_out": dict(plan.left_out),
+        "title": study.title,
+        "note": study.note,
+        "sections": plan.sections,
         "versions": result_versions(),
     }
     record.write()

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vitsee_core.extraction.options import split_model
 from vitsee_stores.errors import VitseeError
@@ -41,6 +41,7 @@ class Study:
         train_images: of `train`, unless `images`.
         settings: command -> its options that the user sets.
         thorough: store the sites of all figures of the papers.
+        title, note: of the report, in place of its models, and what holds for all its figures.
     """
 
     folder: Path
@@ -56,6 +57,8 @@ class Study:
     train_images: int | None = None
     settings: Mapping[str, Sequence[Setting]] = field(default_factory=dict)
     thorough: bool = False
+    title: str = ""
+    note: str = ""
 
     def with_settings(
         self, command: str, words: Sequence[str], without: Sequence[str] = ()
@@ -121,7 +124,7 @@ class Step:
     def without(self, missing: Sequence[Path]) -> Step:
         """The same step on its other inputs."""
         gone = {str(path) for path in missing}
-        words = tuple(word for word in self.words if word not in gone)
+        words = tuple(word for word in self.words if word.rpartition("=")[2] not in gone)
         return replace(self, words=words, inputs=tuple(x for x in self.inputs if x not in missing))
 
     @property
@@ -144,6 +147,8 @@ class Plan:
     left_out: dict[str, str] = field(default_factory=dict)
     keeps: set[str] = field(default_factory=set)  # what stores have to hold for these analyses
     notes: list[str] = field(default_factory=list)  # remarks about its steps
+    # Of a study that is written as a file: its figures in order, with the results of each.
+    sections: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def steps(self) -> list[Step]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -11,7 +12,7 @@ from vitsee_cli import options
 from vitsee_cli.completion import model_names, one_of
 from vitsee_cli.listed import Listed
 from vitsee_cli.sections import STORES
-from vitsee_cli.studies import dry_run_option, named, run_study
+from vitsee_cli.studies import dry_run_option, named, run_recipe, run_study
 from vitsee_cli.study_settings import file_option, settings
 from vitsee_cli.values import WholeNumber, parse_folder, parse_size, parse_words
 from vitsee_core import analyses as room
@@ -25,22 +26,42 @@ def analysis_names() -> list[str]:
     return [*names, "explore"]
 
 
+def models_and_recipes() -> list[str]:
+    """What may stand first."""
+    from vitsee_core.study.recipe_file import bundled_recipes
+
+    return [*bundled_recipes(), *model_names()]
+
+
 @click.command()
 @click.argument(
     "models",
-    metavar="[NAME=]MODEL[?OPTION=VALUE]...",
+    metavar="RECIPE|[NAME=]MODEL[?OPTION=VALUE]...",
     nargs=-1,
     required=True,
     type=parse_words,
-    shell_complete=one_of(model_names),
+    shell_complete=one_of(models_and_recipes),
 )
 @file_option
 @click.option(
     "--data",
     metavar="DATA",
-    required=True,
     type=parse_words,
-    help="The images, as for vitsee extract --data.",
+    help="The images, as for vitsee extract --data. Of a recipe: the folder in which its sets of "
+    "images are, or NAME=FOLDER,NAME=FOLDER.",
+)
+@click.option(
+    "--models",
+    "of_models",
+    metavar="NAME[=MODEL]",
+    cls=Listed,
+    help="Of a recipe: only this store's model, or this one in its place. Repeatable.  "
+    "[default: all of the recipe]",
+)
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Of a recipe: the bundled models and images in place of its own.  [default: its own]",
 )
 @click.option(
     "--train",
@@ -118,7 +139,9 @@ def analysis_names() -> list[str]:
 def command(
     ctx: click.Context,
     models: tuple[str, ...],
-    data: str,
+    data: str | None,
+    of_models: tuple[str, ...],
+    quick: bool,
     train: str | None,
     output: Path,
     images: int,
@@ -133,7 +156,7 @@ def command(
     device: str,
     dry_run: bool,
 ) -> None:
-    """Study models on images, from extraction to a report.
+    """Study models on images, or the figures of a paper, from extraction to a report.
 
     Each model is run once over the images and keeps what the analyses need; every analysis that
     applies is run, and the report shows it all. What does not apply is named with the reason, and
@@ -147,19 +170,67 @@ def command(
       $ vitsee study vit_large_patch16_224 --data photos -o out --dry-run > steps.sh
       $ vitsee study mae='vit_base_patch16_224?checkpoint=mae.pth' --control --data photos -o out
       $ vitsee study --file study.toml -o out --set cka.batch=512
+      $ vitsee study raghu2021 --data datasets -o raghu
+      $ vitsee study walmer2023 --quick -o walmer
 
+    RECIPE is dosovitskiy2021, raghu2021 or walmer2023, the figures of a paper in its order, or a
+    file.toml of your own. Figures whose images are not there are left out with the reason.
     Options of a model stand behind its name: those of extract that decide weights and input.
     FOLDER gets stores/NAME.zarr, results/COMMAND[-VARIANT].csv and .png, report.html, explore.html
     and study.json, which says of each step what it was made from and how it ended. A file there
     that this study did not write is refused, never replaced.
     """
     from vitsee_core.study.planning import known_analyses
+    from vitsee_core.study.recipe_file import bundled_recipes, is_recipe, read_recipe
     from vitsee_core.study.steps import Study, with_controls
 
+    def study(**of: Any) -> Study:
+        return Study(output, seed=seed, device=device, analyses=analyses, skip=skip,
+                     settings=settings(given, memory, ctx, known_analyses()), **of)  # fmt: skip
+
+    if recipes := [name for name in models if is_recipe(name)]:
+        if len(models) > 1:
+            raise click.UsageError(f"{recipes[0]} is a recipe: give it alone, models by --models")
+        _check_options(ctx, recipes[0], quick)
+        recipe = read_recipe(recipes[0]).of_models(of_models)
+        if _is_given(ctx, "images"):
+            recipe = recipe.of_images(images)
+        title = recipe.title
+        if quick:
+            recipe, title = recipe.of_the_demo(), f"{title} (the demo's models in their place)"
+        asked = study(
+            models={},
+            data="",
+            images=images,
+            title=title,
+            note=" ".join([recipe.note, recipe.left_out]).strip(),
+        )
+        run_recipe(ctx, asked, recipe, None if quick else data, dry_run=dry_run)
+        return
+    if quick or of_models:
+        word = "--quick" if quick else "--models"
+        raise click.UsageError(f"{word} is of a recipe: {', '.join(bundled_recipes())}")
+    if data is None:
+        raise click.UsageError("--data DATA is missing: the images to run the models over")
     if train_images is not None and train is None:
         raise click.UsageError("--train-images says how many images of --train: give that too")
     chosen = with_controls(named(models), seed) if control else named(models)
-    study = Study(output, chosen, data, train, images, seed, device, analyses, skip,
-                  train_images=train_images, thorough=thorough,
-                  settings=settings(given, memory, ctx, known_analyses()))  # fmt: skip
-    run_study(ctx, study, dry_run=dry_run)
+    asked = study(models=chosen, data=data, train=train, images=images, train_images=train_images,
+                  thorough=thorough)  # fmt: skip
+    run_study(ctx, asked, dry_run=dry_run)
+
+
+def _is_given(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+
+
+def _check_options(ctx: click.Context, recipe: str, quick: bool) -> None:
+    """Refuse options that a recipe decides. Raises click.UsageError: one is given, or no data."""
+    for name in ("train", "train_images", "control", "thorough"):
+        if _is_given(ctx, name):
+            option = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{recipe} says itself what {option} would; leave that out")
+    if quick == _is_given(ctx, "data"):
+        raise click.UsageError(
+            f"{recipe} takes either --data FOLDER, in which its sets of images are, or --quick"
+        )

@@ -1,0 +1,297 @@
+"""Studies that are written as files: models, what their stores keep, figures in an order.
+
+A paper's figures are such a file (`recipe_files/`), and users write their own, in TOML:
+
+    title = "..."                    # of the report
+    note = "..."                     # what holds for all figures
+    left_out = "..."                 # what the study does not show
+    [data]                           # folders below --data -> what lies in them
+    imagenet = "train/ and val/, a folder of each class"
+    [words]                          # NAME -> text that {NAME} stands for; a list: such stores
+    val = "--data imagenet/val"      # of it as there are
+    [quick]                          # with --quick: text -> what takes its place
+    "--data imagenet/val" = "--data demo:test --images 64"
+    [stores.b16]                     # b16.zarr in commands
+    model = "vit_base_patch16_224"   # as for extract
+    options = "{val} --inputs"       # of extract
+    quick = "demo:vit"               # with --quick: the model
+    [[figures]]
+    names = "3, C.5"                 # as the paper numbers them
+    commands = ["attn-dist b16.zarr"]
+    note = "..."                     # what differs, or cannot be had
+    [[figures.printed]]              # a number of the paper, for the report to show beside ours
+    what = "mean distance in the last layer"
+    paper = 120.0
+    result = "attn-dist"             # the command whose rows have it, or the stem of its -o
+    where = {metric = "distance_px"} # of these rows the largest value
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from vitsee_stores.errors import VitseeError, reason
+
+BUNDLED = files(__package__) / "recipe_files"
+SUFFIX = ".toml"
+
+
+class RecipeError(VitseeError):
+    """A file that is no recipe of a study, or does not have what is asked for."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A figure's command. words: without `vitsee`, `--png` and, mostly, `-o`; some: those of them
+    that are stores of which it takes as many as there are."""
+
+    words: tuple[str, ...]
+    some: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return shlex.join(self.words)
+
+    @property
+    def stores(self) -> list[str]:
+        """Names of the stores that it reads."""
+        return [name for name in map(store_in, self.words) if name]
+
+
+@dataclass(frozen=True)
+class StoreRecipe:
+    """How a store is made: see the module."""
+
+    model: str
+    options: str
+    quick: str = ""
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A number of the paper and where ours stands: see the module."""
+
+    what: str
+    paper: float
+    result: str
+    where: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class FigureRecipe:
+    """Figures that are made alike: see the module."""
+
+    names: str
+    commands: tuple[Command, ...] = ()
+    note: str = ""
+    printed: tuple[Printed, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """`Figure 3, C.5`, `Table 4`."""
+        return f"Figure {self.names}" if re.match(r"([A-Z]\.)?\d", self.names) else self.names
+
+
+@dataclass(frozen=True)
+class RecipeFile:
+    """A study as a file has it, with all texts put in: see the module."""
+
+    name: str
+    title: str
+    note: str
+    left_out: str
+    data: Mapping[str, str]
+    quick: Mapping[str, str]
+    stores: Mapping[str, StoreRecipe]
+    figures: tuple[FigureRecipe, ...]
+
+    def of_models(self, asked: Sequence[str]) -> RecipeFile:
+        """The same of fewer or other models.
+
+        Args:
+            asked: NAME of a store, or NAME=MODEL for another model; all stores if empty.
+
+        Raises:
+            RecipeError: there is no such store.
+        """
+        if not asked:
+            return self
+        found = {}
+        for text in asked:
+            name, _, model = text.partition("=")
+            if name not in self.stores:
+                raise RecipeError(f"{self.name} has no {name!r}; expected {', '.join(self.stores)}")
+            found[name] = replace(self.stores[name], **({"model": model} if model else {}))
+        return replace(self, stores={name: found[name] for name in self.stores if name in found})
+
+    def of_images(self, n_images: int) -> RecipeFile:
+        """The same over fewer images, or more: what `--images` says of each store, and `--erf` of
+        no more."""
+
+        def scaled(options: str) -> str:
+            options = re.sub(r"--images \d+", f"--images {n_images}", options)
+            return re.sub(r"--erf (\d+)", lambda m: f"--erf {min(int(m[1]), n_images)}", options)
+
+        return self._with_options(scaled)
+
+    def of_the_demo(self) -> RecipeFile:
+        """The same of the bundled models and images.
+
+        Raises:
+            RecipeError: the file does not say which.
+        """
+        if lacks := [name for name, store in self.stores.items() if not store.quick]:
+            raise RecipeError(f"{self.name} says no `quick` model of {', '.join(lacks)}")
+
+        def replaced(options: str) -> str:
+            for real, bundled in self.quick.items():
+                options = options.replace(real, bundled)
+            return options
+
+        quick = self._with_options(replaced)
+        stores = {name: replace(store, model=store.quick) for name, store in quick.stores.items()}
+        return replace(quick, stores=stores)
+
+    def _with_options(self, change: Callable[[str], str]) -> RecipeFile:
+        stores = {
+            name: replace(store, options=change(store.options))
+            for name, store in self.stores.items()
+        }
+        return replace(self, stores=stores)
+
+
+def store_in(word: str) -> str:
+    """`b16` of `b16.zarr` and of `LABEL=b16.zarr`, "" of other words."""
+    name = word.rpartition("=")[2]
+    return name.removesuffix(".zarr") if name.endswith(".zarr") else ""
+
+
+def bundled_recipes() -> list[str]:
+    """Names of the recipes that ship with vitsee."""
+    return sorted(
+        item.name.removesuffix(SUFFIX) for item in BUNDLED.iterdir() if item.name.endswith(SUFFIX)
+    )
+
+
+def is_recipe(text: str) -> bool:
+    """Whether this names a recipe, a bundled one or a file."""
+    return text.endswith(SUFFIX) or text in bundled_recipes()
+
+
+def read_recipe(name: str) -> RecipeFile:
+    """A recipe by its name or its path.
+
+    Raises:
+        RecipeError: the file cannot be read, or is no recipe.
+    """
+    place: Any = Path(name).expanduser() if name.endswith(SUFFIX) else BUNDLED / f"{name}{SUFFIX}"
+    try:
+        found = tomllib.loads(place.read_text("utf-8"))
+    except OSError as error:
+        raise RecipeError(f"{name} cannot be read: {reason(error)}") from None
+    except ValueError as error:
+        raise RecipeError(f"{name} is no TOML: {error}") from None
+    return _Reader(name).recipe(found)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Checks what a file holds, and names what is wrong by its place."""
+
+    name: str
+
+    def recipe(self, found: Mapping[str, Any]) -> RecipeFile:
+        table = self.table(found, "", {
+            "title": str, "note": str, "left_out": str, "data": dict, "words": dict,
+            "quick": dict, "stores": dict, "figures": list,
+        }, ("title", "stores", "figures"))  # fmt: skip
+        texts = {key: self.texts(table.get(key, {}), key) for key in ("data", "quick")}
+        words = dict(table.get("words", {}))
+        for key, value in words.items():
+            if not isinstance(value, str | list):
+                raise self.error(f"words.{key}", "a text, or a list of stores", value)
+        stores = {
+            name: self.store(value, f"stores.{name}", words)
+            for name, value in table["stores"].items()
+        }
+        figures = tuple(
+            self.figure(value, f"figures[{number}]", words, stores)
+            for number, value in enumerate(table["figures"], 1)
+        )
+        return RecipeFile(
+            self.name, table["title"], table.get("note", ""), table.get("left_out", ""),
+            **texts, stores=stores, figures=figures,
+        )  # fmt: skip
+
+    def store(self, value: Any, place: str, words: Mapping[str, Any]) -> StoreRecipe:
+        shape = dict.fromkeys(("model", "options", "quick"), str)
+        table = self.table(value, place, shape, ("model", "options"))
+        table["options"] = str(self.command(table["options"], place, words))
+        return StoreRecipe(**table)
+
+    def figure(
+        self, value: Any, place: str, words: Mapping[str, Any], stores: Mapping[str, Any]
+    ) -> FigureRecipe:
+        shape = {"names": str, "commands": list, "note": str, "printed": list}
+        table = self.table(value, place, shape, ("names", "commands"))
+        commands = tuple(self.command(text, place, words) for text in table["commands"])
+        for command in commands:
+            if unknown := [name for name in command.stores if name not in stores]:
+                raise self.error(place, "stores of [stores]", f"{unknown[0]}.zarr")
+        printed = {"what": str, "paper": float, "result": str, "where": dict}
+        numbers = tuple(
+            Printed(**self.table(one, f"{place}.printed", printed, (*printed,)))
+            for one in table.get("printed", ())
+        )
+        return FigureRecipe(table["names"], commands, table.get("note", ""), numbers)
+
+    def command(self, text: Any, place: str, words: Mapping[str, Any]) -> Command:
+        """With its {NAME}s put in."""
+        if not isinstance(text, str):
+            raise self.error(place, "commands as texts", text)
+        found, some = list[str](), set[str]()
+        for part in re.split(r"(\{[\w-]+\})", text):
+            value: Any = part
+            if part.startswith("{"):
+                if part[1:-1] not in words:
+                    raise self.error(place, f"one of [words], {', '.join(words)}", part)
+                value = words[part[1:-1]]
+            if isinstance(value, list):
+                some |= {str(one) for one in value}
+                value = " ".join(map(str, value))
+            found.append(value)
+        try:
+            return Command(tuple(shlex.split("".join(found))), frozenset(some))
+        except ValueError as error:
+            raise self.error(place, f"words of a shell ({error})", text) from None
+
+    def texts(self, value: Any, place: str) -> dict[str, str]:
+        shape = dict.fromkeys(value, str) if isinstance(value, dict) else {}
+        return self.table(value, place, shape, ())
+
+    def table(
+        self, value: Any, place: str, shape: Mapping[str, type], needed: Sequence[str]
+    ) -> dict[str, Any]:
+        """`value`, if it is a table of these keys and types."""
+        if not isinstance(value, dict):
+            raise self.error(place, "a table", value)
+        for key, one in value.items():
+            if key not in shape:
+                raise self.error(place, f"keys of {', '.join(shape)}", key)
+            if not isinstance(one, (float, int) if shape[key] is float else shape[key]):
+                kinds = {str: "a text", dict: "a table", list: "a list", float: "a number"}
+                raise self.error(f"{place}.{key}".lstrip("."), kinds[shape[key]], one)
+        if lacks := [key for key in needed if key not in value]:
+            raise self.error(place, f"{', '.join(needed)}", f"no {lacks[0]}")
+        return dict(value)
+
+    def error(self, place: str, expected: str, found: Any) -> RecipeError:
+        return RecipeError(
+            f"{self.name}{f': {place}' if place else ''}: {found!s}; expected {expected}"
+        )
