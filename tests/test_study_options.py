@@ -142,6 +142,10 @@ def test_a_study_advises_what_it_has(tmp_path: Path) -> None:
         "give MODEL?checkpoint=FILE or MODEL?random-init=SEED"
     )
     assert of("knn", "--allow-shared goes on") == "--set knn.allow-shared=true goes on"
+    assert of("cka", "extract it with --tokens blocks.0.out=all (every site: --tokens all)") == (
+        "extract it with --set extract.tokens=blocks.0.out=all (every site: --set "
+        "extract.tokens=all)"
+    )
     assert of("knn", "drop --force, --nothing") == "drop --force, --nothing"
     images = tmp_path / "images.npz"
     done = study("vit_tiny_patch16_224?checkpoint=no.pth", "--data", "demo:test", "--images", 4,

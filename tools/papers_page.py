@@ -3,32 +3,21 @@
     python tools/papers_page.py            # writes the page
     python tools/papers_page.py --print
 
-The figures are the table of tools/paper_figures.py, whose every command a test runs on the demo's
-models in place of the real checkpoints.
+The figures are those of the recipes of `vitsee study`, which tests run on the demo's models.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import textwrap
 from pathlib import Path
 
-from paper_figures import PAPERS, Figure, Made, Paper
+from vitsee_core.study.recipe_file import FigureRecipe, RecipeFile, StoreRecipe, read_recipe
 
+PAPERS = ("raghu2021", "walmer2023", "dosovitskiy2021")
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "guide" / "papers.md"
-# Words of a store's command -> those of its stand-in, the first that fits of each kind.
-STAND_INS = (
-    ("--data imagenet/val --images 10240", "--data demo:test --images 64"),
-    ("--data imagenet/val --images 128", "--data demo:test --images 32"),
-    ("--data imagenet/val", "--data demo:test --images 64"),
-    ("--data imagenet/train --per-class", "--data demo:train --per-class"),
-    ("--data imagenet/train", "--data demo:train --images 200"),
-    ("--data imagenet50 --per-class 100", "--data demo:test --per-class 6"),
-    ("--data cifar10", "--data demo:test --images 200"),
-    ("--short-side 448", "--short-side 56"),
-    ("--erf 256", "--erf 8"),
-)
 
 
 def main() -> None:
@@ -48,35 +37,30 @@ def page() -> str:
         prose(
             "Every figure of the papers that vitsee sets out from, the public checkpoint that is "
             "nearest to the paper's, and the commands that make it; `-o TABLE --png FIGURE` goes "
-            "behind each. A test runs all of them on the demo's models in place of these. Each "
-            "paper's findings as numbers with intervals: [findings](../findings.md)."
+            "behind each. `vitsee study raghu2021 --data DATASETS -o raghu` makes all of a paper's, "
+            "and a report of them in its order; `--quick` tries that on the demo's models and "
+            "images ([more of it](study.md#figures-of-a-paper)). Each paper's findings as numbers "
+            "with intervals: [findings](../findings.md)."
         ),
     ]
-    return "\n\n".join([*parts, *map(section, PAPERS)]) + "\n"
+    return "\n\n".join([*parts, *map(section, map(read_recipe, PAPERS))]) + "\n"
 
 
-def section(paper: Paper) -> str:
+def section(paper: RecipeFile) -> str:
     """A paper: its stores, its figures, what is left out."""
     extractions = "\n".join(wrapped(extraction(*item)) for item in paper.stores.items())
     rows = ["| figure | command | |", "|---|---|---|", *map(row, paper.figures)]
-    parts = [f"## {paper.title}", prose(paper.note), f"```sh\n{extractions}\n```", "\n".join(rows)]
-    return "\n\n".join([*parts, *map(prose, paper.left_out)])
+    about = prose(f"`vitsee study {paper.name}`. {paper.note}")
+    parts = [f"## {paper.title}", about, f"```sh\n{extractions}\n```", "\n".join(rows)]
+    return "\n\n".join([*parts, prose(paper.left_out)])
 
 
-def extraction(name: str, made: Made) -> str:
+def extraction(name: str, made: StoreRecipe) -> str:
     """The command that makes a store."""
-    return f"vitsee extract {made.model} {made.options} -o {name}.zarr"
+    return f"vitsee extract {shlex.quote(made.model)} {made.options} -o {name}.zarr"
 
 
-def stand_in(name: str, made: Made) -> list[str]:
-    """The words behind `vitsee` that make the store from the demo's model and images."""
-    options = made.options
-    for real, bundled in STAND_INS:
-        options = options.replace(real, bundled)
-    return ["extract", made.demo, *options.split(), "-o", f"{name}.zarr"]
-
-
-def row(figure: Figure) -> str:
+def row(figure: FigureRecipe) -> str:
     """A row of the table."""
     commands = "<br>".join(f"`vitsee {command}`" for command in figure.commands)
     return f"| {figure.names} | {commands} | {figure.note} |"

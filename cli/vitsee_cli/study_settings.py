@@ -53,8 +53,8 @@ def _read_file(ctx: click.Context, _param: click.Parameter, path: Path | None) -
         raise VitseeError(f"{path} cannot be read: {reason(error)}") from None
     except ValueError as error:
         raise VitseeError(f"{path} is no TOML: {error}") from None
-    known = {param.opts[-1].removeprefix("--"): param for param in ctx.command.params}
-    known = {key: param for key, param in known.items() if param.name not in NO_KEYS}
+    params = [param for param in ctx.command.params if param.name not in NO_KEYS]
+    known = {param.opts[-1].removeprefix("--"): param for param in params}
     defaults: dict[str, Any] = {}
     for key, value in found.items():
         if key not in known or key in ("verbose", "quiet"):
@@ -183,9 +183,12 @@ def in_a_study(text: str, command: click.Command, own: click.Command) -> str:
         if word in kept or word not in options or options[word].name in DECIDED:
             return match[0]
         key = word.removeprefix("--")
+        if re.search(r"\bextract\b[^;]*$", text[: match.start()]):
+            return f"--set extract.{key}={value or 'VALUE'}"
         if command.name == "extract" and options[word].name in NAMED_OPTIONS:
             return f"MODEL?{key}={value or 'VALUE'}"
         flag = getattr(options[word], "is_flag", False)
         return f"--set {command.name}.{key}=" + ("true" if flag else value or "VALUE")
 
-    return re.sub(r"(--[a-z][a-z-]*)(?: ([A-Z0-9][\w,:.]*))?", replaced, text)
+    value = r"[A-Z0-9][\w,:.]*|[\w.]+=\w+|all\b"
+    return re.sub(rf"(--[a-z][a-z-]*)(?: ({value}))?", replaced, text)

@@ -1,0 +1,208 @@
+"""Studies that are written as files: the papers' figures, and users' own."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.studies import study
+from vitsee_cli.main import main
+from vitsee_core.report.figures_of_study import study_figures
+from vitsee_core.report.materials import find_materials
+from vitsee_core.study.recipe_file import RecipeError, RecipeFile, bundled_recipes, read_recipe
+from vitsee_core.study.recipe_plan import data_places, plan_recipe
+from vitsee_core.tables.results import Table
+
+OWN = """
+title = "Two models"
+note = "Of the bundled images."
+[data]
+pictures = "a folder of each class"
+[words]
+both = ["a.zarr", "b.zarr"]
+few = "--images 24 --attention none --no-residual"
+[quick]
+"--data pictures/val" = "--data demo:test"
+[stores.a]
+model = "some_model"
+options = "--data pictures/val {few}"
+quick = "demo:vit"
+[stores.b]
+model = "another_model"
+options = "--data pictures/val {few}"
+quick = "demo:resnet"
+[[figures]]
+names = "2"
+commands = ["cka {both} --sites last", "cka a.zarr b.zarr --sites last"]
+note = "The second figure first."
+[[figures]]
+names = "1"
+commands = ["probe a.zarr --holdout 0.5 --sites last -o accuracy.csv", "best-layer accuracy.csv"]
+printed = [
+    { what = "accuracy", paper = 0.5, result = "accuracy", where = { metric = "top1" } },
+    { what = "another", paper = 1, result = "accuracy", where = { metric = "none" } },
+]
+"""
+
+
+def vitsee(*args: object) -> Result:
+    return CliRunner().invoke(main, [*map(str, args)])
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> RecipeFile:
+    return read_recipe(str(written(tmp_path)))
+
+
+def written(folder: Path, text: str = OWN) -> Path:
+    path = folder / "own.toml"
+    path.write_text(text)
+    return path
+
+
+def test_texts_are_put_in(own: RecipeFile) -> None:
+    few = "--images 24 --attention none --no-residual"
+    assert own.stores["a"].options == f"--data pictures/val {few}"
+    both, alone = own.figures[0].commands
+    assert str(both) == str(alone) == "cka a.zarr b.zarr --sites last"
+    assert both.some == {"a.zarr", "b.zarr"} and not alone.some
+    assert [figure.title for figure in own.figures] == ["Figure 2", "Figure 1"]
+
+
+def test_fewer_images_and_other_models(own: RecipeFile) -> None:
+    fewer = own.of_images(7).of_models(["b=mine.py:build", "a"]).of_images(5)
+    assert [store.model for store in fewer.stores.values()] == ["some_model", "mine.py:build"]
+    assert all("--images 5 " in store.options for store in fewer.stores.values())
+    fields = "--images 10240 --erf 256", "--images 64 --erf 64"
+    text = OWN.replace("--images 24", fields[0])
+    assert (
+        fields[1]
+        in read_recipe(str(written(Path(own.name).parent, text))).of_images(64).stores["a"].options
+    )
+    demo = own.of_the_demo()
+    assert demo.stores["b"].model == "demo:resnet" and "demo:test" in demo.stores["b"].options
+    with pytest.raises(RecipeError, match=r"has no 'c'; expected a, b$"):
+        own.of_models(["c"])
+
+
+def test_what_is_not_there_is_left_out(own: RecipeFile, tmp_path: Path) -> None:
+    (tmp_path / "pictures" / "val").mkdir(parents=True)
+    asked = study(tmp_path / "out", seed=3)
+    found = plan_recipe(own.of_models(["a"]), asked, data_places(own, str(tmp_path)))
+    assert [step.name for step in found.steps] == [
+        "extract-a", "figure-2-cka-1", "figure-1-probe-1", "figure-1-best-layer-2"
+    ]  # fmt: skip
+    assert found.left_out == {"Figure 2 (cka)": "it is not among --models"}
+    extract, cka, probe, best = found.steps
+    assert f"--data {tmp_path}/pictures/val" in extract.line and "--seed 3" in extract.line
+    assert cka.inputs == extract.outputs == (tmp_path / "out" / "stores" / "a.zarr",)
+    assert best.inputs == probe.outputs[:1] == (tmp_path / "out" / "results" / "accuracy.csv",)
+    assert [section["results"] for section in found.sections] == [
+        ["figure-2-cka-1"], ["accuracy", "figure-1-best-layer-2"]
+    ]  # fmt: skip
+    only = plan_recipe(
+        own, study(analyses=("cka",)), data_places(own, f"pictures={tmp_path / 'pictures'}")
+    )
+    assert {step.command for step in only.analyses} == {"cka"} and len(only.extractions) == 2
+    with pytest.raises(RecipeError, match=r"pictures/val \(a folder of each class\) is not at /no"):
+        plan_recipe(own, asked, data_places(own, "/nowhere"))
+    with pytest.raises(RecipeError, match=r"has no 'other'; expected FOLDER, or NAME=FOLDER of pi"):
+        data_places(own, "other=/x")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ('title = "Two models"', "", "no title; expected title, stores, figures"),
+        ('title = "Two models"', "title = 3", r"title: 3; expected a text"),
+        ("[quick]", "[fast]", "fast; expected keys of title, note"),
+        ("{few}", "{fewer}", r"stores.a: \{fewer\}; expected one of \[words\], both, few"),
+        ('model = "some_model"\n', "", r"stores.a: no model; expected model, options"),
+        ("cka a.zarr", "cka c.zarr", r"figures\[1\]: c.zarr; expected stores of \[stores\]"),
+        ('"cka a.zarr b', "\"cka 'a.zarr b", r"figures\[1\]: .*; expected words of a shell"),
+        ("paper = 0.5", 'paper = "x"', r"printed.paper: x; expected a number"),
+        ('names = "2"\n', "", r"figures\[1\]: no names; expected names, commands"),
+        ("[words]", "[words", "is no TOML"),
+        ('commands = ["cka {both}', 'commands = [3, "cka {both}', r"3; expected commands as texts"),
+    ],
+)
+def test_a_file_that_is_no_recipe(tmp_path: Path, before: str, after: str, said: str) -> None:
+    assert before in OWN
+    path = written(tmp_path, OWN.replace(before, after, 1))
+    result = vitsee("study", path, "--quick", "-o", tmp_path / "out")
+    assert result.exit_code == 1 and result.stdout == ""
+    assert re.search(said, result.stderr) and len(result.stderr.splitlines()) == 1
+    assert str(path) in result.stderr and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["raghu2021"], "takes either --data FOLDER"),
+        (["raghu2021", "--data", "x", "--quick"], "takes either --data FOLDER"),
+        (["raghu2021", "--quick", "--thorough"], "says itself what --thorough would"),
+        (["raghu2021", "--quick", "--train", "x"], "says itself what --train would"),
+        (["raghu2021", "demo:vit", "--quick"], "raghu2021 is a recipe: give it alone"),
+        (["demo:vit", "--quick"], "--quick is of a recipe: dosovitskiy2021, raghu2021, walmer2023"),
+        (["demo:vit", "--models", "a", "--data", "demo:test"], "--models is of a recipe"),
+        (["demo:vit"], "--data DATA is missing"),
+        (["none.toml", "--quick"], "none.toml cannot be read: no such file"),
+        (["raghu2021", "--quick", "--models", "zz"], "raghu2021 has no 'zz'; expected b16"),
+        (["raghu2021", "--data", "nowhere"], "imagenet/val (ILSVRC 2012"),
+        (["raghu2021", "--quick", "--analyses", "knn"], "nothing to do"),
+    ],
+)
+def test_what_is_refused(args: list[str], said: str, tmp_path: Path) -> None:
+    result = vitsee("study", *args, "-o", tmp_path / "out")
+    assert result.exit_code in (1, 2) and said in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_s_own_study(tmp_path: Path) -> None:
+    """From the file to a report with its figures in its order, the paper's numbers beside ours."""
+    folder = tmp_path / "out"
+    path = written(tmp_path)
+    result = vitsee("study", path, "--quick", "-o", folder)
+    assert result.exit_code == 0, result.stderr
+    second, first = study_figures(folder)
+    assert (second.title, second.note, first.title) == (
+        "Figure 2",
+        "The second figure first.",
+        "Figure 1",
+    )
+    accuracy = Table.read(folder / "results" / "accuracy.csv")
+    best = accuracy.where(metric="top1")["value"].astype(np.float64).max()
+    one, none = first.numbers(find_materials(folder).results)
+    assert one[:2] == ("accuracy", "0.5") and one.ours.startswith(f"{best:.4g} [")
+    assert none == ("another", "1", "not measured here")
+    page = (folder / "report.html").read_text()
+    headings = re.findall(r'<h2 id="s\d+">(.*?)</h2>', page)
+    assert headings == ["Figure 2", "Figure 1"]
+    assert "Two models (the demo&#39;s models in their place)" in page
+    assert "Of the bundled images." in page and one.ours in page
+    again = vitsee("study", path, "--quick", "-o", folder)
+    assert again.exit_code == 0 and "figure-2-cka-1: done before" in again.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", bundled_recipes())
+def test_every_figure_is_made(name: str, tmp_path: Path) -> None:
+    """Of the papers, on the demo's models; every store is used."""
+    result = vitsee("study", name, "--quick", "-o", tmp_path)
+    assert result.exit_code == 0, result.stderr
+    record = json.loads((tmp_path / "study.json").read_text())
+    assert {entry["status"] for entry in record["steps"].values()} == {"done"}
+    assert record["left_out"] == {} and {*record["models"]} == {*read_recipe(name).stores}
+    recipe = read_recipe(name)
+    assert [section["title"] for section in record["sections"]] == [f.title for f in recipe.figures]
+    page = (tmp_path / "report.html").read_text()
+    headings = re.findall(r'<h2 id="s\d+">(.*?)</h2>', page)
+    assert headings == [figure.title for figure in recipe.figures]
+    for section in study_figures(tmp_path):
+        numbers = section.numbers(find_materials(tmp_path).results)
+        assert [number for number in numbers if "not measured" in number.ours] == []
