@@ -93,7 +93,7 @@ def test_the_command_line_wins_over_the_file(file: Path, tmp_path: Path) -> None
 def test_what_a_file_may_not_say(file: Path, tmp_path: Path) -> None:
     for text, code, expected in (
         ("data = 'x", 1, f"{file} is no TOML: "),
-        ("datas = 'x'", 1, f"{file}: no key 'datas'; expected models, data, train, output"),
+        ("datas = 'x'", 1, f"{file}: no key 'datas'; expected models, data, quick, train, output"),
         ("data = ['x', 'y']", 1, f"{file}: data takes one value, and is ['x', 'y']"),
         ("set = 3", 1, f"{file}: set is 3; expected a table, [set]"),
         ("set.cka = 3", 1, f"{file}: set.cka is 3; expected a table, [set.cka]"),

@@ -37,10 +37,10 @@ def page() -> str:
         prose(
             "Every figure of the papers that vitsee sets out from, the public checkpoint that is "
             "nearest to the paper's, and the commands that make it; `-o TABLE --png FIGURE` goes "
-            "behind each. `vitsee study raghu2021 --data DATASETS -o raghu` makes all of a paper's, "
-            "and a report of them in its order; `--quick` tries that on the demo's models and "
-            "images ([more of it](study.md#figures-of-a-paper)). Each paper's findings as numbers "
-            "with intervals: [findings](../findings.md)."
+            "behind each. `vitsee study raghu2021 --data DATASETS -o raghu` makes all of a "
+            "paper's, and a report of them in its order; `--quick` tries that on the demo's "
+            "models and images ([more of it](study.md#figures-of-a-paper)). Each paper's findings "
+            "as numbers with intervals: [findings](../findings.md)."
         ),
     ]
     return "\n\n".join([*parts, *map(section, map(read_recipe, PAPERS))]) + "\n"

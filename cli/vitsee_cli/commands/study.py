@@ -48,7 +48,7 @@ def models_and_recipes() -> list[str]:
     metavar="DATA",
     type=parse_words,
     help="The images, as for vitsee extract --data. Of a recipe: the folder in which its sets of "
-    "images are, or NAME=FOLDER,NAME=FOLDER.",
+    "images are, or NAME=FOLDER,NAME=FOLDER.  [default: none; only a recipe's --quick takes none]",
 )
 @click.option(
     "--models",
@@ -156,7 +156,7 @@ def command(
     device: str,
     dry_run: bool,
 ) -> None:
-    """Study models on images, or the figures of a paper, from extraction to a report.
+    """Study models, or a paper's figures, from images to a report.
 
     Each model is run once over the images and keeps what the analyses need; every analysis that
     applies is run, and the report shows it all. What does not apply is named with the reason, and
