@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import email
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import release
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"vitsee", "vitsee_cli", "vitsee_core", "vitsee_stores"}
@@ -83,6 +86,69 @@ def test_metadata(wheel: zipfile.ZipFile) -> None:
     assert all(">=" in r for r in required), "every dependency has a lower bound"
     license_text = wheel.read(name.replace("METADATA", "licenses/LICENSE")).decode()
     assert "Copyright (c) 2026 the vitsee authors" in license_text
+
+
+@pytest.mark.slow
+def test_the_page_of_the_package_leads_somewhere(wheel: zipfile.ZipFile) -> None:
+    """README's links and pictures, which are relative in the repository."""
+    name = next(n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
+    text = str(email.message_from_bytes(wheel.read(name)).get_payload())
+    targets = re.findall(r"\]\(([^)]*)\)", text)
+    assert len(targets) > 50 and [t for t in targets if not t.startswith(("https:", "#"))] == []
+    assert "https://raw.githubusercontent.com/OWNER/vitsee/main/docs/explore.png" in targets
+
+
+@pytest.mark.slow
+def test_the_wheel_works_alone(built: Path, tmp_path: Path) -> None:
+    """Away from the repository, with the dependencies that are here."""
+    place, out = tmp_path / "site", tmp_path / "out"
+    wheel = next(built.glob("*.whl"))
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--target",
+        str(place),
+        str(wheel),
+    ]
+    subprocess.run(pip, check=True, capture_output=True)
+    environment = {**os.environ, "PYTHONPATH": str(place)}
+    code = "import vitsee, vitsee_cli, vitsee_core, vitsee_stores as s; print(s.__file__)"
+    for words in (["-c", code], ["-m", "vitsee_cli", "demo", "--quick", "-o", str(out)]):
+        done = subprocess.run(
+            [sys.executable, *words], capture_output=True, text=True, cwd=tmp_path, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        assert str(tmp_path) in done.stdout
+    assert (out / "report.html").stat().st_size > 1e6
+
+
+def test_what_a_release_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    version = release.project()["version"]
+    assert release.lacks(release.project(), "v0")[0].startswith("the tag is v0, ")
+    for name in ("pyproject.toml", "CHANGES.md", "CITATION.cff"):
+        text = (ROOT / name).read_text().replace("OWNER", "someone")
+        (tmp_path / name).write_text(
+            text.replace(f"{version} (unreleased)", f"{version} (2027-01-31)")
+        )
+    monkeypatch.setattr(release, "ROOT", tmp_path)
+    assert release.lacks(release.project(), f"v{version}") == []
+    (tmp_path / "CITATION.cff").write_text("version: 7\n")
+    assert release.lacks(release.project(), f"v{version}") == [
+        f"CITATION.cff has not the version {version}"
+    ]
+
+
+def test_the_recipe_for_conda() -> None:
+    about = release.project()
+    found = yaml.safe_load(release.recipe(about, "0" * 64).replace("${{", "").replace("}}", ""))
+    run = found["requirements"]["run"]
+    assert len(run) == len(about["dependencies"]) + 1
+    assert "pytorch >=2.6" in run and "matplotlib-base >=3.9" in run and "timm >=1.0.26" in run
+    assert found["build"]["python"]["entry_points"] == ["vitsee = vitsee_cli.__main__:main"]
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ PAGES = {
     "docs/glossary.md": "glossary",
     "stores/vitsee_stores/FORMAT.md": "format",
     "CONTRIBUTING.md": "contributing",
+    "docs/releasing.md": "releasing",
     "CHANGES.md": "changes",
 }
 ABOUT = ("docs/findings.md", "docs/studies.md", "docs/scale.md", "docs/performance.md")
