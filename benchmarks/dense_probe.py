@@ -63,7 +63,7 @@ def by_sums(data: Data) -> Array:
         place = Placement(0, 0, side, side)
         pixels = labelled_pixels(labels, place, layout, (side, side), "label")
         sums.count(x.astype(np.float64) - shift, CellSums.of(pixels))
-    return Solutions.of(sums).head(L2, shift).weights
+    return Solutions.of(sums).scores(L2, shift).weights
 
 
 def by_pixels(data: Data) -> Array:

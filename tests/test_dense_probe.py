@@ -19,11 +19,11 @@ from tests.printed_text import flat
 from tests.stores import write_sites
 from vitsee_cli.main import main
 from vitsee_core.analyses.dense_probe import COLUMNS, plot, run
+from vitsee_core.analyses.dense_probe.boundaries import near_boundary
 from vitsee_core.analyses.dense_probe.cell_sums import CellSums
-from vitsee_core.analyses.dense_probe.metrics import accuracy, class_ious, mean_iou
+from vitsee_core.analyses.dense_probe.metrics import accuracy, class_ious, counted, mean_iou
 from vitsee_core.analyses.dense_probe.pixels import Pixels, labelled_pixels
 from vitsee_core.analyses.dense_probe.ridge import PixelSums, Solutions
-from vitsee_core.analyses.dense_probe.scoring import counted, near_boundary
 from vitsee_core.images.placement import Placement
 from vitsee_core.masks.class_maps import IGNORED
 from vitsee_core.tables.results import Table
@@ -142,10 +142,10 @@ def test_weights_equal_those_of_explicit_pixels(tmp_path: Path, grid: tuple[int,
     solutions = Solutions.of(sums)
     for l2 in (1e-6, 1e-2, 10.0):
         classes, weights, bias = explicit_ridge(x, labels, l2)
-        head = solutions.head(l2, shift)
-        assert head.classes.tolist() == classes.tolist()
-        np.testing.assert_allclose(head.weights, weights, rtol=0, atol=1e-9)
-        np.testing.assert_allclose(head.bias, bias, rtol=0, atol=1e-9)
+        scores = solutions.scores(l2, shift)
+        assert solutions.classes.tolist() == classes.tolist()
+        np.testing.assert_allclose(scores.weights, weights, rtol=0, atol=1e-9)
+        np.testing.assert_allclose(scores.bias, bias, rtol=0, atol=1e-9)
 
 
 def test_held_out_errors_equal_those_of_explicit_pixels(tmp_path: Path) -> None:
@@ -477,7 +477,7 @@ def test_a_user_s_run(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     table = Table.read(out)
     assert set(table["n_images"].tolist()) == {3}
-    assert table.notes["classes"]["ignored values"] == "0, 255"
+    assert table.notes["truth"]["ignored values"] == "0, 255"
     assert table.notes["train"]["with_mask"] == 5
     assert png.stat().st_size > 0
     listed = tmp_path / "val.txt"

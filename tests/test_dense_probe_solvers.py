@@ -17,13 +17,16 @@ from PIL import Image
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import jaccard_score
 
-from tests.test_dense_probe import Array, command, layout, made, upsampled
+from tests.test_dense_probe import Array, command, every_pixel, layout, made, upsampled
 from vitsee_cli.main import main
 from vitsee_core.analyses.dense_probe import plot, run
 from vitsee_core.analyses.dense_probe.logistic import Targets, cross_entropy, fit
+from vitsee_core.analyses.dense_probe.neighbour_choice import choose_neighbours
 from vitsee_core.analyses.dense_probe.neighbour_heads import TEMPERATURE, most_votes
+from vitsee_core.analyses.dense_probe.neighbour_search import Scaling, Search
 from vitsee_core.analyses.dense_probe.patch_bank import RARE, Bank, BankImages
 from vitsee_core.analyses.dense_probe.pixels import cell_pixels
+from vitsee_core.analyses.dense_probe.protocols import choose_solver
 from vitsee_core.masks.class_maps import IGNORED
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store
@@ -211,7 +214,7 @@ def test_the_bank_keeps_patches_with_rare_classes(tmp_path: Path) -> None:
     labels = np.random.default_rng(0).choice([0, 0, 0, 1, IGNORED], (20, 6)).astype(np.uint8)
     labels[3] = IGNORED
     labels[7] = 4
-    images = BankImages({}, {}, _only(store), 5, RARE, 3)
+    images = BankImages({}, {}, _only(store), 5, RARE, 3, IGNORED)
     there = [i for i in range(20) if (labels[i] != IGNORED).any()]
     noise = np.random.default_rng((3, 4, 2)).random(len(there))
     scores = []
@@ -276,8 +279,12 @@ def test_protocols_list_what_differs(tmp_path: Path) -> None:
     assert "an input of 16 x 12 px, not 224 x 224" in unlike
     assert capi.notes["solver"]["resolution"] == "input"
     assert capi.where(baseline="")["k"].tolist() == [1, 3]
-    dino = run(store, preset="dinov3", **choice)
-    assert any("no sliding window" in line for line in dino.notes["protocol"]["differences"])
+    dino = run(store, preset="dinov3", steps=3, **choice)
+    unlike = dino.notes["protocol"]["differences"]
+    assert "3 steps, not 40,000; the warm-up is shorter in proportion" in unlike
+    closed = run(store, preset="dinov3", solver="logistic", **choice)
+    for table in (dino, closed):
+        assert any("no sliding window" in line for line in table.notes["protocol"]["differences"])
     assert dino.notes["solver"]["resolution"] == "label"
     birds = run(store, preset="hummingbird", bank=60, **choice)
     assert birds.where(baseline="")["k"].tolist() == [30]
@@ -314,7 +321,99 @@ def test_wrong_solvers_are_refused(tmp_path: Path) -> None:
         (("--k", 3), "--k belongs to --solver knn or hummingbird, not to ridge"),
         (("--bank", 3), "--bank belongs to --solver logistic"),
         (("--preset", "capi", "--solver", "ridge"), "--preset capi has no --solver ridge"),
+        (("--steps", 3), "--steps belongs to --solver sgd, not to ridge"),
+        (("--distance", "l2"), "--distance belongs to --solver knn, not to ridge"),
+        (("--solver", "sgd", "--l2", 1), "--l2 belongs to --solver ridge or logistic, not to sgd"),
+        (("--solver", "knn", "--balanced"), "--balanced belongs to --solver ridge, not to knn"),
     ):
         result = command(*args, *more)
         assert result.exit_code == 1, result.output
         assert text in result.stderr.replace("\n", " ")
+
+
+# ---------------------------------------------------------------- distance, k, and balance
+
+
+@pytest.mark.parametrize("distance", ["cosine", "l2"])
+def test_capi_chooses_k_and_distance(tmp_path: Path, distance: str) -> None:
+    """As CAPI does: standardised patches, a tenth of the images by their mean IoU, then all."""
+    train, masks = made(tmp_path, 20)
+    test, others = made(tmp_path, 5, name="b", seed=1)
+    choice: dict[str, Any] = {"masks": [masks, others], "preset": "capi", "sites": [SITE]}
+    table = run(train, test, **choice)
+    chosen = table.notes["train"]["chosen"][SITE]
+    own = table.where(baseline="", metric="miou")
+    assert own["k"].tolist() == [chosen["k"]]
+    again = run(train, test, ks=[chosen["k"]], distance=chosen["distance"], **choice)
+    assert value(again) == own["value"][0]
+    fixed = run(train, test, distance=distance, **choice)
+    assert fixed.notes["train"]["chosen"][SITE]["distance"] == distance
+    best = max(chosen["miou_held_out"], fixed.notes["train"]["chosen"][SITE]["miou_held_out"])
+    assert best == chosen["miou_held_out"]
+
+
+def test_the_choice_of_k_against_a_loop(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    bank = Bank(
+        rng.normal(size=(60, 4)).astype(np.float32),
+        rng.choice([0, 1, 2, IGNORED], (60, 9), p=[0.4, 0.3, 0.2, 0.1]).astype(np.uint8),
+        np.repeat(np.arange(12), 5),
+    )
+    held_out = np.zeros(12, bool)
+    held_out[[2, 7, 9]] = True
+    solver = choose_solver(
+        None, "capi", "class", l2s=(), ks=(), distance=None, bank=None, resolution=None,
+        balanced=False, steps=None,
+    )  # fmt: skip
+    found = choose_neighbours(bank, held_out, solver, "cpu", SITE)
+    held = held_out[bank.rows]
+    mean, std = bank.tokens[~held].mean(0), bank.tokens[~held].std(0)
+    z = (bank.tokens - mean) / std
+    scores = {}
+    for k in (1, 3, 10, 30):
+        for distance in ("cosine", "l2"):
+            far = 1 - cosines(z[held], z[~held])
+            if distance == "l2":
+                far = np.linalg.norm(z[held][:, None] - z[~held], axis=-1)
+            near = np.argsort(far, axis=1)[:, :k]
+            votes = most_votes(bank.labels[~held][near])
+            scores[k, distance] = miou(bank.labels[held].ravel(), votes.ravel())
+    best = max(scores.values())
+    assert found.miou == pytest.approx(best, abs=1e-12)
+    assert scores[found.k, found.distance] == pytest.approx(best, abs=1e-12)
+
+
+def test_neighbours_by_distance_are_those_of_a_loop() -> None:
+    rng = np.random.default_rng(1)
+    rows = rng.normal(5, 1, (300, 6)).astype(np.float32)
+    queries = rng.normal(5, 1, (2, 4, 6))
+    search = Search(rows, Scaling.none(6), "cpu", "l2")
+    close, found = search.nearest(queries, 7)
+    far = np.linalg.norm(queries.reshape(8, 1, 6) - rows, axis=-1)
+    assert (found == np.argsort(far, axis=1)[:, :7]).all()
+    np.testing.assert_allclose(-close, np.sort(far, axis=1)[:, :7] ** 2, rtol=1e-5)
+
+
+def test_balanced_classes_weigh_alike(tmp_path: Path) -> None:
+    """Against least squares on explicit pixels with a weight for each."""
+    train, masks = made(tmp_path, 9)
+    test, others = made(tmp_path, 7, name="b", seed=1)
+    table = run(
+        train, test, masks=[masks, others], l2=[0.01], balanced=True, sites=[SITE],
+        metrics=["miou"],
+    )  # fmt: skip
+    x, labels = every_pixel(train, SITE, masks, range(9))
+    classes, counts = np.unique(labels, return_counts=True)
+    w = (len(labels) / (len(classes) * counts))[np.searchsorted(classes, labels)]
+    y = (labels[:, None] == classes).astype(float)
+    mean, level = np.average(x, 0, w), np.average(y, 0, w)
+    centred = x - mean
+    np.testing.assert_allclose(level, 1 / len(classes))
+    scatter = (centred.T * w) @ centred
+    ridge = 0.01 * np.trace(scatter) / x.shape[1]
+    weights = np.linalg.solve(scatter + ridge * np.eye(x.shape[1]), (centred.T * w) @ (y - level))
+    z, truth = every_pixel(test, SITE, others, range(7))
+    found = classes[((z - mean) @ weights + level).argmax(1)]
+    assert value(table) == pytest.approx(miou(truth, found), abs=1e-12)
+    assert table.notes["train"]["training_pixels"] == len(labels)
+    assert table.notes["solver"]["classes"].startswith("balanced")

@@ -25,45 +25,28 @@ Linear probes do not represent fine-tuning: models rank differently (Kerssies et
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
+from vitsee_core.analyses.dense_probe import options
 from vitsee_core.analyses.dense_probe.figure import draw_dense
-from vitsee_core.analyses.dense_probe.memory import train_from_bank
-from vitsee_core.analyses.dense_probe.metrics import MEANS, METHOD, metric_cells
-from vitsee_core.analyses.dense_probe.pixels import RESOLUTIONS
-from vitsee_core.analyses.dense_probe.protocols import (
-    PRESETS,
-    RIDGE,
-    SOLVERS,
-    Solver,
-    choose_solver,
-    differences,
-)
-from vitsee_core.analyses.dense_probe.scoring import Counts, HeadKey
-from vitsee_core.analyses.dense_probe.shown import show_images
-from vitsee_core.analyses.dense_probe.splits import CHOOSING, split_images
-from vitsee_core.analyses.dense_probe.work import (
-    BASELINES,
-    UNTRAINED,
-    Part,
-    Trained,
-    score_heads,
-    train_ridge,
-)
-from vitsee_core.features import check_alike, compared, require_comparable
+from vitsee_core.analyses.dense_probe.metrics import METHOD
+from vitsee_core.analyses.dense_probe.options import CHOOSE
+from vitsee_core.analyses.dense_probe.protocols import choose_solver, differences
+from vitsee_core.analyses.dense_probe.results import PairOfStores, Settings
+from vitsee_core.analyses.dense_probe.splits import Images, pairs, pairs_of_untrained
+from vitsee_core.analyses.dense_probe.tasks import METRICS, Depth, Segmentation, Task
+from vitsee_core.features import compared
 from vitsee_core.figures.plotting import styled
 from vitsee_core.labels.labelled_rows import shared_images
 from vitsee_core.labels.options import ALLOW_SHARED, TESTS
-from vitsee_core.masks.class_maps import IGNORED, ClassMaps, open_class_maps
+from vitsee_core.masks.class_maps import open_class_maps
+from vitsee_core.masks.depth_maps import open_depth_maps
 from vitsee_core.models.provenance import Provenance
-from vitsee_core.patch_maps.views import grid_sites
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import (
@@ -75,22 +58,17 @@ from vitsee_core.runtime.options import (
     metrics_option,
 )
 from vitsee_core.runtime.progress import counting
-from vitsee_core.runtime.streaming import Rows
-from vitsee_core.statistics.jackknife import Blocks
-from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.columns import SITE
 from vitsee_core.tables.headlines import best_layers
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
-from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from vitsee_stores import SiteSpec, Store
-
-log = logging.getLogger(__name__)
+    from vitsee_stores import Store
 
 QUESTION = KNOWLEDGE
 HELP = """
@@ -146,148 +124,37 @@ headline = partial(
 COLUMNS = (
     *(*SITE, "class", "l2", "k", "metric", "value", "low", "high", "n_images", "baseline"),
 )  # fmt: skip
-CHOOSE = "holdout"
-
-
-def parse_l2(text: str) -> str | float:
-    """A number above 0, or the word `holdout`.
-
-    Raises:
-        VitseeError: neither of them.
-    """
-    if text == CHOOSE:
-        return text
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise VitseeError(f"{text!r}; expected a number above 0 or {CHOOSE}")
-    return value
 
 
 @analysis
 def run(
     train: Store,
     *tests: Annotated[Store, TESTS],
-    masks: Annotated[
-        Path | Sequence[Path],
-        Option(
-            "Class maps: a folder of PNG files whose paths or names are the images' but for the "
-            "ending, the root of VOC, ADE20K or Cityscapes, or a COCO .json file. Repeatable: "
-            "splits of one data set.",
-            "--masks",
-        ),
-    ],
-    split: Annotated[
-        str | None,
-        Option(
-            "Without TEST: test on images of this split of the data, or on those that this file "
-            "lists, and train on all others.",
-            metavar="NAME|FILE",
-            default="none",
-        ),
-    ] = None,
-    holdout: Annotated[
-        float | None,
-        Option(
-            "Without TEST: test on this share of the images, e.g. 0.2.",
-            metavar="SHARE",
-            above=0,
-            below=1,
-            default="none",
-        ),
-    ] = None,
-    ignore: Annotated[
-        Sequence[str],
-        Option(
-            "Further classes that do not count: pixel values, of COCO files names. Repeatable, or "
-            "a comma list.",
-            metavar="CLASS",
-            default="what the layout ignores",
-        ),
-    ] = (),
-    solver: Annotated[
-        str | None,
-        Option(
-            "ridge: exact least squares on pixels; logistic: cross-entropy of each patch's pixels; "
-            "knn: votes of the nearest patches' pixels; hummingbird: their shares of classes, "
-            "weighted by similarity.",
-            choices=SOLVERS,
-            default="ridge, or the preset's",
-        ),
-    ] = None,
-    preset: Annotated[
-        str | None,
-        Option(
-            "A published protocol, as near as stored tokens come to it; the sidecar lists the "
-            "differences. capi: knn (or logistic) on standardised tokens; hummingbird; dinov3: "
-            "logistic (or ridge). Options given beside it win.",
-            choices=PRESETS,
-            default="none",
-        ),
-    ] = None,
-    resolution: Annotated[
-        str | None,
-        Option(
-            "Which pixels: those of the class map, those of the model's input (the map resampled "
-            "by the nearest), or one per patch (its most frequent class).",
-            choices=RESOLUTIONS,
-            default="label; of presets capi and hummingbird input",
-        ),
-    ] = None,
-    l2: Annotated[
-        Sequence[float | str],
-        Option(
-            f"holdout: of a grid, the least error on {CHOOSING:.0%} of the training images, then "
-            "fitted to all; or numbers (of ridge in units of the mean variance of a feature), all "
-            "of them reported. Numbers: repeatable.",
-            metavar="L2",
-            parse=parse_l2,
-            default=CHOOSE,
-        ),
-    ] = (),
-    ks: Annotated[
-        Sequence[int],
-        Option(
-            "knn, hummingbird: number of neighbours, all of them reported.",
-            "--k",
-            least=1,
-            default="30; capi: 1, 3, 10, 30",
-        ),
-    ] = (),
-    bank: Annotated[
-        int | None,
-        Option(
-            "logistic, knn, hummingbird: keep about N training patches of each site.",
-            metavar="N",
-            least=1,
-            default="as many as fit into the memory",
-        ),
-    ] = None,
+    masks: Annotated[Path | Sequence[Path] | None, options.MASKS] = None,
+    depth: Annotated[Path | None, options.DEPTH] = None,
+    depth_scale: Annotated[float | None, options.DEPTH_SCALE] = None,
+    max_depth: Annotated[float | None, options.MAX_DEPTH] = None,
+    eigen_crop: Annotated[bool, options.EIGEN_CROP] = False,
+    split: Annotated[str | None, options.SPLIT] = None,
+    holdout: Annotated[float | None, options.HOLDOUT] = None,
+    ignore: Annotated[Sequence[str], options.IGNORE] = (),
+    solver: Annotated[str | None, options.SOLVER] = None,
+    preset: Annotated[str | None, options.PRESET] = None,
+    resolution: Annotated[str | None, options.RESOLUTION] = None,
+    l2: Annotated[Sequence[float | str], options.L2] = (),
+    balanced: Annotated[bool, options.BALANCED] = False,
+    ks: Annotated[Sequence[int], options.K] = (),
+    distance: Annotated[str | None, options.DISTANCE] = None,
+    bank: Annotated[int | None, options.BANK] = None,
+    steps: Annotated[int | None, options.STEPS] = None,
     metrics: Annotated[
-        Sequence[str], metrics_option(MEANS, "all of them", "What is measured.")
-    ] = MEANS,
-    sites: Annotated[Sequence[str], SITES] = ("blocks",),
-    untrained: Annotated[
-        Sequence[Path],
-        Option(
-            "Baseline: the same probe on stores of a model with random weights, in the order of "
-            "TRAIN and TEST.",
-            metavar="STORE",
-            default="none",
-        ),
+        Sequence[str], metrics_option(METRICS, "all of them", "What is measured.")
     ] = (),
+    sites: Annotated[Sequence[str], SITES] = ("blocks",),
+    concat: Annotated[int | None, options.CONCAT] = None,
+    untrained: Annotated[Sequence[Path], options.UNTRAINED] = (),
     per_class: Annotated[bool, Option("Add iou_class of each class.")] = False,
-    show: Annotated[
-        int,
-        Option(
-            "Draw the first N test images: image, label, prediction and error of the best layer.",
-            metavar="N",
-            least=0,
-            default="none",
-        ),
-    ] = 0,
+    show: Annotated[int, options.SHOW] = 0,
     allow_shared: Annotated[bool, ALLOW_SHARED] = False,
     origin: Annotated[Provenance | None, Gather(Provenance, ("data",))] = None,
     execution: Annotated[
@@ -318,34 +185,28 @@ def run(
     """
     if sum(way is not None for way in (tests or None, split, holdout)) != 1:
         raise VitseeError("give exactly one of TEST, --split NAME|FILE and --holdout SHARE")
-    wanted = asked_for(metrics, MEANS, "dense-probe")
-    if resolution not in (None, *RESOLUTIONS):
-        raise VitseeError(f"no resolution {resolution!r}; expected {', '.join(RESOLUTIONS)}")
+    task = _task(masks, ignore, depth, depth_scale, max_depth, eigen_crop, per_class)
+    wanted = asked_for(metrics or task.metrics, task.metrics, f"dense-probe of a {task.label}")
     how = choose_solver(
-        solver, preset, l2s=_given_l2(l2), ks=ks, bank=bank, resolution=resolution
+        solver, preset, task.label, l2s=_given_l2(l2), ks=ks, distance=distance, bank=bank,
+        resolution=resolution, balanced=balanced, steps=steps,
     )  # fmt: skip
-    ignored = [word for item in ignore for word in str(item).split(",") if word]
-    maps = open_class_maps(masks, ignored)
-    pairs = _pairs(train, tests, split, holdout, execution)
-    plain = _pairs_of_untrained(untrained, pairs, split, holdout, execution)
-    settings = _Settings(tuple(sites), maps, how, tuple(wanted), per_class)
-    shared = [
-        shared_images(a, _counted(a, rows), b, _counted(b, others), allow_shared)
-        for (a, rows), (b, others) in pairs
-    ]
-    works = [_Work(*pair, settings) for pair in pairs]
-    controls = [_Work(*pair, settings) for pair in plain]
-    n_images = sum(work.train.n_images + work.test.n_images for work in (*works, *controls))
-    with counting(execution.progress, n_images):
+    trained_and_tested = pairs(train, tests, split, holdout, execution)
+    plain = pairs_of_untrained(untrained, len(tests), split, holdout, execution)
+    settings = Settings(tuple(sites), concat, task, how, tuple(wanted), per_class, eigen_crop)
+    shared = [_shared(*pair, allow_shared) for pair in trained_and_tested]
+    works = [PairOfStores(*pair, settings) for pair in trained_and_tested]
+    controls = [PairOfStores(*pair, settings) for pair in plain]
+    with counting(execution.progress, sum(work.n_images for work in (*works, *controls))):
         found = [work.probe(execution) for work in works]
         control = [work.probe(execution) for work in controls]
     rows = [row for one in found for row in one.rows()]
     for one, other in zip(found, control, strict=False):
         rows += other.rows_for(one)
-    notes = {
+    notes: dict[str, Any] = {
         "solver": how.describe(),
         "interval": METHOD,
-        "classes": {"source": maps.name, "n_trained": len(found[0].trained.classes), **maps.rules},
+        "truth": {"source": task.maps.name, **task.maps.rules},
         "seed": execution.seed,
         "train": {"store": train.label, **works[0].train.counts, **found[0].trained.notes},
         "tests": [
@@ -355,6 +216,8 @@ def run(
         "compared": compared((train, *tests), "patches"),
         WORD: {one.work.test.store.label: one.blocks.describe() for one in found},
     }
+    if eigen_crop:
+        notes["truth"]["tested"] = "on the crop of Eigen et al. 2014"
     if preset is not None:
         unlike = differences(how, train, "left_out" in found[0].trained.notes)
         notes["protocol"] = {"preset": preset, "differences": unlike}
@@ -369,10 +232,38 @@ def run(
 def plot(table: Table) -> Figure:
     """A panel per metric against relative depth, with the 95 % interval as a band and baselines
     dashed; below, if they were asked for, images beside label, prediction and error."""
-    return draw_dense(table, MEANS)
+    return draw_dense(table, METRICS)
 
 
-Images = tuple["Store", Rows]
+def _task(
+    masks: Path | Sequence[Path] | None,
+    ignore: Sequence[str],
+    depth: Path | None,
+    scale: float | None,
+    max_depth: float | None,
+    eigen_crop: bool,
+    per_class: bool,
+) -> Task:
+    """Classes or depths, with their maps.
+
+    Raises:
+        VitseeError: both, neither, or an option of the other.
+    """
+    if bool(masks) == (depth is not None):
+        raise VitseeError("give exactly one of --masks and --depth")
+    if depth is not None:
+        for option, given in (("--ignore", ignore), ("--per-class", per_class)):
+            if given:
+                raise VitseeError(f"{option} belongs to --masks, not to --depth; leave it out")
+        return Depth(open_depth_maps(Path(depth), scale, max_depth))
+    for option, other in (
+        ("--depth-scale", scale), ("--max-depth", max_depth), ("--eigen-crop", eigen_crop)
+    ):  # fmt: skip
+        if other:
+            raise VitseeError(f"{option} belongs to --depth, not to --masks; leave it out")
+    assert masks
+    ignored = [word for item in ignore for word in str(item).split(",") if word]
+    return Segmentation(open_class_maps(masks, ignored))
 
 
 def _given_l2(l2: Sequence[float | str]) -> tuple[float, ...]:
@@ -386,144 +277,7 @@ def _given_l2(l2: Sequence[float | str]) -> tuple[float, ...]:
     return tuple(numbers)
 
 
-def _counted(store: Store, rows: Rows) -> Any:
-    return np.flatnonzero(rows.mask & store.valid)
-
-
-def _pairs(
-    train: Store,
-    tests: Sequence[Store],
-    split: str | None,
-    holdout: float | None,
-    execution: Execution,
-) -> list[tuple[Images, Images]]:
-    """What trains and what tests, for each store that tests."""
-    if not tests:
-        ours, theirs = split_images(train, execution, split, holdout)
-        return [((train, ours), (train, theirs))]
-    require_comparable(train, tests)
-    ours = execution.rows(train)
-    return [((train, ours), (test, execution.rows(test))) for test in tests]
-
-
-def _pairs_of_untrained(
-    places: Sequence[Path],
-    pairs: Sequence[tuple[Images, Images]],
-    split: str | None,
-    holdout: float | None,
-    execution: Execution,
-) -> list[tuple[Images, Images]]:
-    """The same of the stores of an untrained model."""
-    if not places:
-        return []
-    one = split is not None or holdout is not None
-    n = 1 if one else 1 + len(pairs)
-    if len(places) != n:
-        raise VitseeError(
-            f"--untrained was given {len(places)} times; expected {n}: the stores of a model with "
-            f"random weights for {'the store' if one else 'TRAIN and each TEST'}, in this order"
-        )
-    first, *others = [open_store(place) for place in places]
-    return _pairs(first, others, split, holdout, execution)
-
-
-@dataclass(frozen=True)
-class _Settings:
-    sites: tuple[str, ...]
-    maps: ClassMaps
-    solver: Solver
-    metrics: tuple[str, ...]
-    per_class: bool
-
-
-class _Work:
-    """One pair of stores. sites: of the store that trains."""
-
-    def __init__(self, train: Images, test: Images, settings: _Settings) -> None:
-        self.settings = settings
-        self.sites: list[SiteSpec] = grid_sites(train[0], settings.sites)
-        others = [test[0].site(site.name) for site in self.sites]
-        more = settings.maps, settings.solver.resolution
-        self.train = Part.of(*train, self.sites, *more)
-        self.test = Part.of(*test, others, *more)
-        for site in self.sites:
-            check_alike(self.train.features[site.name], self.test.features[site.name])
-
-    def probe(self, execution: Execution) -> _Found:
-        """Train and test."""
-        solver, boundary = self.settings.solver, "boundary_iou" in self.settings.metrics
-        if solver.name == RIDGE:
-            trained = train_ridge(self.train, solver.l2s, execution)
-        else:
-            trained = train_from_bank(self.train, solver, execution)
-        alone = bool(solver.ks)  # neighbours take all threads
-        counts, blocks = score_heads(self.test, trained.heads, boundary, execution, not alone)
-        return _Found(self, trained, counts, blocks)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What a pair of stores gave."""
-
-    work: _Work
-    trained: Trained
-    counts: Mapping[HeadKey, Counts]
-    blocks: Blocks
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Of the model's sites, then of the baselines beside each of them."""
-        for site in self.work.sites:
-            yield from self._of_site(site)
-        several = len(self.work.settings.solver.l2s) > 1
-        for site in self.work.sites:
-            grid = self.work.test.grids[site.name]
-            place = site_columns(self.work.test.store, site)
-            for own in self._keys(site):
-                # Beside each row that they are compared with.
-                of = place | {"k": own.k, "l2": own.l2 if several else None}
-                for name in BASELINES:
-                    yield from self._cells(HeadKey(grid, baseline=name), of | {"baseline": name})
-
-    def rows_for(self, trained: _Found) -> Iterator[dict[str, Any]]:
-        """Of the sites of an untrained model, as a baseline of those of a trained one."""
-        known = {site.name: site for site in self.work.sites}
-        for site in trained.work.sites:
-            if site.name not in known:
-                label = self.work.train.store.label
-                raise VitseeError(f"{label} lacks the site {site.name}, which is probed")
-            yield from self._of_site(
-                known[site.name], site_columns(trained.work.test.store, site), UNTRAINED
-            )
-
-    def best(self) -> HeadKey:
-        """The site, and its l2, with the highest mean IoU."""
-        keys = [key for key in self.counts if not key.baseline]
-        values = [self._miou(key) for key in keys]
-        return keys[int(np.nanargmax(values))]
-
-    def shown(self, n: int, data: str | None) -> list[dict[str, Any]]:
-        """The first test images, for the notes."""
-        key = self.best()
-        return show_images(self.work.test, key, self.trained.heads[key], n, data)
-
-    def _miou(self, key: HeadKey) -> float:
-        cells = next(metric_cells(self.counts[key], ["miou"]))
-        return float(cells["value"])  # type: ignore[arg-type]
-
-    def _of_site(
-        self, site: SiteSpec, place: Mapping[str, Any] | None = None, baseline: str = ""
-    ) -> Iterator[dict[str, Any]]:
-        place = place or site_columns(self.work.test.store, site)
-        for key in self._keys(site):
-            yield from self._cells(key, {**place, "baseline": baseline, "l2": key.l2, "k": key.k})
-
-    def _keys(self, site: SiteSpec) -> list[HeadKey]:
-        """Of the site's probes."""
-        return [key for key in self.trained.heads if key.of == site.name and not key.baseline]
-
-    def _cells(self, key: HeadKey, about: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        names = list(self.work.settings.maps.classes)
-        names += [str(k) for k in range(len(names), IGNORED)]
-        per_class = names if self.work.settings.per_class else ()
-        for cells in metric_cells(self.counts[key], self.work.settings.metrics, per_class):
-            yield {**about, **cells, "n_images": self.work.test.n_images}
+def _shared(train: Images, test: Images, allow: bool) -> int:
+    """How many images are in both."""
+    counted = [np.flatnonzero(rows.mask & store.valid) for store, rows in (train, test)]
+    return shared_images(train[0], counted[0], test[0], counted[1], allow)

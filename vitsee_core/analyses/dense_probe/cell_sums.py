@@ -1,10 +1,10 @@
 """Sums over an image's pixels that least squares needs, made per cell of the token grid.
 
-With U the bilinear operator from cells to pixels, M the diagonal of pixels that count and Y their
-classes, one-hot:
+With U the bilinear operator from cells to pixels, M the diagonal of the pixels' weights (0 for
+those that do not count) and Y their targets, classes as one-hot or depths:
 
     S = U'MU    (cells, cells): a cell and its eight neighbours, so four numbers a cell
-    T = U'MY    (cells, classes): a triangular filter of the class map
+    T = U'MY    (cells, targets): a triangular filter of the class map
 
 so that for tokens Z (cells, dim), sums over pixels are Z'SZ and Z'T; no pixel has features in
 memory. As U is a product of one operator a direction, S and T are each a few products of matrices
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vitsee_core.analyses.dense_probe.pixels import Pixels
-from vitsee_core.types import Float, Integers
+from vitsee_core.types import Float
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class CellSums:
 
     own, beside, below, across: (rows, cols), (rows, cols - 1), (rows - 1, cols) and (rows - 1,
     cols - 1) numbers of S: of a cell with itself, with its right neighbour, with the one below, and
-    of either diagonal of four cells, which are equal. present: the classes that occur. targets:
-    (present, rows, cols) T. counts: (present,) pixels of each. weights: (rows, cols) U'M1, the row
-    sums of S.
+    of either diagonal of four cells, which are equal. present: the classes that occur, or 0 for a
+    depth. targets: (present, rows, cols) T. totals: (present,) sums of Y over pixels. squares: that
+    of Y squared. n: that of the weights. weights: (rows, cols) U'M1, the row sums of S.
     """
 
     own: Float
@@ -38,26 +38,37 @@ class CellSums:
     across: Float
     present: list[int]
     targets: Float
-    counts: Integers
+    totals: Float
+    squares: float
+    n: float
     weights: Float
 
     @classmethod
-    def of(cls, pixels: Pixels) -> CellSums:
-        """Of an image's labelled pixels."""
+    def of(cls, pixels: Pixels, class_weights: Float | None = None) -> CellSums:
+        """Of an image's labelled pixels.
+
+        Args:
+            pixels: of the image.
+            class_weights: (256,) of a pixel of each class, 0 for `IGNORED`; by default 1.
+        """
         down = pixels.down, pixels.down[:, :-1] * pixels.down[:, 1:]
         right = pixels.across, pixels.across[:, :-1] * pixels.across[:, 1:]
-        counted, squares = pixels.counted, [weights**2 for weights in (down[0], right[0])]
+        counted = pixels.counted if class_weights is None else class_weights[pixels.labels]
+        squares = [weights**2 for weights in (down[0], right[0])]
         rows, pairs = squares[0].T @ counted, down[1].T @ counted
-        one_hot = [(pixels.labels == number).astype(np.float64) for number in pixels.present]
+        present, targets = pixels.present, pixels.targets
+        weighted = [counted * own for own in targets]
         grid = down[0].shape[1], right[0].shape[1]
         return cls(
             rows @ squares[1],
             rows @ right[1],
             pairs @ squares[1],
             pairs @ right[1],
-            pixels.present,
-            np.array([pixels.on_cells(own) for own in one_hot]).reshape(-1, *grid),
-            np.array([int(own.sum()) for own in one_hot], np.int64),
+            present,
+            np.array([pixels.on_cells(own) for own in weighted]).reshape(-1, *grid),
+            np.array([own.sum() for own in weighted], np.float64),
+            float(sum((w * own).sum() for w, own in zip(weighted, targets, strict=True))),
+            float(counted.sum()),
             pixels.on_cells(counted),
         )
 

@@ -81,5 +81,9 @@ def _caption(notes: Mapping[str, Any], width: float) -> str:
         unlike = "; ".join(protocol["differences"])
         lines += wrap(f"after {protocol['preset']}, but: {unlike}", int(width / LETTER))
     if notes.get("shown"):
-        lines.append("colours: classes; red: wrong pixels; white: pixels without a class")
+        lines.append(
+            "colours: depth, lighter is farther; red: off by the depth itself; white: no depth"
+            if "pixels with a depth" in notes.get("truth", {})
+            else "colours: classes; red: wrong pixels; white: pixels without a class"
+        )
     return "\n".join(lines)

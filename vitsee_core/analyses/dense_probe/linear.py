@@ -1,4 +1,4 @@
-"""Probes that give every cell of a grid a score for each class, which pixels interpolate."""
+"""Scores of a grid's cells, and what pixels make of them by interpolation: a class, or a depth."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from vitsee_core.analyses.dense_probe.pixels import Pixels
-from vitsee_core.masks.class_maps import ClassMap
-from vitsee_core.types import Float, Integers
+from vitsee_core.analyses.dense_probe.pixels import Labels, Pixels
+from vitsee_core.types import Float, Float32, Integers
 
 AT_ONCE = 1 << 22  # scores of pixels in memory
 
@@ -18,59 +17,80 @@ AT_ONCE = 1 << 22  # scores of pixels in memory
 class Head(Protocol):
     """A trained probe."""
 
-    def predict(self, tokens: Float, pixels: Pixels) -> ClassMap:
-        """(height, width) the class of each pixel; tokens: (rows, cols, dim)."""
+    def predict(self, tokens: Float, pixels: Pixels) -> Labels:
+        """(height, width) the class or the depth of each pixel; tokens: (rows, cols, dim)."""
+
+
+class Scores(Protocol):
+    """What a trained probe says of each cell."""
+
+    def __call__(self, tokens: Float) -> Float:
+        """(rows, cols, n) of tokens (rows, cols, dim)."""
 
 
 @dataclass(frozen=True)
-class LinearHead:
-    """scores = tokens @ weights + bias, interpolated to pixels; the highest wins, of equal ones the
-    lowest class. classes: (classes,) numbers; weights: (dim, classes); bias: (classes,). nearest:
-    each pixel has the class of its nearest cell instead."""
+class LinearScores:
+    """tokens @ weights + bias. weights: (dim, n); bias: (n,)."""
 
-    classes: Integers
     weights: Float
     bias: Float
-    nearest: bool = False
 
-    def predict(self, tokens: Float, pixels: Pixels) -> ClassMap:
-        """See `Head`."""
-        scores = tokens @ self.weights + self.bias
-        if not self.nearest:
-            return highest(scores, self.classes, pixels)
-        rows, cols = pixels.nearest
-        found: ClassMap = self.classes.astype(np.uint8)[scores.argmax(-1)][rows[:, None], cols]
+    def __call__(self, tokens: Float) -> Float:
+        """See `Scores`."""
+        found: Float = tokens @ self.weights + self.bias
         return found
 
 
 @dataclass(frozen=True)
-class FixedHead:
-    """The same scores for every image: a probe that sees the position alone. scores: (rows, cols,
-    classes)."""
+class FixedScores:
+    """The same for every image: a probe that sees the position alone. values: (rows, cols, n)."""
+
+    values: Float
+
+    def __call__(self, tokens: Float) -> Float:
+        """See `Scores`."""
+        del tokens
+        return self.values
+
+
+@dataclass(frozen=True)
+class ClassHead:
+    """The class with the highest interpolated score, of equal ones the lowest. classes: (n,)
+    numbers. nearest: each pixel has the class of its nearest cell instead."""
 
     classes: Integers
-    scores: Float
+    scores: Scores
+    nearest: bool = False
 
-    def predict(self, tokens: Float, pixels: Pixels) -> ClassMap:
+    def predict(self, tokens: Float, pixels: Pixels) -> Labels:
         """See `Head`."""
-        del tokens
-        return highest(self.scores, self.classes, pixels)
+        scores, numbers = self.scores(tokens), self.classes.astype(np.uint8)
+        if self.nearest:
+            rows, cols = pixels.nearest
+            return numbers[scores.argmax(-1)][rows[:, None], cols]
+        found = np.empty(pixels.labels.shape, np.uint8)
+        for part, values in interpolated(scores, pixels):
+            found[part] = numbers[values.argmax(-1)]
+        return found
 
 
-def highest(scores: Float, classes: Integers, pixels: Pixels) -> ClassMap:
-    """(height, width) the class with the highest interpolated score.
+@dataclass(frozen=True)
+class DepthHead:
+    """The interpolated score, within `limits` (metres)."""
 
-    scores: (rows, cols, classes) of the cells.
-    """
-    numbers = classes.astype(np.uint8)
-    found = np.empty(pixels.labels.shape, np.uint8)
-    for part, values in interpolated(scores, pixels):
-        found[part] = numbers[values.argmax(-1)]
-    return found
+    scores: Scores
+    limits: tuple[float, float]
+
+    def predict(self, tokens: Float, pixels: Pixels) -> Float32:
+        """See `Head`."""
+        found = np.empty(pixels.labels.shape, np.float32)
+        for part, values in interpolated(self.scores(tokens), pixels):
+            found[part] = np.clip(values[..., 0], *self.limits)
+        return found
 
 
 def interpolated(scores: Float, pixels: Pixels) -> Iterator[tuple[slice, Float]]:
-    """(rows of pixels, their scores (rows, width, classes)), some rows at a time."""
+    """(rows of pixels, their scores (rows, width, n)), some rows at a time."""
     rows, cols, n = scores.shape
     height, width = pixels.labels.shape
     step = max(1, AT_ONCE // (width * n))

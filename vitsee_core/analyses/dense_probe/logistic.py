@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vitsee_core.analyses.dense_probe.linear import LinearHead
-from vitsee_core.analyses.dense_probe.neighbour_heads import Scaling
-from vitsee_core.types import Float, Integers
+from vitsee_core.analyses.dense_probe.linear import LinearScores
+from vitsee_core.analyses.dense_probe.neighbour_search import Scaling
+from vitsee_core.types import Float
 
 GRID = tuple(10.0**e for e in range(-6, 2))
 TOLERANCE, ITERATIONS = 1e-9, 1000
@@ -68,10 +68,10 @@ def choose_l2(fitted: Targets, held_out: Targets, l2s: Sequence[float]) -> float
     return min(l2s, key=lambda l2: (cross_entropy(held_out, found[l2]), -l2))
 
 
-def head(classes: Integers, weights: Float, scaling: Scaling, nearest: bool) -> LinearHead:
-    """The probe, of features as they are stored."""
+def scores(weights: Float, scaling: Scaling) -> LinearScores:
+    """Those of the classes, of features as they are stored."""
     own = weights[:-1] * scaling.factor[:, None]
-    return LinearHead(classes, own, weights[-1] - scaling.mean @ own, nearest)
+    return LinearScores(own, weights[-1] - scaling.mean @ own)
 
 
 def _loss(flat: Float, targets: Targets, l2: float) -> tuple[float, Float]:

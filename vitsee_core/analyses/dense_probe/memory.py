@@ -10,16 +10,14 @@ import numpy as np
 
 from vitsee_core.analyses.dense_probe import logistic
 from vitsee_core.analyses.dense_probe.linear import Head
-from vitsee_core.analyses.dense_probe.neighbour_heads import (
-    Scaling,
-    hummingbird_head,
-    knn_head,
-)
+from vitsee_core.analyses.dense_probe.neighbour_choice import choose_neighbours, make_search
+from vitsee_core.analyses.dense_probe.neighbour_heads import hummingbird_head, knn_head
+from vitsee_core.analyses.dense_probe.neighbour_search import Scaling
 from vitsee_core.analyses.dense_probe.patch_bank import ANY, RARE, Bank, BankImages, BankParts
-from vitsee_core.analyses.dense_probe.places import blind_heads
 from vitsee_core.analyses.dense_probe.protocols import HUMMINGBIRD, LOGISTIC, Solver
 from vitsee_core.analyses.dense_probe.scoring import HeadKey
 from vitsee_core.analyses.dense_probe.splits import CHOOSING, drawn
+from vitsee_core.analyses.dense_probe.tasks import blind_heads
 from vitsee_core.analyses.dense_probe.work import Part, Trained, lanes
 from vitsee_core.masks.class_maps import IGNORED
 from vitsee_core.types import Float, Mask
@@ -44,44 +42,45 @@ def train_from_bank(part: Part, solver: Solver, execution: Execution) -> Trained
     seed = (execution.seed, 3)
     held_out = drawn(part.store, part.truth.mask, CHOOSING, seed)
     heads: dict[HeadKey, Head] = {}
-    notes: dict[str, Any] = {"patches_of_an_image_at_most": most, "l2": {}}
+    notes: dict[str, Any] = {"patches_of_an_image_at_most": most}
     left_out = 0
-    classes: list[int] = []
-    for site, features in part.features.items():
+    for site in part.features:
         bank = parts.bank(site)
         n = len(bank.tokens)
         if not n:
-            raise VitseeError(
-                f"no pixel of the {part.n_images} training images of {part.store.label} has a "
-                f"class in {part.truth.maps.name} (all are ignored, or were cropped)"
-            )
-        cells = part.truth.layouts[part.grids[site]].n_body
-        left_out = max(left_out, cells - most)
+            raise part.no_pixel("training")
+        layout = part.truth.layouts[part.grids[site]]
+        left_out = max(left_out, layout.n_body - most)
         notes["patches"] = n
-        classes = bank.histograms()[0].tolist()
         if solver.name == LOGISTIC:
-            found = _logistic(bank, solver, held_out, site)
-            notes["l2"][site] = list(found)
-            heads |= {HeadKey(site, l2=l2): head for l2, head in found.items()}
+            of_l2 = _logistic(part, bank, solver, held_out, site)
+            notes.setdefault("l2", {})[site] = list(of_l2)
+            heads |= {HeadKey(site, l2=l2): head for l2, head in of_l2.items()}
             continue
         if n < max(solver.ks):
             raise VitseeError(
-                f"{site}: the bank has {n} patches with a class; --k {max(solver.ks)} needs as many"
+                f"{site}: the bank has {n} patches with a {part.task.label}; --k {max(solver.ks)} "
+                "needs as many"
             )
-        scaling = Scaling.of(bank.tokens) if solver.standardise else Scaling.none(features.dim)
-        layout = part.truth.layouts[part.grids[site]]
-        for k in solver.ks:
-            key = HeadKey(site, k=k)
+        ks, distance = solver.ks, solver.distances[0]
+        if solver.chooses:
+            found = choose_neighbours(bank, held_out, solver, execution.device, site)
+            notes.setdefault("chosen", {})[site] = found.describe()
+            ks, distance = (found.k,), found.distance
+        search = make_search(bank, solver, distance, execution.device)
+        for k in ks:
             if solver.name == HUMMINGBIRD:
-                heads[key] = hummingbird_head(bank, scaling, k, execution.device)
+                heads[HeadKey(site, k=k)] = hummingbird_head(bank, search, k)
             else:
-                heads[key] = knn_head(bank, scaling, layout, k, execution.device)
-    for grid, of_class in parts.places.items():
-        heads |= {HeadKey(grid, baseline=n): head for n, head in blind_heads(of_class).items()}
+                heads[HeadKey(site, k=k)] = knn_head(bank, search, layout, k)
+    if part.task.label == "class":
+        notes["n_trained"] = int((next(iter(parts.places.values())).totals > 0).sum())
+    found_heads = blind_heads(part.task, parts.places)
+    heads |= {HeadKey(grid, baseline=n): head for grid, n, head in found_heads}
     if left_out > 0:
         notes["left_out"] = f"patches beyond {most} of an image"
         log.info("%s: %d patches of each image are kept", part.store.label, most)
-    return Trained(heads, classes, notes)
+    return Trained(heads, notes)
 
 
 def _collect(part: Part, solver: Solver, execution: Execution) -> tuple[BankParts, int]:
@@ -91,7 +90,8 @@ def _collect(part: Part, solver: Solver, execution: Execution) -> tuple[BankPart
         for layout in part.truth.layouts.values()
         if layout.stride_px is not None
     )
-    each = sum(4 * own.dim + int(pixels) for own in part.features.values())
+    size_of_label = 4 if part.task.label == "depth" else 1
+    each = sum(4 * own.dim + size_of_label * int(pixels) for own in part.features.values())
     largest = max(own.dim for own in part.features.values())
     room = execution.budget // 2 // (each + 4 * WORK * largest)
     wanted = room if solver.bank is None else min(solver.bank, room)
@@ -102,7 +102,9 @@ def _collect(part: Part, solver: Solver, execution: Execution) -> tuple[BankPart
         )
     most = max(1, wanted // part.n_images)
     choice = RARE if solver.name == HUMMINGBIRD else ANY
-    images = BankImages(part.features, part.grids, part.truth, most, choice, execution.seed)
+    images = BankImages(
+        part.features, part.grids, part.truth, most, choice, execution.seed, part.task.n_targets
+    )
     size = part.slab_bytes()
     with lanes(size, execution) as wider:
         make = partial(BankParts, images)
@@ -110,7 +112,9 @@ def _collect(part: Part, solver: Solver, execution: Execution) -> tuple[BankPart
     return found.result(), most
 
 
-def _logistic(bank: Bank, solver: Solver, held_out: Mask, site: str) -> dict[float, Head]:
+def _logistic(
+    part: Part, bank: Bank, solver: Solver, held_out: Mask, site: str
+) -> dict[float, Head]:
     """l2 -> its probe."""
     classes, counts, _ = bank.histograms()
     if solver.of_patches:
@@ -130,7 +134,8 @@ def _logistic(bank: Bank, solver: Solver, held_out: Mask, site: str) -> dict[flo
         l2s = (logistic.choose_l2(parts[0], parts[1], solver.grid),)
     found = logistic.fit(logistic.Targets.of(z, counts), l2s)
     return {
-        l2: logistic.head(classes, found[l2], scaling, solver.of_patches) for l2 in sorted(found)
+        l2: part.task.head(classes, logistic.scores(found[l2], scaling), solver.of_patches)
+        for l2 in sorted(found)
     }
 
 

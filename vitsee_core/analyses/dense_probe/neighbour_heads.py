@@ -4,21 +4,25 @@
 most of them have at its place in the patch, of equally many the lowest (CAPI: Darcet et al. 2025).
 Pixels without a class do not vote; where none votes, the patch's most frequent class is taken.
 
+Of depths, the mean of the neighbours' pixels at each place, or of their whole patches.
+
 `hummingbird`: scores are the k nearest patches' shares of classes, weighted by softmax(cosine /
 0.02), and are interpolated bilinearly (Balažević et al. 2023).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from vitsee_core.analyses.dense_probe.linear import highest
+from vitsee_core.analyses.dense_probe.linear import ClassHead, Head
+from vitsee_core.analyses.dense_probe.neighbour_search import Search
 from vitsee_core.analyses.dense_probe.patch_bank import Bank
-from vitsee_core.analyses.dense_probe.pixels import Pixels
+from vitsee_core.analyses.dense_probe.pixels import Labels, Pixels
 from vitsee_core.masks.class_maps import IGNORED, ClassMap
-from vitsee_core.types import Float, Float32, Integers
+from vitsee_core.types import Float, Float32
 from vitsee_stores.layout import TokenLayout
 
 TEMPERATURE = 0.02
@@ -26,89 +30,47 @@ AT_ONCE = 1 << 24  # votes in memory
 
 
 @dataclass(frozen=True)
-class Scaling:
-    """(dim,) what is taken off features, and what they are multiplied by."""
-
-    mean: Float
-    factor: Float
-
-    @classmethod
-    def none(cls, dim: int) -> Scaling:
-        """Features as they are."""
-        return cls(np.zeros(dim), np.ones(dim))
-
-    @classmethod
-    def of(cls, tokens: Float32) -> Scaling:
-        """Mean 0 and standard deviation 1 over tokens (n, dim); constant features become 0."""
-        mean, std = tokens.mean(0, dtype=np.float64), tokens.std(0, dtype=np.float64)
-        return cls(mean, np.divide(1, std, out=np.zeros_like(std), where=std > 0))
-
-    def __call__(self, tokens: Float | Float32) -> Float:
-        """(..., dim) scaled."""
-        found: Float = (tokens - self.mean) * self.factor
-        return found
-
-
-@dataclass(frozen=True)
-class Search:
-    """The patches of a bank, scaled: (n, dim); device: of the products."""
-
-    rows: Float32
-    scaling: Scaling
-    device: str
-
-    def nearest(self, tokens: Float, k: int) -> tuple[Float32, Integers]:
-        """Cosines and rows (cells, k), nearest first, ties by row; tokens: (rows, cols, dim)."""
-        from vitsee_core.kernels.neighbours import Neighbours
-        from vitsee_core.runtime.device import resolve_device
-
-        queries = self.scaling(tokens.reshape(-1, tokens.shape[-1])).astype(np.float32)
-        found = Neighbours(queries, k, resolve_device(self.device))
-        found.add(self.rows)
-        return found.result()
-
-
-@dataclass(frozen=True)
 class KnnHead:
-    """Votes of pixels. labels: (n, pixels) of the bank; layout: of the site."""
+    """Neighbours' pixels. labels: (n, pixels) of the bank; layout: of the site. join: (cells,
+    pixels) of (cells, k, pixels)."""
 
     search: Search
-    labels: ClassMap
+    labels: Labels
     layout: TokenLayout
     k: int
+    join: Callable[[Labels], Labels]
 
-    def predict(self, tokens: Float, pixels: Pixels) -> ClassMap:
+    def predict(self, tokens: Float, pixels: Pixels) -> Labels:
         """See `linear.Head`."""
         assert self.layout.stride_px is not None
         _, rows = self.search.nearest(tokens, self.k)
         sides = [round(step) for step in self.layout.stride_px]
-        cells = most_votes(self.labels[rows]).reshape(*tokens.shape[:2], *sides)
+        cells = self.join(self.labels[rows]).reshape(*tokens.shape[:2], *sides)
         inside = []
         for axis, cell in enumerate(pixels.nearest):
             begin = self.layout.offset_px[axis] + cell * self.layout.stride_px[axis]
             at = np.floor(pixels.at[axis] - np.rint(begin)).astype(np.int64)
             inside.append(np.clip(at, 0, sides[axis] - 1))
         (row, col), (down, across) = pixels.nearest, inside
-        found: ClassMap = cells[row[:, None], col, down[:, None], across]
+        found: Labels = cells[row[:, None], col, down[:, None], across]
         return found
 
 
 @dataclass(frozen=True)
-class HummingbirdHead:
-    """Weighted shares. shares: (n, classes) of the bank's patches; classes: (classes,) numbers."""
+class HummingbirdScores:
+    """Weighted shares; see `linear.Scores`. shares: (n, classes) of the bank's patches."""
 
     search: Search
     shares: Float
-    classes: Integers
     k: int
 
-    def predict(self, tokens: Float, pixels: Pixels) -> ClassMap:
-        """See `linear.Head`."""
+    def __call__(self, tokens: Float) -> Float:
+        """(rows, cols, classes)."""
         cosines, rows = self.search.nearest(tokens, self.k)
         weights = np.exp((cosines.astype(np.float64) - cosines[:, :1]) / TEMPERATURE)
         weights /= weights.sum(1, keepdims=True)
-        scores = np.einsum("ck,ckn->cn", weights, self.shares[rows])
-        return highest(scores.reshape(*tokens.shape[:2], -1), self.classes, pixels)
+        scores: Float = np.einsum("ck,ckn->cn", weights, self.shares[rows])
+        return scores.reshape(*tokens.shape[:2], -1)
 
 
 def most_votes(labels: ClassMap) -> ClassMap:
@@ -129,16 +91,24 @@ def most_votes(labels: ClassMap) -> ClassMap:
     return found
 
 
-def knn_head(bank: Bank, scaling: Scaling, layout: TokenLayout, k: int, device: str) -> KnnHead:
-    """Of a bank."""
-    return KnnHead(_search(bank, scaling, device), bank.labels, layout, k)
+def mean_depths(depths: Float32) -> Float32:
+    """(cells, pixels) the mean of (cells, k, pixels) depths; that of the whole patches where no
+    neighbour has one."""
+    there = np.isfinite(depths)
+    known = np.where(there, depths, 0)
+    n, sums = there.sum(1), known.sum(1)
+    whole = (sums.sum(1) / n.sum(1))[:, None]
+    found: Float32 = np.where(n > 0, sums / np.maximum(n, 1), whole).astype(np.float32)
+    return found
 
 
-def hummingbird_head(bank: Bank, scaling: Scaling, k: int, device: str) -> HummingbirdHead:
+def knn_head(bank: Bank, search: Search, layout: TokenLayout, k: int) -> Head:
+    """Of a bank's classes or depths."""
+    of_depth = bank.labels.dtype.kind == "f"
+    return KnnHead(search, bank.labels, layout, k, mean_depths if of_depth else most_votes)
+
+
+def hummingbird_head(bank: Bank, search: Search, k: int) -> Head:
     """Of a bank."""
     classes, counts, n = bank.histograms()
-    return HummingbirdHead(_search(bank, scaling, device), counts / n[:, None], classes, k)
-
-
-def _search(bank: Bank, scaling: Scaling, device: str) -> Search:
-    return Search(scaling(bank.tokens).astype(np.float32), scaling, device)
+    return ClassHead(classes, HummingbirdScores(search, counts / n[:, None], k))

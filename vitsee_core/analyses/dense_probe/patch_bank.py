@@ -1,4 +1,4 @@
-"""Patches in memory with the classes of their pixels, for the solvers that need more than sums.
+"""Patches in memory with the labels of their pixels, for the solvers that need more than sums.
 
 All patches of every training image where they fit into memory, else equally many of each image. The
 pixels of a patch are those of the model's input that its cell covers.
@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.analyses.dense_probe.cell_sums import CellSums
+from vitsee_core.analyses.dense_probe.pixels import Labels, has_label
 from vitsee_core.analyses.dense_probe.places import Places, count_places, merge_places
-from vitsee_core.masks.class_maps import IGNORED, ClassMap
-from vitsee_core.types import Float, Float32, Integers
+from vitsee_core.masks.class_maps import IGNORED
+from vitsee_core.types import Float, Float32, Integers, Mask
 
 if TYPE_CHECKING:
+    from vitsee_core.analyses.dense_probe.features import Patches
     from vitsee_core.analyses.dense_probe.truth import Truth
-    from vitsee_core.features import SiteFeatures
     from vitsee_stores import Slab
 
 RARE, ANY = "rare", "any"
@@ -27,12 +28,16 @@ RARE, ANY = "rare", "any"
 
 @dataclass(frozen=True)
 class Bank:
-    """Patches of one site. tokens: (n, dim); labels: (n, pixels) classes; rows: (n,) the images'
-    rows in the store."""
+    """Patches of one site. tokens: (n, dim); labels: (n, pixels), see `pixels`; rows: (n,) of the
+    store, the images'."""
 
     tokens: Float32
-    labels: ClassMap
+    labels: Labels
     rows: Integers
+
+    def part(self, some: Mask) -> Bank:
+        """These patches, (n,)."""
+        return Bank(self.tokens[some], self.labels[some], self.rows[some])
 
     def histograms(self) -> tuple[Integers, Float, Integers]:
         """The classes that occur, (n, classes) pixels of each in each patch, and (n,) how many have
@@ -54,16 +59,17 @@ class BankImages:
     image have it) x uniform noise, as Balažević et al. 2023 do; `ANY` those with the lowest noise.
     """
 
-    features: Mapping[str, SiteFeatures]
+    features: Mapping[str, Patches]
     grids: Mapping[str, str]
     truth: Truth
     most: int
     choice: str
     seed: int
+    n_targets: int
 
-    def chosen(self, labels: ClassMap, row: int) -> Integers:
+    def chosen(self, labels: Labels, row: int) -> Integers:
         """The cells of an image that are kept, ascending; labels: (cells, pixels)."""
-        there = np.flatnonzero((labels != IGNORED).any(1))
+        there = np.flatnonzero(has_label(labels).any(1))
         if len(there) <= self.most:
             return there
         index = int(self.truth.store.samples.index[row])
@@ -93,16 +99,16 @@ class BankParts:
         images = self.images
         assert images is not None
         rows = np.arange(slab.rows.start, slab.rows.stop)[slab.valid].tolist()
-        kept: dict[str, list[tuple[Integers, ClassMap]]] = {}
+        kept: dict[str, list[tuple[Integers, Labels]]] = {}
         for row in rows:
             for grid, labels in images.truth.cells(row).items():
                 cells = images.chosen(labels, row)
                 kept.setdefault(grid, []).append((cells, labels[cells]))
             for grid, pixels in images.truth.pixels(row).items():
-                count_places(self.places, grid, CellSums.of(pixels))
+                count_places(self.places, grid, CellSums.of(pixels), images.n_targets)
         for site, features in images.features.items():
             own = kept[images.grids[site]]
-            tokens = features.of_slab(slab, slice(0, len(features.tokens)))
+            tokens = features.of_slab(slab)
             bank = Bank(
                 np.concatenate([x[cells] for x, (cells, _) in zip(tokens, own, strict=True)]),
                 np.concatenate([labels for _, labels in own]),

@@ -1,5 +1,7 @@
 """The labelled pixels of an image, and how tokens' values become those of pixels: bilinearly.
 
+Labels are classes, `IGNORED` where there is none, or depths, NaN where there is none.
+
 Pixels are one of three kinds (`RESOLUTIONS`):
 
 - `label`: those of the class map as it was distributed. Nothing is resampled but the scores, which
@@ -17,30 +19,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from vitsee_core.analyses.dense_probe.boundaries import near_boundary
 from vitsee_core.images.cell_edges import cell_edges
 from vitsee_core.images.nearest import nearest_places
 from vitsee_core.masks.class_maps import IGNORED, ClassMap
-from vitsee_core.types import Float, Integers
+from vitsee_core.types import Float, Integers, Mask
 
 if TYPE_CHECKING:
     from vitsee_core.images.placement import Placement
     from vitsee_stores.layout import TokenLayout
 
+Labels = NDArray[Any]  # uint8 classes, or float32 depths
 RESOLUTIONS = ("label", "input", "patch")
 _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """labels: (height, width) classes, `IGNORED` for pixels that do not count. down: (height, rows)
+    """labels: (height, width), without a value for pixels that do not count. down: (height, rows)
     and across: (width, cols) weights of the grid's cells in each pixel, which add up to 1. at:
     (height,) and (width,) where the pixels' middles lie on the model's input."""
 
-    labels: ClassMap
+    labels: Labels
     down: Float
     across: Float
     at: tuple[Float, Float]
@@ -48,14 +53,33 @@ class Pixels:
     @cached_property
     def counted(self) -> Float:
         """(height, width) 1 for pixels that count."""
-        found: Float = (self.labels != IGNORED).astype(np.float64)
-        return found
+        return has_label(self.labels).astype(np.float64)
+
+    @cached_property
+    def edge(self) -> Mask:
+        """(height, width) `near_boundary` of the classes."""
+        return near_boundary(self.labels)
+
+    @property
+    def of_depth(self) -> bool:
+        """Whether the labels are depths."""
+        return self.labels.dtype.kind == "f"
 
     @cached_property
     def present(self) -> list[int]:
-        """The classes that occur."""
+        """The classes that occur; 0 for a depth."""
+        if self.of_depth:
+            return [0] if self.counted.any() else []
         found = np.flatnonzero(np.bincount(self.labels.ravel(), minlength=IGNORED + 1)[:IGNORED])
         return [int(number) for number in found]
+
+    @property
+    def targets(self) -> list[Float]:
+        """(height, width) per entry of `present`: 1 for the pixels of a class, or the depths; 0 for
+        pixels that do not count."""
+        if self.of_depth:
+            return [np.nan_to_num(self.labels, nan=0.0).astype(np.float64)] * len(self.present)
+        return [(self.labels == number).astype(np.float64) for number in self.present]
 
     @property
     def nearest(self) -> tuple[Integers, Integers]:
@@ -69,8 +93,19 @@ class Pixels:
         return found
 
 
+def has_label(labels: Labels) -> Mask:
+    """Which pixels have a class, or a depth."""
+    found: Mask = np.isfinite(labels) if labels.dtype.kind == "f" else labels != IGNORED
+    return found
+
+
+def nothing(labels: Labels) -> int | float:
+    """The label of pixels without one."""
+    return np.nan if labels.dtype.kind == "f" else IGNORED
+
+
 def labelled_pixels(
-    class_map: ClassMap,
+    truth: Labels,
     placement: Placement,
     layout: TokenLayout,
     input_size: tuple[int, int],
@@ -79,7 +114,7 @@ def labelled_pixels(
     """The pixels of one image for the tokens of one grid.
 
     Args:
-        class_map: of the original image.
+        truth: of the original image.
         placement: of the image on the model's input.
         layout: with a grid.
         input_size: height and width of the input.
@@ -88,15 +123,15 @@ def labelled_pixels(
     assert layout.grid is not None and layout.stride_px is not None
     ends = (placement.top, placement.bottom), (placement.left, placement.right)
     if resolution == "label":
-        labels = class_map.copy()
+        labels = truth.copy()
         centres = []
         for axis, (low, high) in enumerate(ends):
-            n = class_map.shape[axis]
+            n = truth.shape[axis]
             at = low + (np.arange(n) + 0.5) * (high - low) / n
-            labels[_along(axis, (at < 0) | (at > input_size[axis]))] = IGNORED
+            labels[_along(axis, (at < 0) | (at > input_size[axis]))] = nothing(labels)
             centres.append(at)
     else:
-        labels = on_input(class_map, placement, input_size)
+        labels = on_input(truth, placement, input_size)
         centres = [np.arange(n) + 0.5 for n in input_size]
     if resolution == "patch":
         labels = most_frequent(labels, layout)
@@ -111,8 +146,8 @@ def labelled_pixels(
         n = layout.grid[axis]
         if not len(cells):
             none = [np.zeros((labels.shape[i], layout.grid[i])) for i in (0, 1)]
-            nothing = np.full_like(labels, IGNORED)
-            return Pixels(nothing, none[0], none[1], (centres[0], centres[1]))
+            empty = np.full_like(labels, nothing(labels))
+            return Pixels(empty, none[0], none[1], (centres[0], centres[1]))
         if resolution == "patch":
             labels[_along(axis, np.delete(np.arange(n), cells))] = IGNORED
             weights.append(np.eye(n))
@@ -122,18 +157,18 @@ def labelled_pixels(
     return Pixels(labels, weights[0], weights[1], (centres[0], centres[1]))
 
 
-def on_input(class_map: ClassMap, placement: Placement, size: tuple[int, int]) -> ClassMap:
-    """The class map on the model's input, each pixel that of the original that its middle lies on,
-    as Pillow's nearest resize has it; without a class beside the image."""
+def on_input(truth: Labels, placement: Placement, size: tuple[int, int]) -> Labels:
+    """The labels on the model's input, each pixel that of the original that its middle lies on, as
+    Pillow's nearest resize has it; without a label beside the image."""
     ends = (placement.top, placement.bottom), (placement.left, placement.right)
     places, inside = [], []
-    for (low, high), n, own in zip(ends, size, class_map.shape, strict=True):
+    for (low, high), n, own in zip(ends, size, truth.shape, strict=True):
         edges = (own * (edge - low) / (high - low) for edge in (0, n))
         at = nearest_places(own, n, *(_whole(edge) for edge in edges))
         places.append(np.clip(at, 0, own - 1))
         inside.append((at >= 0) & (at < own))
-    found: ClassMap = class_map[places[0][:, None], places[1]]
-    found[~(inside[0][:, None] & inside[1])] = IGNORED
+    found: Labels = truth[places[0][:, None], places[1]]
+    found[~(inside[0][:, None] & inside[1])] = nothing(truth)
     return found
 
 
@@ -164,8 +199,8 @@ def interpolation(at: Float, first: int, last: int, n: int) -> Float:
     return weights
 
 
-def cell_pixels(labels: ClassMap, layout: TokenLayout) -> ClassMap | None:
-    """(cells, pixels) the classes of each cell's pixels, row by row; None where the cells are not
+def cell_pixels(labels: Labels, layout: TokenLayout) -> Labels | None:
+    """(cells, pixels) the labels of each cell's pixels, row by row; None where the cells are not
     all of the same number of whole pixels.
 
     labels: of the model's input, (height, width).

@@ -1,14 +1,15 @@
 """Solvers, published protocols, and in which points a run differs from its protocol.
 
 `capi`: Darcet et al. 2025, with the code they released: images squashed to 224 x 224, features
-standardised, k-NN with k = 1, 3, 10, 30 by votes of pixels, or (with `--solver logistic`) logistic
-regression of each patch's most frequent label, upsampled to the nearest; scored on the input.
+standardised, k-NN by votes of pixels, with k of 1, 3, 10, 30 and cosine or L2, whichever is better
+on a tenth of the training images, or (with `--solver logistic`) logistic regression of each patch's
+most frequent label, upsampled to the nearest; scored on the input.
 
 `hummingbird`: Balažević et al. 2023 in the open implementation of Pariza et al.: a bounded memory
 of patches, 30 neighbours, temperature 0.02, scored on the input.
 
-`dinov3`: the linear probe of Siméoni et al. 2025: cross-entropy of a linear map, scores
-interpolated to the label's own size.
+`dinov3`: the linear probes of Siméoni et al. 2025 for classes and for depths: a linear map, by
+their own optimiser (`sgd`) or in closed form, scores interpolated to the label's own size.
 """
 
 from __future__ import annotations
@@ -19,26 +20,35 @@ from typing import TYPE_CHECKING, Any
 
 from vitsee_core.analyses.dense_probe import logistic, ridge
 from vitsee_core.analyses.dense_probe.neighbour_heads import TEMPERATURE
+from vitsee_core.analyses.dense_probe.neighbour_search import COSINE, DISTANCES
+from vitsee_core.analyses.dense_probe.pixels import RESOLUTIONS
 from vitsee_core.analyses.dense_probe.splits import CHOOSING
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
 
-RIDGE, LOGISTIC, KNN, HUMMINGBIRD = SOLVERS = ("ridge", "logistic", "knn", "hummingbird")
+RIDGE, LOGISTIC, KNN, HUMMINGBIRD, SGD = SOLVERS = (
+    "ridge", "logistic", "knn", "hummingbird", "sgd",
+)  # fmt: skip
+OF_DEPTH = (RIDGE, KNN, SGD)
 CAPI, DINOV3 = "capi", "dinov3"
 PRESETS = (CAPI, HUMMINGBIRD, DINOV3)
-SOLVER_OF = {CAPI: KNN, HUMMINGBIRD: HUMMINGBIRD, DINOV3: LOGISTIC}
+SOLVER_OF = {CAPI: KNN, HUMMINGBIRD: HUMMINGBIRD, DINOV3: SGD}
 NEIGHBOURS = 30
 CAPI_KS = (1, 3, 10, 30)
 CAPI_INPUT = (224, 224)
+STEPS, BATCH = 1000, 16  # of sgd without a preset; images of a step
+PROTOCOL_STEPS = {"class": 40_000, "depth": 38_400}
 
 
 @dataclass(frozen=True)
 class Solver:
     """How probes are fitted. l2s: those to report, none to choose one. ks: of neighbours. bank:
     patches of each site, None for what fits into memory. resolution: of the pixels that are scored,
-    and of ridge that are fitted."""
+    and of ridge that are fitted. distances: of neighbours. chooses: report the k and distance that
+    held-out images choose, not all. balanced: all classes weigh alike. steps: of sgd. target: class
+    or depth."""
 
     name: str
     preset: str | None
@@ -46,6 +56,16 @@ class Solver:
     ks: tuple[int, ...]
     bank: int | None
     resolution: str
+    distances: tuple[str, ...] = (COSINE,)
+    chooses: bool = False
+    balanced: bool = False
+    steps: int = STEPS
+    target: str = "class"
+
+    @property
+    def of_neighbours(self) -> bool:
+        """Whether it has no weights but the training patches themselves."""
+        return self.name in (KNN, HUMMINGBIRD)
 
     @property
     def grid(self) -> tuple[float, ...]:
@@ -76,55 +96,105 @@ class Solver:
                 "fitted to all training images"
             )  # fmt: skip
             found["intercept"] = "not penalised"
-        if self.name != RIDGE:
+        if self.balanced:
+            found["classes"] = "balanced: weighted by the inverse of their pixels"
+        if self.name == SGD:
+            found |= {"steps": self.steps, "pixels": "of the input in training"}
+        elif self.name != RIDGE:
             scaled = self.name == LOGISTIC or self.standardise
             found["features"] = "standardised over the bank" if scaled else "as they are"
+        if self.of_neighbours:
+            found["distance"] = " or ".join(self.distances)
+        if self.chooses:
+            found["k"] = (
+                f"of {', '.join(map(str, self.ks))}, by {CHOOSING:.0%} of the training images: the "
+                "highest mean IoU, then of all training images"
+            )
         return found
 
 
 _KINDS = {
-    RIDGE: "ridge: least squares on one-hot pixels through bilinear interpolation, in float64",
+    RIDGE: "ridge: least squares on pixels through bilinear interpolation, in float64",
     LOGISTIC: "logistic: cross-entropy of each patch's pixels, L-BFGS in float64",
-    KNN: "knn: the nearest patches by cosine vote with their pixels",
+    KNN: "knn: the nearest patches' pixels, by vote of classes or the mean of depths",
     HUMMINGBIRD: f"hummingbird: shares of the nearest patches, softmax(cosine / {TEMPERATURE:g})",
+    SGD: "sgd: batch norm and a 1 x 1 convolution, AdamW in float32 (see `sgd`)",
 }
 
 
 def choose_solver(
     solver: str | None,
     preset: str | None,
+    target: str,
     *,
     l2s: Sequence[float],
     ks: Sequence[int],
+    distance: str | None,
     bank: int | None,
     resolution: str | None,
+    balanced: bool,
+    steps: int | None,
 ) -> Solver:
     """What was asked for, the preset's where nothing was, else the defaults.
+
+    Args:
+        solver: one of `SOLVERS`.
+        preset: one of `PRESETS`.
+        target: class or depth.
+        l2s: see `Solver`, as all that follows.
+        ks: see there.
+        distance: one of `DISTANCES`.
+        bank: see there.
+        resolution: see there.
+        balanced: see there.
+        steps: see there.
 
     Raises:
         VitseeError: an unknown word, or options that the solver does not have.
     """
-    for what, value, known in (("solver", solver, SOLVERS), ("preset", preset, PRESETS)):
+    for what, value, known in (
+        ("solver", solver, SOLVERS), ("preset", preset, PRESETS),
+        ("distance", distance, DISTANCES), ("resolution", resolution, RESOLUTIONS),
+    ):  # fmt: skip
         if value is not None and value not in known:
             raise VitseeError(f"no {what} {value!r}; expected {', '.join(known)}")
     name = solver or (SOLVER_OF[preset] if preset else RIDGE)
-    allowed = {CAPI: (KNN, LOGISTIC), HUMMINGBIRD: (HUMMINGBIRD,), DINOV3: (LOGISTIC, RIDGE)}
+    allowed = {
+        CAPI: (KNN, LOGISTIC), HUMMINGBIRD: (HUMMINGBIRD,), DINOV3: (SGD, LOGISTIC, RIDGE)
+    }  # fmt: skip
     if preset and name not in allowed[preset]:
         raise VitseeError(
             f"--preset {preset} has no --solver {name}; expected {' or '.join(allowed[preset])}"
         )
+    of_depth = target == "depth"
+    if of_depth:
+        if preset not in (None, DINOV3):
+            raise VitseeError(f"--preset {preset} has no --depth; expected {DINOV3}, or none")
+        if name not in OF_DEPTH:
+            raise VitseeError(f"--solver {name} has no --depth; expected {' or '.join(OF_DEPTH)}")
+        if resolution == "patch":
+            raise VitseeError("--resolution patch has no --depth; expected label or input")
     for option, given, solvers in (
         ("--l2", l2s, (RIDGE, LOGISTIC)), ("--k", ks, (KNN, HUMMINGBIRD)),
-        ("--bank", bank, (LOGISTIC, KNN, HUMMINGBIRD)),
+        ("--distance", distance, (KNN,)), ("--bank", bank, (LOGISTIC, KNN, HUMMINGBIRD)),
+        ("--balanced", balanced, (RIDGE,)), ("--steps", steps, (SGD,)),
     ):  # fmt: skip
         if given and name not in solvers:
             raise VitseeError(
                 f"{option} belongs to --solver {' or '.join(solvers)}, not to {name}; leave it out"
             )
-    defaults = CAPI_KS if preset == CAPI else (NEIGHBOURS,)
+    if balanced and of_depth:
+        raise VitseeError("--balanced belongs to classes, not to --depth; leave it out")
+    chooses = preset == CAPI and name == KNN and not ks
+    defaults = CAPI_KS if chooses else (NEIGHBOURS,)
     chosen = tuple(sorted(set(ks))) or (defaults if name in (KNN, HUMMINGBIRD) else ())
+    distances = (distance,) if distance else (DISTANCES if chooses else (COSINE,))
     where = resolution or ("input" if preset in (CAPI, HUMMINGBIRD) else "label")
-    return Solver(name, preset, tuple(l2s), chosen, bank, where)
+    of_preset = PROTOCOL_STEPS[target] if preset == DINOV3 else STEPS
+    return Solver(
+        name, preset, tuple(l2s), chosen, bank, where, distances, chooses, balanced,
+        steps or of_preset, target,
+    )  # fmt: skip
 
 
 def differences(solver: Solver, store: Store, left_out: bool) -> list[str]:
@@ -154,7 +224,8 @@ def _differences(solver: Solver, store: Store) -> Iterator[str]:
             yield f"images are resized {transform.get('interpolation')}, not bicubic"
         yield "standardised over training patches with a class, not over all"
         if solver.name == KNN:
-            yield "cosine alone, and a row for each k: none is chosen on held-out images"
+            if not solver.chooses:
+                yield "k and distance as given: none is chosen on held-out images"
             yield "pixels without a class do not vote"
         else:
             yield "l2 from a grid of its own, chosen by cross-entropy, not by mean IoU"
@@ -165,9 +236,21 @@ def _differences(solver: Solver, store: Store) -> Iterator[str]:
         if solver.bank is None:
             yield "as many patches as fit into memory, not a given number"
     else:
+        yield from _differences_of_dinov3(solver, size, mode)
+
+
+def _differences_of_dinov3(solver: Solver, size: tuple[int, ...], mode: str) -> Iterator[str]:
+    of_depth, wanted = solver.target == "depth", PROTOCOL_STEPS[solver.target]
+    if solver.name == SGD:
+        if solver.steps != wanted:
+            yield f"{solver.steps:,} steps, not {wanted:,}; the warm-up is shorter in proportion"
+    else:
         what = "L-BFGS" if solver.name == LOGISTIC else "least squares"
-        yield f"{what} on fixed tokens, not AdamW over 40,000 steps; no batch norm, no dropout"
-        yield "no augmentation in training"
-        yield f"one view of {size[1]} x {size[0]} px ({mode}), no sliding window"
-        if solver.name == LOGISTIC:
-            yield "in training every pixel has the scores of its patch, not interpolated ones"
+        yield f"{what} on fixed tokens, not AdamW over {wanted:,} steps; no batch norm, no dropout"
+    if of_depth and solver.name == RIDGE:
+        yield "a linear map to metres, not to 256 bins"
+    yield "no augmentation in training" + (", and no flip in testing" if of_depth else "")
+    window = "" if of_depth else ", no sliding window"
+    yield f"one view of {size[1]} x {size[0]} px ({mode}){window}"
+    if solver.name == LOGISTIC:
+        yield "in training every pixel has the scores of its patch, not interpolated ones"

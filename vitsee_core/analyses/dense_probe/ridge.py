@@ -3,13 +3,17 @@
     min over W, b of  1/n |M (U Z W + b - Y)|^2 + l2 v |W|^2
 
 over the n pixels that count of all images: U interpolates tokens bilinearly, Y is 1 for a pixel's
-class and 0 for the others; v is the mean variance of a feature over pixels, so that l2 has no unit.
-The intercept b is not penalised. With tokens about a fixed `shift`, the sums of `cell_sums` make
+class and 0 for the others, or its depth; v is the mean variance of a feature over pixels, so that
+l2 has no unit. The intercept b is not penalised. With tokens about a fixed `shift`, the sums of
+`cell_sums` make
 
-    A = Z'SZ - n m m',  B = Z'T - m (counts)',  m = Z'S1 / n,   W = (A + l2 n v I)^-1 B
+    A = Z'SZ - n m m',  B = Z'T - m (sum Y)',  m = Z'S1 / n,   W = (A + l2 n v I)^-1 B
 
 and one eigendecomposition of A serves every l2. l2 is chosen by the squared error of held-out
 training images, which follows from their own sums: no second pass. Everything is in float64.
+
+With balanced classes a pixel of class c has the weight n / (C n_c) in M, of the n_c training pixels
+of each of C classes, so that all classes weigh alike.
 """
 
 from __future__ import annotations
@@ -21,14 +25,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.analyses.dense_probe.cell_sums import CellSums
-from vitsee_core.analyses.dense_probe.linear import LinearHead
+from vitsee_core.analyses.dense_probe.linear import LinearScores
 from vitsee_core.analyses.dense_probe.places import Places, count_places, merge_places
 from vitsee_core.masks.class_maps import IGNORED
 from vitsee_core.types import Float, Integers, Mask
 
 if TYPE_CHECKING:
+    from vitsee_core.analyses.dense_probe.features import Patches
     from vitsee_core.analyses.dense_probe.truth import Truth
-    from vitsee_core.features import SiteFeatures
     from vitsee_stores import Slab
 
 GRID = tuple(10.0**e for e in range(-8, 3))
@@ -36,48 +40,50 @@ GRID = tuple(10.0**e for e in range(-8, 3))
 
 @dataclass
 class PixelSums:
-    """Sums over pixels of features z about a shift, and of their classes.
+    """Sums over pixels, weighted, of features z about a shift and of targets y.
 
-    counts: (classes,) pixels of each class. first: (dim,) sum of z. second: (dim, dim) sum of zz'.
-    of_class: (classes, dim) sum of z over each class, with z as interpolated to pixels.
+    n: sum of the weights. totals: (targets,) sum of y. squares: sum of |y|^2. first: (dim,) sum of
+    z. second: (dim, dim) sum of zz'. crossed: (targets, dim) sum of yz', with z as interpolated to
+    pixels.
     """
 
-    counts: Integers
+    n: float
+    totals: Float
+    squares: float
     first: Float
     second: Float
-    of_class: Float
+    crossed: Float
 
     @classmethod
-    def empty(cls, dim: int) -> PixelSums:
+    def empty(cls, dim: int, n_targets: int = IGNORED) -> PixelSums:
         """Of no pixel."""
         return cls(
-            np.zeros(IGNORED, np.int64), np.zeros(dim), np.zeros((dim, dim)),
-            np.zeros((IGNORED, dim)),
+            0.0, np.zeros(n_targets), 0.0, np.zeros(dim), np.zeros((dim, dim)),
+            np.zeros((n_targets, dim)),
         )  # fmt: skip
-
-    @property
-    def n(self) -> int:
-        """Pixels."""
-        return int(self.counts.sum())
 
     def count(self, tokens: Float, sums: CellSums) -> None:
         """Add an image; tokens: (rows, cols, dim) about the shift."""
         flat = tokens.reshape(-1, tokens.shape[-1])
-        self.counts[sums.present] += sums.counts
+        self.n += sums.n
+        self.totals[sums.present] += sums.totals
+        self.squares += sums.squares
         self.first += sums.weights.ravel() @ flat
         self.second += flat.T @ sums.smoothed(tokens).reshape(flat.shape)
-        self.of_class[sums.present] += sums.targets.reshape(-1, len(flat)) @ flat
+        self.crossed[sums.present] += sums.targets.reshape(-1, len(flat)) @ flat
 
     def add(self, other: PixelSums) -> None:
         """Add the pixels of another."""
-        self.counts += other.counts
+        self.n += other.n
+        self.totals += other.totals
+        self.squares += other.squares
         self.first += other.first
         self.second += other.second
-        self.of_class += other.of_class
+        self.crossed += other.crossed
 
     def joined(self, other: PixelSums) -> PixelSums:
         """The pixels of both."""
-        found = PixelSums.empty(len(self.first))
+        found = PixelSums.empty(len(self.first), len(self.totals))
         found.add(self)
         found.add(other)
         return found
@@ -87,13 +93,15 @@ class PixelSums:
 class TrainingImages:
     """What is summed. features: site -> its patches. grids: site -> key of its grid in
     `truth.layouts`. shifts: site -> (dim,). held_out: (images,) which of the store's rows choose
-    l2."""
+    l2. n_targets: classes at most, or 1 for a depth. class_weights: see `CellSums.of`."""
 
-    features: Mapping[str, SiteFeatures]
+    features: Mapping[str, Patches]
     grids: Mapping[str, str]
     truth: Truth
     shifts: Mapping[str, Float]
     held_out: Mask
+    n_targets: int
+    class_weights: Float | None = None
 
 
 @dataclass
@@ -115,18 +123,20 @@ class TrainingSums:
         images, by_image = self.images, []
         assert images is not None
         for row in rows.tolist():
-            of_grid = {key: CellSums.of(own) for key, own in images.truth.pixels(row).items()}
+            of_grid = {
+                key: CellSums.of(own, images.class_weights)
+                for key, own in images.truth.pixels(row).items()
+            }
             by_image.append(of_grid)
             for grid, sums in of_grid.items():
-                count_places(self.places, grid, sums)
+                count_places(self.places, grid, sums, images.n_targets)
         for site, features in images.features.items():
-            assert features.layout is not None and features.layout.grid is not None
-            shape = *features.layout.grid, features.dim
-            tokens = features.of_slab(slab, slice(0, len(features.tokens)))
+            shape = *features.grid, features.dim
+            tokens = features.of_slab(slab)
             for row, x, of_grid in zip(rows.tolist(), tokens, by_image, strict=True):
                 key = site, bool(images.held_out[row])
                 if key not in self.sums:
-                    self.sums[key] = PixelSums.empty(features.dim)
+                    self.sums[key] = PixelSums.empty(features.dim, images.n_targets)
                 z = x.astype(np.float64) - images.shifts[site]
                 self.sums[key].count(z.reshape(shape), of_grid[images.grids[site]])
 
@@ -143,61 +153,61 @@ class TrainingSums:
         """The sums themselves."""
         return self
 
-    def parts(self, site: str, dim: int) -> tuple[PixelSums, PixelSums]:
+    def parts(self, site: str, dim: int, n_targets: int) -> tuple[PixelSums, PixelSums]:
         """Of the images that fit and of those held out."""
-        empty = PixelSums.empty(dim)
+        empty = PixelSums.empty(dim, n_targets)
         return self.sums.get((site, False), empty), self.sums.get((site, True), empty)
 
 
 @dataclass(frozen=True)
 class Solutions:
-    """Weights at every l2. classes: those that occur. basis: (dim, dim) eigenvectors of A; values:
-    (dim,) its eigenvalues over n v; rhs: (dim, classes) B over n v in their coordinates; mean:
-    (dim,) of features about the shift; shares: (classes,) of pixels."""
+    """Weights at every l2. classes: the targets that occur. basis: (dim, dim) eigenvectors of A;
+    values: (dim,) its eigenvalues over n v; rhs: (dim, classes) B over n v in their coordinates;
+    mean: (dim,) of features about the shift; levels: (classes,) means of the targets."""
 
     classes: Integers
     basis: Float
     values: Float
     rhs: Float
     mean: Float
-    shares: Float
+    levels: Float
 
     @classmethod
     def of(cls, sums: PixelSums) -> Solutions:
         """From the sums of some images."""
-        n, classes = sums.n, np.flatnonzero(sums.counts)
+        n, classes = sums.n, np.flatnonzero(sums.totals)
         mean = sums.first / n
         scatter = sums.second - n * np.outer(mean, mean)
         scatter = (scatter + scatter.T) / 2
-        crossed = sums.of_class[classes] - sums.counts[classes, None] * mean
+        crossed = sums.crossed[classes] - sums.totals[classes, None] * mean
         # n times the mean variance; features that are all equal have none, and get no weight.
         scale = float(np.trace(scatter)) / len(mean) or 1.0
         values, basis = np.linalg.eigh(scatter / scale)
         rhs = basis.T @ crossed.T / scale
-        return cls(classes, basis, np.maximum(values, 0), rhs, mean, sums.counts[classes] / n)
+        return cls(classes, basis, np.maximum(values, 0), rhs, mean, sums.totals[classes] / n)
 
-    def head(self, l2: float, shift: Float) -> LinearHead:
-        """The probe at one l2, of features as they are stored."""
+    def scores(self, l2: float, shift: Float) -> LinearScores:
+        """Those of `classes` at one l2, of features as they are stored."""
         weights = self.basis @ self._rotated(l2)
-        return LinearHead(self.classes, weights, self.shares - (self.mean + shift) @ weights)
+        return LinearScores(weights, self.levels - (self.mean + shift) @ weights)
 
     def squared_errors(self, l2s: Sequence[float], held_out: PixelSums) -> list[float]:
         """Per held-out pixel, at each l2; of a class that did not train, the score is 0."""
         n = held_out.n
         turned = self.basis.T @ held_out.second @ self.basis
         first = self.basis.T @ held_out.first
-        own = held_out.counts[self.classes]
-        crossed = self.basis.T @ held_out.of_class[self.classes].T
+        own = held_out.totals[self.classes]
+        crossed = self.basis.T @ held_out.crossed[self.classes].T
         origin = self.basis.T @ self.mean
         found = []
         for l2 in l2s:
             weights = self._rotated(l2)
-            bias = self.shares - origin @ weights
+            bias = self.levels - origin @ weights
             # The sum of |W'z + b - y|^2, multiplied out.
             products = float(np.einsum("rc,rc->", weights, turned @ weights))
             levels = 2 * float(bias @ (first @ weights)) + n * float(bias @ bias)
             agreed = float(np.einsum("rc,rc->", weights, crossed)) + float(bias @ own)
-            found.append((products + levels - 2 * agreed + n) / n)
+            found.append((products + levels - 2 * agreed + held_out.squares) / n)
         return found
 
     def _rotated(self, l2: float) -> Float:

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitsee_core.analyses.dense_probe.pixels import labelled_pixels
+from vitsee_core.analyses.dense_probe.depth_errors import CLOSE
+from vitsee_core.analyses.dense_probe.pixels import Labels, Pixels, has_label, labelled_pixels
 from vitsee_core.images.embedded_pictures import encode
 from vitsee_core.images.placement import place
 from vitsee_core.masks.class_maps import IGNORED, ClassMap
@@ -47,34 +48,60 @@ def show_images(
         log.warning("the figure will lack the pictures: %s", error)
         photos = [None] * len(rows)
     features = part.features[key.of]
-    layout = features.layout
-    assert layout is not None and layout.grid is not None
     transform = part.store.manifest.transform
     size = tuple(transform["input_size"][1:])
     found = []
     for row, photo in zip(rows.tolist(), photos, strict=True):
-        class_map = part.truth.class_map(row)
-        placement = place(transform, class_map.shape)
-        pixels = labelled_pixels(class_map, placement, layout, size, "input")
-        x = features.load(slice(row, row + 1), slice(0, len(features.tokens)))[0]
-        prediction = head.predict(x.astype(np.float64).reshape(*layout.grid, -1), pixels)
-        counted = pixels.labels != IGNORED
-        right = prediction == pixels.labels
-        judged = np.where(right[..., None], RIGHT, WRONG)
-        judged = np.where(counted[..., None], judged, NOTHING).astype(np.uint8)
+        truth = part.truth.labels(row)
+        placement = place(transform, truth.shape)
+        pixels = labelled_pixels(truth, placement, features.layout, size, "input")
+        x = features.load(slice(row, row + 1))[0].astype(np.float64)
+        prediction = head.predict(x.reshape(*features.grid, -1), pixels)
         one: dict[str, Any] = {
             "store": part.store.label,
             "image": str(part.store.samples.id[row]),
             "site": key.of,
-            "right": float(right[counted].mean()) if counted.any() else None,
-            "label": _picture(coloured(pixels.labels)),
-            "prediction": _picture(coloured(prediction)),
-            "error": _picture(judged),
+            **_judged(prediction, pixels),
         }
         if photo is not None:
             rgb = photo.transpose(1, 2, 0).repeat(3 // len(photo), axis=2)
             one["photo"] = _picture(rgb, smooth=True)
         found.append(one)
+    return found
+
+
+def _judged(prediction: Labels, pixels: Pixels) -> dict[str, Any]:
+    """Pictures of label, prediction and error, and the share of pixels that are right: of the
+    class, or of a depth within a quarter."""
+    labels, counted = pixels.labels, has_label(pixels.labels)
+    if not pixels.of_depth:
+        right = prediction == labels
+        off = np.where(right, 0.0, 1.0)
+        drawn = [coloured(labels), coloured(prediction)]
+    else:
+        with np.errstate(invalid="ignore"):
+            off = np.clip(np.abs(prediction - labels) / labels, 0, 1)
+            right = np.maximum(prediction / labels, labels / prediction) < CLOSE
+        top = float(np.nanmax(labels)) if counted.any() else 1.0
+        drawn = [depth_colours(own, top) for own in (labels, prediction)]
+    off = np.where(counted, off, 0.0)[..., None]
+    error = (1 - off) * np.array(RIGHT) + off * np.array(WRONG)
+    error = np.where(counted[..., None], error, NOTHING).astype(np.uint8)
+    pictures = zip(("label", "prediction", "error"), [*drawn, error], strict=True)
+    return {
+        "right": float(right[counted].mean()) if counted.any() else None,
+        **{name: _picture(own) for name, own in pictures},
+    }
+
+
+def depth_colours(depths: Labels, top: float) -> NDArray[np.uint8]:
+    """(height, width, 3): from near (dark) to `top` metres (light); white without a depth."""
+    from matplotlib import colormaps
+
+    there = np.isfinite(depths)
+    share = np.where(there, depths, 0) / top
+    found: NDArray[np.uint8] = colormaps["viridis"](share, bytes=True)[..., :3].copy()
+    found[~there] = NOTHING
     return found
 
 

@@ -2,24 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vitsee_core.features import require_comparable
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.only import named_only
 from vitsee_core.labels.labelled_rows import in_split
 from vitsee_core.runtime.streaming import Rows
 from vitsee_core.types import Mask
+from vitsee_stores import Store, open_store
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from vitsee_core.runtime.execution import Execution
-    from vitsee_stores import Store
 
 CHOOSING = 0.1  # of the training images
+
+Images = tuple[Store, Rows]
+
+
+def pairs(
+    train: Store,
+    tests: Sequence[Store],
+    split: str | None,
+    holdout: float | None,
+    execution: Execution,
+) -> list[tuple[Images, Images]]:
+    """What trains and what tests, for each store that tests."""
+    if not tests:
+        ours, theirs = split_images(train, execution, split, holdout)
+        return [((train, ours), (train, theirs))]
+    require_comparable(train, tests)
+    ours = execution.rows(train)
+    return [((train, ours), (test, execution.rows(test))) for test in tests]
+
+
+def pairs_of_untrained(
+    places: Sequence[Path],
+    n_tests: int,
+    split: str | None,
+    holdout: float | None,
+    execution: Execution,
+) -> list[tuple[Images, Images]]:
+    """The same of the stores of an untrained model.
+
+    Raises:
+        VitseeError: not one for each of the trained model's.
+    """
+    if not places:
+        return []
+    if len(places) != 1 + n_tests:
+        raise VitseeError(
+            f"--untrained was given {len(places)} times; expected {1 + n_tests}: the stores of a "
+            f"model with random weights for {'TRAIN and each TEST' if n_tests else 'the store'}, "
+            "in this order"
+        )
+    first, *others = [open_store(place) for place in places]
+    return pairs(first, others, split, holdout, execution)
 
 
 def split_images(

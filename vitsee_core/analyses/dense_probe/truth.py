@@ -1,4 +1,4 @@
-"""The class maps of a store's images, as pixels of its grids."""
+"""The class maps or depth maps of a store's images, as pixels of its grids."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.analyses.dense_probe.pixels import Pixels, cell_pixels, labelled_pixels, on_input
+from vitsee_core.analyses.dense_probe.pixels import (
+    Labels,
+    Pixels,
+    cell_pixels,
+    labelled_pixels,
+    nothing,
+    on_input,
+)
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.placement import place
-from vitsee_core.masks.class_maps import ClassMap, ClassMaps
+from vitsee_core.masks.class_maps import ClassMaps
+from vitsee_core.masks.depth_maps import DepthMaps
 from vitsee_core.masks.mask_truth import check_size, cut, match_rows
 from vitsee_core.runtime.streaming import Rows
 from vitsee_core.types import Mask
@@ -24,32 +32,40 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+EIGEN_SIZE = 480, 640
+EIGEN_PART = np.s_[45:471, 41:601]
+
 
 @dataclass(frozen=True)
 class Truth:
-    """The class maps of the images that count. mask: (images,) over all rows of the store. numbers:
-    row -> its map's number. layouts: the grids, by a key that sites share."""
+    """The labels of the images that count. mask: (images,) over all rows of the store. numbers: row
+    -> its map's number. layouts: the grids, by a key that sites share. eigen: only the pixels of
+    the crop of Eigen et al. 2014 count."""
 
     store: Store
-    maps: ClassMaps
+    maps: ClassMaps | DepthMaps
     mask: Mask
     numbers: Mapping[int, int]
     layouts: Mapping[str, TokenLayout]
     resolution: str
+    eigen: bool = False
 
     @property
     def rows(self) -> Rows:
         """The images that count."""
-        return Rows(self.mask, 0, "with a class map")
+        return Rows(self.mask, 0, "with a map")
 
-    def class_map(self, row: int) -> ClassMap:
+    def labels(self, row: int) -> Labels:
         """(height, width) of the original image.
 
         Raises:
             VitseeError: it cannot be read, or is not of its image's size.
         """
         number = self.numbers[row]
-        where, found = self.maps.where(number), self.maps.read(number)
+        where = self.maps.where(number)
+        found: Labels = self.maps.read(number)
+        if self.eigen:
+            found = eigen_crop(where, found)
         box = self.store.samples.box
         if box is not None and np.isfinite(box[row]).all():
             found = cut(where, found, box[row])
@@ -61,27 +77,27 @@ class Truth:
         """Grid -> the labelled pixels of an image.
 
         Raises:
-            VitseeError: see `class_map`.
+            VitseeError: see `labels`.
         """
-        class_map = self.class_map(row)
+        truth = self.labels(row)
         transform = self.store.manifest.transform
-        placement = place(transform, class_map.shape)
+        placement = place(transform, truth.shape)
         size = tuple(transform["input_size"][1:])
         return {
-            key: labelled_pixels(class_map, placement, layout, size, self.resolution)
+            key: labelled_pixels(truth, placement, layout, size, self.resolution)
             for key, layout in self.layouts.items()
         }
 
-    def cells(self, row: int) -> dict[str, ClassMap]:
-        """Grid -> (cells, pixels) the classes of each cell's pixels of the model's input.
+    def cells(self, row: int) -> dict[str, Labels]:
+        """Grid -> (cells, pixels) the labels of each cell's pixels of the model's input.
 
         Raises:
-            VitseeError: cells are not whole pixels; see `class_map`.
+            VitseeError: cells are not whole pixels; see `labels`.
         """
-        class_map = self.class_map(row)
+        truth = self.labels(row)
         transform = self.store.manifest.transform
         height, width = transform["input_size"][1:]
-        seen = on_input(class_map, place(transform, class_map.shape), (height, width))
+        seen = on_input(truth, place(transform, truth.shape), (height, width))
         found = {}
         for key, layout in self.layouts.items():
             cells = cell_pixels(seen, layout)
@@ -94,14 +110,31 @@ class Truth:
         return found
 
 
+def eigen_crop(where: str, depths: Labels) -> Labels:
+    """Depths (480, 640) within rows 45 to 470 and columns 41 to 600, none beside them.
+
+    Raises:
+        VitseeError: a map of another size.
+    """
+    if depths.shape != EIGEN_SIZE:
+        raise VitseeError(
+            f"{where} is {depths.shape[1]} x {depths.shape[0]} pixels; --eigen-crop expects NYU's "
+            f"{EIGEN_SIZE[1]} x {EIGEN_SIZE[0]}"
+        )
+    found = np.full_like(depths, nothing(depths))
+    found[EIGEN_PART] = depths[EIGEN_PART]
+    return found
+
+
 def find_truth(
     store: Store,
-    maps: ClassMaps,
+    maps: ClassMaps | DepthMaps,
     rows: Rows,
     layouts: Mapping[str, TokenLayout],
     resolution: str,
+    eigen: bool = False,
 ) -> tuple[Truth, dict[str, int]]:
-    """The class maps of these images; those without one are left out, counted and logged.
+    """The maps of these images; those without one are left out, counted and logged.
 
     Raises:
         MissingInput: the store does not say how its images were resized, or their sizes.
@@ -120,7 +153,7 @@ def find_truth(
     mask[matched] = True
     left = wanted - len(matched)
     if left:
-        log.info("%s: %d of %d images are left out: without a mask", store.label, left, wanted)
+        log.info("%s: %d of %d images are left out: without a map", store.label, left, wanted)
     of_row = dict(zip(matched.tolist(), numbers.tolist(), strict=True))
     counts = {"with_mask": len(matched), "left_out_without_mask": left}
-    return Truth(store, maps, mask, of_row, layouts, resolution), counts
+    return Truth(store, maps, mask, of_row, layouts, resolution, eigen), counts

@@ -1,0 +1,149 @@
+"""Options of dense-probe."""
+
+from __future__ import annotations
+
+from vitsee_core.analyses.dense_probe.features import parse_concat
+from vitsee_core.analyses.dense_probe.neighbour_search import DISTANCES
+from vitsee_core.analyses.dense_probe.pixels import RESOLUTIONS
+from vitsee_core.analyses.dense_probe.protocols import PRESETS, SOLVERS
+from vitsee_core.analyses.dense_probe.splits import CHOOSING
+from vitsee_core.runtime.options import Option
+from vitsee_stores.errors import VitseeError
+
+CHOOSE = "holdout"
+
+
+def parse_l2(text: str) -> str | float:
+    """A number above 0, or the word `holdout`.
+
+    Raises:
+        VitseeError: neither of them.
+    """
+    if text == CHOOSE:
+        return text
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise VitseeError(f"{text!r}; expected a number above 0 or {CHOOSE}")
+    return value
+
+
+MASKS = Option(
+    "Class maps: a folder of PNG files whose paths or names are the images' but for the ending, "
+    "the root of VOC, ADE20K or Cityscapes, or a COCO .json file. Repeatable: splits of one data "
+    "set.",
+    "--masks",
+    default="none",
+)
+DEPTH = Option(
+    "Depth maps in place of class maps: a folder of 16-bit PNG files whose paths or names are the "
+    "images' but for the ending (of NYU sync_depth_* beside rgb_*), or nyu_depth_v2_labeled.mat.",
+    metavar="DIR|FILE",
+    default="none",
+)
+DEPTH_SCALE = Option(
+    "Units of PNG depth maps per metre: 1000 of millimetres, 256 of KITTI.",
+    metavar="N",
+    above=0,
+    default="1000 of sync_depth_*, else to be given",
+    only_with=("depth",),
+)
+MAX_DEPTH = Option(
+    "Metres; deeper pixels do not count, and predictions reach no farther.",
+    metavar="M",
+    above=0,
+    default="10 of NYU, else what the files can hold",
+    only_with=("depth",),
+)
+EIGEN_CROP = Option(
+    "Test on the part of NYU's images that Eigen et al. 2014 do: rows 45 to 470, columns 41 to "
+    "600.",
+    only_with=("depth",),
+)
+SPLIT = Option(
+    "Without TEST: test on images of this split of the data, or on those that this file lists, and "
+    "train on all others.",
+    metavar="NAME|FILE",
+    default="none",
+)
+HOLDOUT = Option(
+    "Without TEST: test on this share of the images, e.g. 0.2.",
+    metavar="SHARE",
+    above=0,
+    below=1,
+    default="none",
+)
+IGNORE = Option(
+    "Further classes that do not count: pixel values, of COCO files names. Repeatable, or a comma "
+    "list.",
+    metavar="CLASS",
+    default="what the layout ignores",
+)
+SOLVER = Option(
+    "ridge: exact least squares on pixels; logistic: cross-entropy of each patch's pixels; knn: "
+    "the nearest patches' pixels; hummingbird: their shares of classes, weighted by similarity; "
+    "sgd: the head of DINOv3, by AdamW.",
+    choices=SOLVERS,
+    default="ridge, or the preset's",
+)
+PRESET = Option(
+    "A published protocol, as near as stored tokens come to it; the sidecar lists the differences. "
+    "capi: knn (or logistic) on standardised tokens; hummingbird; dinov3: sgd (or logistic, "
+    "ridge), with --depth too. Options given beside it win.",
+    choices=PRESETS,
+    default="none",
+)
+RESOLUTION = Option(
+    "Which pixels: those of the map, those of the model's input (the map resampled by the "
+    "nearest), or one per patch (its most frequent class).",
+    choices=RESOLUTIONS,
+    default="label; of presets capi and hummingbird input",
+)
+L2 = Option(
+    f"holdout: of a grid, the least error on {CHOOSING:.0%} of the training images, then fitted to "
+    "all; or numbers (of ridge in units of the mean variance of a feature), all of them reported. "
+    "Numbers: repeatable.",
+    metavar="L2",
+    parse=parse_l2,
+    default=CHOOSE,
+)
+BALANCED = Option("ridge: weigh pixels so that all classes count alike, however rare.")
+K = Option(
+    "knn, hummingbird: number of neighbours, all of them reported.",
+    "--k",
+    least=1,
+    default=f"30; capi: of 1, 3, 10 and 30 the best on {CHOOSING:.0%} of the training images",
+)
+DISTANCE = Option("knn: between patches.", choices=DISTANCES, default="cosine; capi: the better")
+STEPS = Option(
+    "sgd: batches of 16 images.",
+    metavar="N",
+    least=1,
+    default="1000; dinov3: 40000, with --depth 38400",
+)
+BANK = Option(
+    "logistic, knn, hummingbird: keep about N training patches of each site.",
+    metavar="N",
+    least=1,
+    default="as many as fit into the memory",
+)
+CONCAT = Option(
+    "Probe the last N of the sites together, their channels side by side, e.g. last4.",
+    metavar="lastN",
+    parse=parse_concat,
+    default="none: each site alone",
+)
+UNTRAINED = Option(
+    "Baseline: the same probe on stores of a model with random weights, in the order of TRAIN and "
+    "TEST.",
+    metavar="STORE",
+    default="none",
+)
+SHOW = Option(
+    "Draw the first N test images: image, label, prediction and error of the best layer.",
+    metavar="N",
+    least=0,
+    default="none",
+)

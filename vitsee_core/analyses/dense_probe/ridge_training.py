@@ -1,0 +1,124 @@
+"""Ridge probes of every site, with l2 chosen on held-out images, and the baselines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vitsee_core.analyses.dense_probe.linear import Head
+from vitsee_core.analyses.dense_probe.places import Places
+from vitsee_core.analyses.dense_probe.protocols import Solver
+from vitsee_core.analyses.dense_probe.ridge import (
+    GRID,
+    PixelSums,
+    Solutions,
+    TrainingImages,
+    TrainingSums,
+    choose_l2,
+)
+from vitsee_core.analyses.dense_probe.scoring import HeadKey
+from vitsee_core.analyses.dense_probe.splits import CHOOSING, drawn
+from vitsee_core.analyses.dense_probe.tasks import blind_heads
+from vitsee_core.analyses.dense_probe.work import Part, Trained, lanes
+from vitsee_core.masks.class_maps import IGNORED
+from vitsee_core.types import Float, Mask
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from vitsee_core.runtime.execution import Execution
+
+
+def train_ridge(part: Part, solver: Solver, execution: Execution) -> Trained:
+    """Probes of every site, and the baselines of every grid.
+
+    Raises:
+        VitseeError: no pixel counts, or there are too few images to choose l2.
+    """
+    seed = (execution.seed, 3)
+    held_out = np.zeros(part.store.n_images, bool)
+    if not solver.l2s:
+        held_out = drawn(part.store, part.truth.mask, CHOOSING, seed)
+    weights = None
+    if solver.balanced:
+        weights = balanced_weights(count_truth(part, execution))
+    sums = _fold_training(part, held_out, weights, execution)
+    shifts, task = _shifts(part), part.task
+    heads: dict[HeadKey, Head] = {}
+    chosen, notes = {}, dict[str, object]()
+    for site, features in part.features.items():
+        fitted, held = sums.parts(site, features.dim, task.n_targets)
+        whole = fitted.joined(held)
+        if not whole.n:
+            raise part.no_pixel("training")
+        values = list(solver.l2s) or [_chosen(fitted, held, site)]
+        solutions = Solutions.of(whole)
+        for l2 in values:
+            heads[HeadKey(site, l2)] = task.head(
+                solutions.classes, solutions.scores(l2, shifts[site])
+            )
+        chosen[site] = values
+        notes["training_pixels"] = round(whole.n)
+        notes["n_trained"] = len(solutions.classes)
+    heads |= {HeadKey(grid, baseline=n): head for grid, n, head in blind_heads(task, sums.places)}
+    notes["l2"] = chosen
+    if not solver.l2s:
+        notes["held_out_images"] = int(held_out.sum())
+    return Trained(heads, notes)
+
+
+def count_truth(part: Part, execution: Execution) -> Places:
+    """The training pixels alone, without tokens.
+
+    Raises:
+        VitseeError: none counts.
+    """
+    found = _fold_training(replace(part, features={}), np.zeros(0, bool), None, execution).places
+    if not any(own.weights.any() for own in found.values()):
+        raise part.no_pixel("training")
+    return found
+
+
+def balanced_weights(places: Places) -> Float:
+    """(256,) of a pixel of each class, which add up to the number of pixels: n / (C n_c)."""
+    totals = next(iter(places.values())).totals
+    there = totals > 0
+    found = np.zeros(IGNORED + 1)
+    found[:IGNORED][there] = totals.sum() / (there.sum() * totals[there])
+    return found
+
+
+def _chosen(fitted: PixelSums, held: PixelSums, site: str) -> float:
+    if not fitted.n or not held.n:
+        raise VitseeError(
+            f"{site}: l2 cannot be chosen, as the training images that fit have {fitted.n:.0f} "
+            f"pixels that count and those held out {held.n:.0f}; give it with --l2, or more images"
+        )
+    return choose_l2(fitted, held, GRID)
+
+
+def _shifts(part: Part) -> dict[str, Float]:
+    """Of each site a token, about which sums lose no digits."""
+    first = int(np.flatnonzero(part.truth.mask)[0])
+    found = {}
+    for site, own in part.features.items():
+        token = own.load(slice(first, first + 1))[0, 0].astype(np.float64)
+        found[site] = np.where(np.isfinite(token), token, 0.0)
+    return found
+
+
+def _fold_training(
+    part: Part, held_out: Mask, weights: Float | None, execution: Execution
+) -> TrainingSums:
+    images = TrainingImages(
+        part.features, part.grids, part.truth, _shifts(part), held_out, part.task.n_targets, weights
+    )
+    make = partial(TrainingSums, images)
+    dims = [own.dim for own in part.features.values()]
+    slab = part.slab_bytes() if part.features else 1
+    size = slab + sum(8 * 2 * dim * (dim + part.task.n_targets) for dim in dims)
+    with lanes(size, execution) as wider:
+        found = wider.fold(part.store, make, part.truth.rows, slab_bytes=size)
+    return found.result()
