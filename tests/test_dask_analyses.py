@@ -176,7 +176,8 @@ def test_masks(two: DaskMap, whole: Store, tmp_path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         Image.fromarray((rng.random((50, 60)) < 0.6).astype(np.uint8)).save(path)
     of_pixels = partial(dense_probe.run, holdout=0.3, l2=[1.0])
-    runs: tuple[Run, ...] = (saliency.run, spatial.run, of_pixels)
+    by_sgd = partial(dense_probe.run, holdout=0.3, solver="sgd", steps=2)
+    runs: tuple[Run, ...] = (saliency.run, spatial.run, of_pixels, by_sgd)
     for run in runs:
         sent = two.sent
         assert equal(run(whole, masks=tmp_path), run(whole, masks=tmp_path, map=two))

@@ -388,6 +388,7 @@ def test_figures(tmp_path: Path) -> None:
         figure = plot(Table(table.columns, json.loads(json.dumps(table.notes))))
         pictures = [axes for axes in figure.axes if axes.images]
         assert len(pictures) == (6 if "show" in more else 0)  # no photographs: no data
+        assert all(axes.yaxis_inverted() for axes in pictures), "the first row is at the top"
 
 
 # ---------------------------------------------------------------- wrong inputs

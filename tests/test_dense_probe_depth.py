@@ -107,6 +107,14 @@ def test_errors_by_hand() -> None:
     assert a1 == 0.5
 
 
+def test_errors_above_one_have_intervals_above_one(tmp_path: Path) -> None:
+    store, depths = made_depths(tmp_path, 12)
+    table = run(store, depth=depths, depth_scale=1000, holdout=0.5, sites=[SITE], l2=[1.0])
+    row = table.where(metric="rmse", baseline="")
+    assert row["low"][0] < row["value"][0] < row["high"][0]
+    assert row["value"][0] > 1
+
+
 def test_neighbours_give_the_mean_of_their_pixels(tmp_path: Path) -> None:
     train, depths = made_depths(tmp_path, 8)
     table = run(

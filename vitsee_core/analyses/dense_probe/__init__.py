@@ -6,8 +6,8 @@ error is that of every pixel, one-hot, at the class map's own resolution (see `r
 that make this exact in one pass over tokens). A test pixel gets the class with the highest score.
 This is the linear segmentation probe of Oquab et al. 2024 (DINOv2) and Siméoni et al. 2025 (DINOv3)
 with least squares in place of their SGD on cross-entropy, and without augmentation. Other solvers
-learn from patches in memory: see `logistic`, `neighbour_heads` and, for what presets are and are
-not, `protocols`.
+learn from patches in memory: see `logistic`, `neighbour_heads`, `sgd` and, for what presets are and
+are not, `protocols`. With `--depth` the same predict metres, see `depth_errors`.
 
 - `miou`: IoU of each class from counts over the whole set, TP / (TP + FP + FN), and their mean over
   the classes that occur in a label or in a prediction; pixels without a class count nowhere;
@@ -16,9 +16,10 @@ not, `protocols`.
   diagonal of its boundary (Cheng et al. 2021);
 - `iou_class`: the IoU of one class.
 
-Baselines: `majority` gives every pixel the class that is most frequent in training, `position` the
-one that is most frequent at its cell; `untrained` is the same probe on another pair of stores. The
-l2 is chosen by training images that are held out. Nothing is chosen by looking at test images.
+Baselines: `majority` gives every pixel the class that is most frequent in training (`mean` the mean
+depth), `position` the one that is most frequent at its cell, or the mean there; `untrained` is the
+same probe on another pair of stores. The l2 is chosen by training images that are held out. Nothing
+is chosen by looking at test images.
 
 Linear probes do not represent fine-tuning: models rank differently (Kerssies et al. 2024).
 """
@@ -85,17 +86,19 @@ et al. 2024 and Siméoni et al. 2025, with least squares in place of SGD and no 
   $ vitsee dense-probe train.zarr val.zarr --masks cityscapes --per-class --metric miou
   $ vitsee dense-probe coco.zarr --masks panoptic_val2017.json --holdout 0.2 --show 4 --png coco.png
   $ vitsee dense-probe train.zarr val.zarr --masks ADEChallengeData2016 --preset capi
+  $ vitsee dense-probe train.zarr test.zarr --depth nyu --eigen-crop -o nyu.csv --png nyu.png
   $ vitsee dense-probe a.zarr b.zarr --masks maps --untrained random-a.zarr \\
       --untrained random-b.zarr
 
 Class maps are read as their authors distribute them: PNG files of class numbers below a folder, in
 the layouts of Pascal VOC, ADE20K (SceneParsing) and Cityscapes (labelIds), or a COCO file of
 panoptic segments, stuff or objects. The value 255, ADE20K's 0 and what Cityscapes does not evaluate
-have no class: such pixels neither train nor test.
+have no class: such pixels neither train nor test. With --depth in place of --masks the map predicts
+metres: rmse, abs_rel and a1 per image, averaged.
 
-Baselines in the table: majority (the most frequent class everywhere), position (the most frequent
-class at each cell), and untrained with --untrained. Linear probes do not represent fine-tuning
-(Kerssies et al. 2024).
+Baselines in the table: majority (the most frequent class everywhere; mean: the mean depth),
+position (the most frequent class, or the mean depth, at each cell), and untrained with --untrained.
+Linear probes do not represent fine-tuning (Kerssies et al. 2024).
 """
 MEANING = {
     "store": "the one that tests",
@@ -103,22 +106,29 @@ MEANING = {
     "l2": "as used",
     "k": "neighbours",
     "high": "95 % interval over blocks of test images",
-    "n_images": "test images with a class map",
+    "n_images": "test images with a map",
 }
 NEEDS = ("grid",)
 READING = (
     "How well a probe of one layer's patch tokens, a linear map by default, segments images that "
-    "it was not fitted to, against depth; bands are 95 % intervals over test images. What lies "
-    "near the dashed lines is known without the image: the most frequent class, everywhere or at "
-    "each place."
+    "it was not fitted to, or tells their depth in metres, against the layer's depth; bands are "
+    "95 % intervals over test images. What lies near the dashed lines is known without the image: "
+    "the most frequent class, or the mean depth, everywhere or at each place."
 )
 SOURCE = (
     "Oquab et al. 2024 (DINOv2); Siméoni et al. 2025 (DINOv3); Darcet et al. 2025 (CAPI); "
-    "Balažević et al. 2023 (Hummingbird); Cheng et al. 2021"
+    "Balažević et al. 2023 (Hummingbird); Cheng et al. 2021; Eigen et al. 2014"
 )
 headline = partial(
     best_layers,
-    units={"miou": "mean IoU", "pixel_accuracy": "of the pixels right", "boundary_iou": "mean IoU"},
+    units={
+        "miou": "mean IoU",
+        "pixel_accuracy": "of the pixels right",
+        "boundary_iou": "mean IoU",
+        "rmse": "m RMSE",
+        "abs_rel": "of the depth off",
+        "a1": "of the pixels within a factor of 1.25",
+    },
 )
 
 COLUMNS = (

@@ -17,6 +17,7 @@ import numpy as np
 
 from vitsee_core.analyses.dense_probe.metrics import spread_cells
 from vitsee_core.analyses.dense_probe.pixels import Labels, Pixels, has_label
+from vitsee_core.statistics.jackknife import SHARE
 from vitsee_core.types import Float
 
 MEANS = ("rmse", "abs_rel", "a1")
@@ -64,4 +65,5 @@ def error_cells(tally: DepthErrors, metrics: Sequence[str]) -> Iterator[dict[str
         for metric in metrics:
             i = MEANS.index(metric)
             value, replicates = whole[i] / whole[-1], others[:, i] / others[:, -1]
-            yield {"metric": metric, **spread_cells(value, replicates)}
+            limits = SHARE if metric == "a1" else (0.0, np.inf)
+            yield {"metric": metric, **spread_cells(value, replicates, limits)}

@@ -57,7 +57,7 @@ def _draw_shown(part: Any, grid: Grid, one: Mapping[str, Any]) -> None:
     }
     for axes, kind in zip(grid.axes(part), PICTURES, strict=True):
         if kind in one:
-            axes.imshow(decode(one[kind]), interpolation="nearest")
+            axes.imshow(decode(one[kind]), interpolation="nearest", origin="upper")
         map_axes(axes)
         map_title(axes, grid, titles[kind])
 

@@ -17,7 +17,7 @@ import numpy as np
 from vitsee_core.analyses.dense_probe.boundaries import near_boundary
 from vitsee_core.analyses.dense_probe.pixels import Labels, Pixels
 from vitsee_core.masks.class_maps import IGNORED, ClassMap
-from vitsee_core.statistics.jackknife import SHARE, interval
+from vitsee_core.statistics.jackknife import SHARE, Limits, interval
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.types import Float, Integers, Mask
 
@@ -131,7 +131,7 @@ def without(counts: Integers) -> Integers:
     return found
 
 
-def spread_cells(value: Float, replicates: Float) -> dict[str, object]:
-    """A value with its interval and replicates."""
-    _, low, high = interval(np.asarray(value), replicates, SHARE)
+def spread_cells(value: Float, replicates: Float, limits: Limits = SHARE) -> dict[str, object]:
+    """A value with its interval, within limits, and its replicates."""
+    _, low, high = interval(np.asarray(value), replicates, limits)
     return {"value": float(value), "low": float(low), "high": float(high), WORD: replicates}

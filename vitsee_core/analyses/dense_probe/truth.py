@@ -89,7 +89,8 @@ class Truth:
         }
 
     def cells(self, row: int) -> dict[str, Labels]:
-        """Grid -> (cells, pixels) the labels of each cell's pixels of the model's input.
+        """Grid -> (cells, pixels) the labels of each cell's pixels of the model's input; of cells
+        whose middle is beside the image none.
 
         Raises:
             VitseeError: cells are not whole pixels; see `labels`.
@@ -97,7 +98,8 @@ class Truth:
         truth = self.labels(row)
         transform = self.store.manifest.transform
         height, width = transform["input_size"][1:]
-        seen = on_input(truth, place(transform, truth.shape), (height, width))
+        placement = place(transform, truth.shape)
+        seen = on_input(truth, placement, (height, width))
         found = {}
         for key, layout in self.layouts.items():
             cells = cell_pixels(seen, layout)
@@ -106,7 +108,8 @@ class Truth:
                     f"{self.store.label}: cells of the grid {key} px are not of equal whole pixels "
                     "of the input; expected such for this --solver (ridge takes any grid)"
                 )
-            found[key] = cells
+            inside = placement.on_image(layout).reshape(-1, 1)
+            found[key] = np.where(inside, cells, cells.dtype.type(nothing(cells)))
         return found
 
 
