@@ -67,7 +67,11 @@ def photo(height: int, width: int) -> Image.Image:
 
 def made(kind: str, backend: str) -> Any:
     name, arguments, _ = KINDS[kind]
-    found = getattr(transformers, name + ("Pil" if backend == "pil" else ""), None)
+    old = transformers.__version__.startswith("4.")
+    suffixes = {"pil": "" if old else "Pil", "torchvision": "Fast" if old else ""}
+    found = getattr(transformers, name + suffixes[backend], None)
+    if old and kind == "a share" and backend == "torchvision":
+        pytest.skip("transformers 4 crops here alone at a corner that is rounded to even")
     if found is None:
         pytest.skip(f"transformers {transformers.__version__} has no {name} by {backend}")
     return found(**arguments)

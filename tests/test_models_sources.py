@@ -73,6 +73,38 @@ def odd_names():
 def empty():
     return nn.Identity()
 
+def four():
+    return Small(4, 32), None, None, 4
+
+def on_meta():
+    with torch.device("meta"):
+        return Small(4, 32)
+
+class Two(Small):
+    def forward(self, x, y):
+        return x
+
+def two():
+    return Two(4, 32)
+
+class Lacks(Small):
+    def forward(self, x):
+        return self.nothing(x)
+
+def lacks():
+    return Lacks(4, 32)
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3 * 32 * 32, 5))
+
+    def forward(self, x):
+        return x.flatten(1) @ self.weight
+
+def plain():
+    return Plain(), {"input_size": (3, 32, 32)}
+
 value = 3
 """
 
@@ -86,6 +118,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "raises.py").write_text("raise RuntimeError('no\\n licence')\n")
     (place / "exits.py").write_text("import sys\nsys.exit(3)\n")
     (place / "lacks.py").write_text("import surely_not_installed\n")
+    (place / "broken.safetensors").write_bytes(b"\x80\0\0\0\0\0\0\0{")
     clone = place / "clone"
     clone.mkdir()
     (clone / "small.py").write_text(MODEL)
@@ -178,6 +211,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "file exits": ("{}/exits.py:build", {}, "exits.py raises SystemExit: 3"),
     "missing import": ("{}/lacks.py:build", {}, "No module named 'surely_not_installed'"),
     "same weights": ("{}/mine.py:fixed", {"random_init": 1}, "the same weights for every seed"),
+    "no parameters": ("{}/mine.py:empty", {}, "gives a module without parameters; expected a net"),
+    "four things": ("{}/mine.py:four", {}, "gives 4 things; expected a module, or (module, trans"),
+    "no values": ("{}/mine.py:on_meta", {}, "parameters on the meta device, which have no values"),
+    "a folder": ("{}:build", {}, "no timm model is called"),
+    "broken weights": (
+        "{}/mine.py:build",
+        {"checkpoint": "{}/broken.safetensors"},
+        "is no readable checkpoint",
+    ),
     "a transform of code": ("{}/mine.py:odd_transform", {}, "cannot be kept in a store"),
     "names": ("{}/mine.py:odd_names", {}, "gives class names 'abc'; expected a list"),
     "mean": ("{}/mine.py:build", {"img_mean": (1.0, 2.0)}, "--img-mean has 2 numbers"),
@@ -211,9 +253,31 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_mistakes_are_one_line(folder: Path, case: str) -> None:
     name, options, phrase = REFUSED[case]
+    if isinstance(options.get("checkpoint"), str):
+        options = {"checkpoint": Path(options["checkpoint"].format(folder))}
     with pytest.raises(ModelError) as error:
         load_model(name.format(folder), **options)
     assert phrase in str(error.value) and "\n" not in str(error.value)
+
+
+UNEXTRACTED = {
+    "two arguments": ("mine.py:two", "raises TypeError: Two.forward() missing 1 required"),
+    "its own fault": ("mine.py:lacks", "raises AttributeError: 'Lacks' object has no attribute"),
+    "no blocks": ("mine.py:plain", "no site matches 'blocks'; sites of this model: none"),
+    "two values": ("mine.py:build?width=6&width=8", "width takes one value"),
+    "no value": ("mine.py:build?width", "expected MODEL?OPTION=VALUE"),
+    "timm's": ("test_vit?depth=3", "no option 'depth' of a model; expected checkpoint"),
+}
+
+
+@pytest.mark.parametrize("case", UNEXTRACTED)
+def test_what_cannot_be_extracted_leaves_nothing(folder: Path, tmp_path: Path, case: str) -> None:
+    name, phrase = UNEXTRACTED[case]
+    place, out = f"{folder}/{name}" if ".py" in name else name, tmp_path / "s.zarr"
+    words = ["extract", place, "--data", "demo:test", "--images", "4", "-o", str(out)]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code in (1, 2) and phrase in done.stderr and not out.exists()
+    assert isinstance(done.exception, SystemExit) and done.stdout == ""
 
 
 def test_weights_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

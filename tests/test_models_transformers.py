@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -93,6 +94,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (place / name / "config.json").write_text(json.dumps(content) if content else "{")
     (place / "remote" / "code.py").write_text("raise SystemExit('this code ran')\n")
     (place / "empty").mkdir()
+    for name in ("cut", "mismatched"):
+        shutil.copytree(place / "vit", place / name)
+    weights = place / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:300])
+    config = place / "mismatched" / "config.json"
+    config.write_text(config.read_text().replace('"hidden_size": 24', '"hidden_size": 30'))
     return place
 
 
@@ -139,7 +146,7 @@ def test_a_store_and_a_study_of_two_sources(folder: Path, tmp_path: Path) -> Non
     assert store.plan.attention and len(store.plan.sublayers) == 4
     assert store.manifest.model["origin"]["library"] == "transformers"
     paths = {site.name: site.site_path for site in store.plan.sites}
-    assert paths["blocks.1.out"] and paths["blocks.1.out"].endswith("layers.1")
+    assert paths["blocks.1.out"] and paths["blocks.1.out"].endswith(("layers.1", "layer.1"))
     again = CliRunner().invoke(main, [*words, "--sites", "blocks,residual"])
     assert again.exit_code == 0 and "complete" in again.output
     dry = CliRunner().invoke(main, [*words[:-1], str(tmp_path / "n.zarr"), "--dry-run"])
@@ -167,13 +174,26 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "transformers:ViTModel cannot be made",
     ),
     "folder": ("transformers:{}/nowhere", {}, "no folder"),
-    "no config": ("transformers:{}/empty", {}, "cannot be loaded"),
+    "no config": ("transformers:{}/empty", {}, "has no config.json"),
     "no json": ("transformers:{}/no-json", {}, "cannot be loaded"),
     "unknown type": ("transformers:{}/unknown", {}, "cannot be loaded"),
     "remote code": (
         "transformers:{}/remote",
         {},
         "needs code of its repository, which runs with --trust-remote-code alone",
+    ),
+    "cut weights": ("transformers:{}/cut", {}, "cannot be loaded: SafetensorError"),
+    "other weights": ("transformers:{}/mismatched", {}, "have other shapes than its config.json"),
+    "revision of a folder": ("transformers:{}/vit@main", {}, "names the revision 'main' of a fol"),
+    "revision of a class": (
+        "transformers:ViTModel@main",
+        {"random_init": 0},
+        "names the revision 'main' of a class; expected it of OWNER/NAME alone",
+    ),
+    "near a class": (
+        "transformers:VitModel",
+        {"random_init": 0},
+        "ViTModel)",
     ),
     "weights that are not there": ("transformers:{}/config-alone", {}, "cannot be loaded"),
 }

@@ -1,6 +1,7 @@
 """Try vitsee on the vision models of the installed transformers; write a table of what came out.
 
-    python tools/try_transformers.py docs/architectures-transformers.md
+    tools/transformers_4.sh /tmp/t4 python tools/try_transformers.py --rows /tmp/t4.json
+    python tools/try_transformers.py docs/architectures-transformers.md --beside /tmp/t4.json
 
 Classes of backbones, classifiers and towers of larger models, each made tiny from its own
 configuration with random weights. Of each: whether its sites are found; whether
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import copy
 import inspect
+import json
 import sys
 import traceback
 import warnings
@@ -125,7 +127,10 @@ def compare(model: LoadedModel, table: SiteTable) -> dict[str, Any]:
         capture.run(x, keeper)
     found: dict[str, Any] = {"hidden": "", "eager": "", "wrong": ""}
     outs = [site.name for site in table.sites if site.part == "out"]
-    states = getattr(outputs(model, x, output_hidden_states=True), "hidden_states", None)
+    try:
+        states = getattr(outputs(model, x, output_hidden_states=True), "hidden_states", None)
+    except TypeError:  # of 4.x, where some classes do not take it
+        states, found["hidden"] = None, "does not give them"
     if states:
         tensors = [x for x in states if isinstance(x, Tensor) and x.ndim > 2]
         other = OTHER_STATES.get(type(model.module).__name__)
@@ -133,7 +138,7 @@ def compare(model: LoadedModel, table: SiteTable) -> dict[str, Any]:
     if table.attention:
         try:
             weights = getattr(outputs(model, x, output_attentions=True), "attentions", None)
-        except (RuntimeError, ValueError):
+        except (RuntimeError, TypeError, ValueError):
             weights, found["eager"] = None, "its own eager pass fails"
         if weights and len(weights) == len(outs):
             gaps = []
@@ -210,8 +215,27 @@ def attempt(name: str) -> dict[str, Any]:
     return row
 
 
-def page(rows: list[dict[str, Any]]) -> str:
-    """The page."""
+def beside(row: dict[str, Any], other: dict[str, Any] | None) -> str:
+    """The outcome of another release, and what of its row is not the same; `blocks` and the rest
+    are compared where both are ok."""
+    if other is None:
+        return "no such class"
+    if other["outcome"] != "ok":
+        return f"{other['outcome']}: {other['reason']}" if row["outcome"] == "ok" else "the same"
+    if row["outcome"] != "ok":
+        return "ok"
+    paths = row["blocks"], other["blocks"]
+    differ = [f"blocks {paths[1]}"] if paths[0] != paths[1] else []
+    differ += [
+        f"{key} {other[key] or 'nothing'}"
+        for key in ("grids", "hidden", "attention", "residual")
+        if row[key] != other[key]
+    ]
+    return "; ".join(["ok", *differ])
+
+
+def page(rows: list[dict[str, Any]], others: dict[str, Any] | None = None) -> str:
+    """The page. others: `version`, and the `rows` of another release."""
     version = library().__version__
     counts = {kind: sum(r["outcome"] == kind for r in rows) for kind in ("ok", "FAILURE")}
     lines = [
@@ -228,11 +252,19 @@ def page(rows: list[dict[str, Any]]) -> str:
         "why none is; eager: its largest difference from the `attentions` of the eager",
         "implementation.",
         "Residual: sublayers proven.",
-        "",
-        "| class | outcome | blocks | grids | hidden | attention | eager | residual | refused |",
-        "|---|---|---|---|---|---|---|---|---|",
     ]
-    keys = ("class", "outcome", "blocks", "grids", "hidden", "attention", "eager", "residual")
+    keys = ["class", "outcome", "blocks", "grids", "hidden", "attention", "eager", "residual"]
+    if others is not None:
+        old, known = str(others["version"]), {row["class"]: row for row in others["rows"]}
+        rows = [{**row, old: beside(row, known.get(row["class"]))} for row in rows]
+        n_ok = sum(row["outcome"] == "ok" for row in others["rows"])
+        n_failed = sum(row["outcome"] == "FAILURE" for row in others["rows"])
+        lines += [
+            f"Of transformers {old} (`tools/transformers_4.sh`) {n_ok} of {len(known)} are ok,",
+            f"with {n_failed} failures; its column has what differs there.",
+        ]
+        keys.insert(2, old)
+    lines += ["", f"| {' | '.join([*keys, 'refused'])} |", "|---" * (len(keys) + 1) + "|"]
     for row in rows:
         cells = [*(row.get(key, "") for key in keys), row["reason"]]
         text = [" ".join(str(cell).replace("|", "\\|").split()) for cell in cells]
@@ -243,7 +275,9 @@ def page(rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     """Try all, write the table, 1 if anything failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("page", type=Path)
+    parser.add_argument("page", type=Path, nargs="?")
+    parser.add_argument("--rows", type=Path, help="write what was found as JSON, for --beside")
+    parser.add_argument("--beside", type=Path, help="the --rows of another release")
     parser.add_argument("--only", nargs="*", help="these classes alone")
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -252,7 +286,12 @@ def main() -> int:
         rows.append(attempt(name))
         row = rows[-1]
         print(name, row["outcome"], row.get("hidden"), row.get("eager"), row["reason"], flush=True)
-    given.page.write_text(page(rows))
+    if given.rows is not None:
+        record = {"version": library().__version__, "rows": rows}
+        given.rows.write_text(json.dumps(record, indent=1))
+    if given.page is not None:
+        others = None if given.beside is None else json.loads(given.beside.read_text())
+        given.page.write_text(page(rows, others))
     return int(any(row["outcome"] == "FAILURE" for row in rows))
 
 

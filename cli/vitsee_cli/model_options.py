@@ -66,14 +66,14 @@ def _options_in_name(ctx: click.Context, param: click.Parameter, text: str) -> s
     arguments: list[tuple[str, Any]] = []
     for key, values in options.items():
         option = known.get(f"--{key}")
-        if option is None and source_of(name).arguments_in_name:
-            arguments += [parse_model_arg(f"{key}={value}") for value in values]
+        if option is None and source_of(name).arguments_in_name and len(values) == 1:
+            arguments.append(parse_model_arg(f"{key}={values[0]}"))
             continue
+        if len(values) > 1 and (option is None or not option.multiple):
+            raise click.BadParameter(f"{text!r}: {key} takes one value")
         if option is None:
             expected = ", ".join(word.removeprefix("--") for word in known)
             raise click.BadParameter(f"{text!r}: no option {key!r} of a model; expected {expected}")
-        if len(values) > 1 and not option.multiple:
-            raise click.BadParameter(f"{text!r}: {key} takes one value")
         given[str(option.name)] = values if option.multiple else values[0]
     ctx.default_map = {**(ctx.default_map or {}), **given}
     ctx.meta[_IN_NAME] = arguments

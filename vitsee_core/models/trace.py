@@ -18,6 +18,7 @@ from vitsee_core.models.branch_only import SUMS, plain
 from vitsee_core.models.hook_points import ModelError, first_tensor, input_tensor
 
 N_CORNERS = 4
+_OF_CODE = (AttributeError, KeyError, NameError, TypeError)  # whatever the size of the images
 Key = tuple[int, int]
 
 
@@ -220,6 +221,12 @@ def trace(module: nn.Module, size: tuple[int, int, int], corners: bool) -> Trace
     with torch.inference_mode(False), torch.no_grad(), _hooks(module, recorder, watch), sums, watch:
         try:
             module(images.to(device))
+        except _OF_CODE as error:
+            text = " ".join(str(error).split()).rstrip(".")
+            raise ModelError(
+                f"the model's forward pass raises {type(error).__name__}: {text}; "
+                "expected a module that takes a batch of images alone"
+            ) from error
         except (AssertionError, IndexError, RuntimeError, ValueError) as error:
             text = " ".join(str(error).split()).rstrip(".")
             where = recorder.stack[-1] if recorder.stack else ""

@@ -242,4 +242,6 @@ def drawn(seed: int, make: Any, what: str) -> nn.Module:
             ) from error
     if not isinstance(module, nn.Module):
         raise ModelError(f"{what} gives {type(module).__name__}; expected a torch.nn.Module")
+    if next(module.parameters(), None) is None:
+        raise ModelError(f"{what} gives a module without parameters; expected a network")
     return module

@@ -96,7 +96,8 @@ class Processor:
     def _refused(self, why: str) -> ModelError:
         return ModelError(
             f"the image processor of {self.name} does more than resize, crop and normalise: {why}; "
-            "expected --transform timm, and where needed --img-size, --img-mean and --img-std"
+            f"expected {'--processor pil, or ' if self.backend == 'torchvision' else ''}--transform"
+            " timm with --img-size, --img-mean and --img-std where needed"
         )
 
 

@@ -78,11 +78,21 @@ class FileSource(Source):
             with importing_from(self.place[0].resolve().parent):
                 found = build(**given)
             parts = found if isinstance(found, tuple) else (found,)
+            if not 1 <= len(parts) <= 3:
+                raise ModelError(
+                    f"{self.name} gives {len(parts)} things; expected a module, or (module, "
+                    "transform), or (module, transform, class names)"
+                )
             transform, names = [*parts[1:3], None, None][:2]
             self.made = transform, names
             return parts[0]
 
         module = drawn(seed, made, self.name)
+        if _is_meta(module) and torch.get_default_device().type != "meta":
+            raise ModelError(
+                f"{self.name} gives parameters on the meta device, which have no values; expected "
+                "a module on the CPU"
+            )
         if not pretrained and WEIGHTS not in given and not _is_meta(module):
             self._check_random(made, seed, module)
         return module

@@ -7,6 +7,7 @@ Code of a repository runs with `trust_remote_code` alone: models that need it ar
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
 from collections.abc import Mapping
@@ -43,6 +44,7 @@ class TransformersSource(Source):
         super().__init__(name, choices)
         self.loaded: dict[str, Any] = {}  # what was missing or left over in its own weights
         self.rounds = False  # whether its processor's floats are rounded to 8 bits
+        self.assumes = False  # whether mean or deviation are neither its own nor the user's
 
     @property
     def parts(self) -> tuple[str, str | None, str]:
@@ -56,11 +58,16 @@ class TransformersSource(Source):
 
     def check(self) -> None:
         """As in `Source`."""
-        place, _, _ = self.parts
+        place, revision, _ = self.parts
         if not place:
             raise ModelError(
                 f"{self.name!r} names no model; expected transformers:OWNER/NAME, a folder, or a "
                 "class as transformers:ViTModel"
+            )
+        if revision is not None and (self._is_class or place.startswith(("/", ".", "~"))):
+            raise ModelError(
+                f"{self.name!r} names the revision {revision!r} of a "
+                f"{'class' if self._is_class else 'folder'}; expected it of OWNER/NAME alone"
             )
 
     def placed(self, folder: Path) -> str:
@@ -111,6 +118,8 @@ class TransformersSource(Source):
         config = getattr(module, "config", None)
         stated = self._stated()
         self.rounds = stated.get("processor") == "torchvision-float"
+        unsaid = any(given.get(key) is None for key in ("mean", "std"))
+        self.assumes = self._processor is None and unsaid
         channels = getattr(config, "num_channels", 3)
         size = self._processed_size or _size(config) or stated["input_size"][1:]
         stated["input_size"] = (channels if isinstance(channels, int) else 3, *size)
@@ -140,7 +149,7 @@ class TransformersSource(Source):
         if self.choices.trust_remote_code:
             found["trust_remote_code"] = True
         if self._processor is None:
-            return {**found, "notes": [ASSUMED]}
+            return {**found, **({"notes": [ASSUMED]} if self.assumes else {})}
         notes = {"notes": [ROUNDED]} if self.rounds else {}
         return {**found, **self._processor.origin(), **notes}
 
@@ -161,6 +170,11 @@ class TransformersSource(Source):
             return kind.config_class()  # type: ignore[attr-defined]
         if not Path(place).is_dir() and place.count("/") > 1:
             raise ModelError(f"{self.name}: no folder {place}; expected one, or OWNER/NAME")
+        if Path(place).is_dir() and not Path(place, "config.json").is_file():
+            raise ModelError(
+                f"{self.name}: {place} has no config.json; expected a folder that transformers "
+                "saved, with config.json and weights"
+            )
         try:
             return library().AutoConfig.from_pretrained(place, revision=revision, **self._access)
         except Exception as error:
@@ -325,11 +339,18 @@ class TransformersSource(Source):
                 f"{self.name} needs code of its repository, which runs with --trust-remote-code "
                 "alone (read it first); expected that, or a model that transformers has itself"
             )
+        if "ignore_mismatched_sizes" in text:
+            return ModelError(
+                f"{self.name} cannot be loaded: its weights have other shapes than its config.json "
+                "says; expected a folder or repository whose files belong together"
+            )
         if isinstance(error, OSError):
+            near = difflib.get_close_matches(place, class_names(), n=3, cutoff=0.7)
+            hint = f" (near names of classes: {', '.join(near)})" if near else ""
             why = "" if Path(place).is_dir() or not self._offline else f" ({why_unreachable()})"
             return ModelError(
                 f"{self.name} cannot be loaded{why}: {text}; expected OWNER/NAME, a folder with "
-                "config.json and weights, or a class with --random-init SEED"
+                f"config.json and weights, or a class with --random-init SEED{hint}"
             )
         return ModelError(f"{self.name} cannot be loaded: {type(error).__name__}: {text}")
 
