@@ -134,7 +134,7 @@ def write_tar(path: Path, members: dict[str, bytes], mode: Any = "w") -> Path:
 def test_one_tar_with_class_folders(tmp_path: Path) -> None:
     members = {"./b/1.png": encoded(1), "a/2.png": encoded(2), "a/read.me": b"x"}
     source = open_source(str(write_tar(tmp_path / "d.tar", members)))
-    assert source.ids == ["a/2.png", "b/1.png"]
+    assert list(source.ids) == ["a/2.png", "b/1.png"]
     assert source.class_names == ["a", "b"]
     assert source.read(0)[1] == hash64(members["a/2.png"])
     assert source.read(1)[1] == hash64(members["./b/1.png"])
@@ -150,7 +150,7 @@ def test_folder_of_tars_and_tars_in_a_tar_are_class_folders(tmp_path: Path) -> N
     }
     for data in (folder, write_tar(tmp_path / "outer.tar", inner)):
         source = open_source(str(data))
-        assert source.ids == ["cat/1.png", "dog/0.png", "dog/1.png"]
+        assert list(source.ids) == ["cat/1.png", "dog/0.png", "dog/1.png"]
         assert source.class_names == ["cat", "dog"]
         hashes = [source.read(k)[1] for k in range(3)]
         assert hashes == [hash64(b) for b in (cats["1.png"], dogs["0.png"], dogs["1.png"])]
@@ -160,7 +160,7 @@ def test_member_appended_again_replaces_the_first(tmp_path: Path) -> None:
     write_tar(tmp_path / "d.tar", {"a.png": encoded(1)})
     write_tar(tmp_path / "d.tar", {"a.png": encoded(2)}, "a")
     source = open_source(str(tmp_path / "d.tar"))
-    assert source.ids == ["a.png"]
+    assert list(source.ids) == ["a.png"]
     assert source.read(0)[1] == hash64(encoded(2))
 
 

@@ -78,7 +78,7 @@ def test_iterable_data_are_refused(data: str) -> None:
 
 
 def test_hugging_face_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitsee_core.images.libraries.find_spec", lambda _: None)
+    monkeypatch.setattr("vitsee_core.images.sources.libraries.find_spec", lambda _: None)
     assert "pip install datasets" in refused("hfds/cifar10", "train")
 
 
@@ -119,7 +119,7 @@ def test_hugging_face_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     library.load_dataset = load_dataset
     monkeypatch.setitem(sys.modules, "datasets", library)
-    monkeypatch.setattr("vitsee_core.images.libraries.find_spec", lambda _: True)
+    monkeypatch.setattr("vitsee_core.images.sources.libraries.find_spec", lambda _: True)
     source = open_source("hfds/org/pets:/cache", split="train")
     assert asked == {"name": "org/pets", "split": "train", "cache_dir": "/cache"}
     assert source.ids == ["train/0", "train/1", "train/2"]

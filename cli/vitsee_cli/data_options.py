@@ -13,7 +13,8 @@ from vitsee_core.images.selection import ORDERS
 
 def data_options(command: Any) -> Any:
     """Which images in which order, as the fields of a DataOptions: `data`, `split`, `images`,
-    `per_class`, `only`, `seed`, `order`, `short_side`, `multiple`, `tiles`."""
+    `per_class`, `only`, `seed`, `order`, `short_side`, `multiple`, `tiles`, and how labels of
+    archives are found."""
     return apply(command, _DATA_OPTIONS)
 
 
@@ -22,9 +23,31 @@ _DATA_OPTIONS: tuple[Decorator, ...] = (
         "--data",
         required=True,
         metavar="DATA",
-        help="Folder of images, .csv, .tsv or .txt list, .npz, .zip, .tar, torch/NAME[:FOLDER] "
-        "(torchvision's, in FOLDER), hfds/NAME[:CACHE] (Hugging Face's, cached in CACHE), "
-        "demo:train or demo:test.",
+        help="Folder of images, .csv, .tsv or .txt list, .npz, .zip, .tar or .parquet files "
+        "('shards/in1k-{0000..0063}.tar', 'data/*.parquet'), folders and files at s3://, gs://, "
+        "az://, https:// or hf://datasets/OWNER/NAME, torch/NAME[:FOLDER] (torchvision's, in "
+        "FOLDER), hfds/NAME[:CACHE] (Hugging Face's, cached in CACHE), demo:train or demo:test.",
+    ),
+    click.option(
+        "--label-key",
+        metavar="KEY",
+        type=parse_words,
+        help="Of .tar files: where an image's label is, cls or txt for that file beside it, else a "
+        "field of its .json.  [default: .cls, else label, cls or class of .json, else .txt if a "
+        "number]",
+    ),
+    click.option(
+        "--image-column",
+        metavar="COLUMN",
+        type=parse_words,
+        help="Of .parquet files: the column of images.  [default: the only one]",
+    ),
+    click.option(
+        "--label-column",
+        metavar="COLUMN",
+        type=parse_words,
+        help="Of .parquet files: the column of labels, numbers or names.  [default: label, labels, "
+        "fine_label, cls or class]",
     ),
     click.option(
         "--split",

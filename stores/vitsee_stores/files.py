@@ -66,6 +66,14 @@ class Files(ABC):
         """A file's size, and its last `length` bytes."""
 
     @abstractmethod
+    def read_range(self, name: str, start: int, length: int) -> bytes:
+        """`length` bytes from `start` on; OSError if the file ends before."""
+
+    @abstractmethod
+    def stamp(self, name: str) -> tuple[int, str]:
+        """A file's size, and a text that changes whenever its bytes are replaced."""
+
+    @abstractmethod
     def names(self, folder: str = "") -> set[str]:
         """Names of the files and folders in a folder; empty if there is no such folder."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -87,6 +88,22 @@ class Folder(Files):
             return size, os.pread(descriptor, length, max(0, size - length))
         finally:
             os.close(descriptor)
+
+    def read_range(self, name: str, start: int, length: int) -> bytes:
+        with open(open_regular(self._prefix + name), "rb", buffering=0) as file:
+            file.seek(start)
+            data = bytearray(length)
+            view, done = memoryview(data), 0
+            while done < length and (got := file.readinto(view[done:])):
+                done += got
+        if done < length:
+            raise OSError(errno.EIO, f"the file ends {length - done} bytes too early")
+        return bytes(data)
+
+    def stamp(self, name: str) -> tuple[int, str]:
+        """By its time of modification."""
+        status = os.stat(self._prefix + name)
+        return status.st_size, str(status.st_mtime_ns)
 
     def names(self, folder: str = "") -> set[str]:
         try:

@@ -121,6 +121,20 @@ class Objects(Files):
 
         return self._tried(once)
 
+    def read_range(self, name: str, start: int, length: int) -> bytes:
+        def once() -> bytes:
+            data = obstore.get_range(self._client, name, start=start, length=length)
+            if len(data) != length:
+                raise GenericError(f"the server sent {len(data)} of {length} bytes")
+            return bytes(data)
+
+        return self._tried(once) if length else b""
+
+    def stamp(self, name: str) -> tuple[int, str]:
+        """By its entity tag, or its time of modification where the server sends none."""
+        about = self._tried(lambda: obstore.head(self._client, name))
+        return about["size"], str(about["e_tag"] or about["last_modified"])
+
     def names(self, folder: str = "") -> set[str]:
         """Names below a prefix, up to the next slash."""
         listing = self._tried(lambda: obstore.list_with_delimiter(self._client, folder or None))
@@ -134,7 +148,7 @@ class Objects(Files):
         below: dict[str, list[str]] = {"": []}
         files: dict[str, list[str]] = {"": []}
         try:
-            paths = self._all()
+            paths = self.listed()
         except OSError as error:
             error.filename = "."
             onerror(error)
@@ -162,7 +176,8 @@ class Objects(Files):
         except FileNotFoundError:
             return not name and bool(self.names())
 
-    def _all(self) -> list[str]:
+    def listed(self) -> list[str]:
+        """The names of all objects."""
         return self._tried(
             lambda: [entry["path"] for page in obstore.list(self._client) for entry in page]
         )
@@ -229,7 +244,7 @@ class Objects(Files):
     def remove_store(self, incomplete: bytes) -> None:
         """The root is first marked incomplete and removed last, markers go before other objects: an
         interrupted removal leaves a store without slabs, which can be removed or filled again."""
-        paths = set(self._all())
+        paths = set(self.listed())
         if ROOT in paths:
             self.put(ROOT, incomplete)
         markers = {path for path in paths if path.startswith("commits/")}

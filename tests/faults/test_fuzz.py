@@ -107,6 +107,6 @@ def test_arrays_that_unpack_to_more_than_the_memory(
 ) -> None:
     path = tmp_path / "a.npz"
     np.savez_compressed(path, images=np.zeros((20, 100, 100), np.uint8))
-    monkeypatch.setattr("vitsee_core.images.arrays.memory_bytes", lambda: 100_000)
+    monkeypatch.setattr("vitsee_core.images.sources.arrays.memory_bytes", lambda: 100_000)
     with pytest.raises(VitseeError, match="unpacks to 200 kB, this machine has 100 kB of memory"):
         open_source(str(path))

@@ -30,6 +30,7 @@ from vitsee_core.extraction.prepare import Prepared, prepare
 from vitsee_core.extraction.run import announce, fill, made_or_joined, stopped
 from vitsee_core.extraction.sharding import Shard
 from vitsee_core.extraction.signals import StopRequest
+from vitsee_core.images.sources import placed
 from vitsee_core.models.sources import source_of
 from vitsee_core.runtime.dask_worker import on_this_worker
 from vitsee_core.runtime.execution import Execution
@@ -160,14 +161,13 @@ def by_absolute_paths(
 ) -> SlabsByWorker:
     """The options with paths that are valid in any working directory."""
     name = source_of(model.name).placed(Path.cwd())
-    folder = Path(data.data)
     return SlabsByWorker(
         dataclasses.replace(
             model, name=name, checkpoint=model.checkpoint and model.checkpoint.absolute()
         ),
         dataclasses.replace(
             data,
-            data=str(folder.absolute()) if data.data and folder.exists() else data.data,
+            data=placed(data.data, Path.cwd()),
             only=data.only and data.only.absolute(),
         ),
         keep,

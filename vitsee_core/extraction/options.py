@@ -58,6 +58,9 @@ class DataOptions:
     short_side: int | None = None
     multiple: int | None = None
     tiles: bool = False
+    label_key: str | None = None
+    image_column: str | None = None
+    label_column: str | None = None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from vitsee_core.models.same_images import FirstImages, check_same_images, first
 from vitsee_core.models.selfcheck import SelfCheck, self_check
 from vitsee_core.models.sites import SiteTable
 from vitsee_core.runtime.device import precision_context, resolve_device
-from vitsee_core.runtime.progress import soon_said
+from vitsee_core.runtime.progress import SILENT, Progress, soon_said
 from vitsee_core.runtime.versions import store_versions
 from vitsee_core.tables.files import check_place
 from vitsee_stores import StoreWriter
@@ -71,7 +71,11 @@ class Prepared:
 
 
 def prepare(
-    options: ModelOptions | LoadedModel, data: DataOptions, keep: KeepOptions, run: RunOptions
+    options: ModelOptions | LoadedModel,
+    data: DataOptions,
+    keep: KeepOptions,
+    run: RunOptions,
+    progress: Progress = SILENT,
 ) -> Prepared:
     """Load the model (if needed), choose the images, run the self-check, and decide the contents of
     the store.
@@ -86,8 +90,8 @@ def prepare(
     writer = None if run.force else StoreWriter.join(run.output)
     if writer is None:
         check_output(run, data)
-        return plan_store(options, data, keep, run)
-    return join_store(writer, options, data, keep, run)
+        return plan_store(options, data, keep, run, progress)
+    return join_store(writer, options, data, keep, run, progress)
 
 
 def check_output(run: RunOptions, data: DataOptions) -> None:
@@ -103,6 +107,7 @@ def join_store(
     data: DataOptions,
     keep: KeepOptions,
     run: RunOptions,
+    progress: Progress = SILENT,
 ) -> Prepared:
     """An extraction that continues an existing store, by that store's plan.
 
@@ -112,7 +117,7 @@ def join_store(
     """
     stored = writer.manifest.identity
     plan = writer.manifest.plan
-    device, selection = resolve_device(run.device), chosen_images(data, stored)
+    device, selection = resolve_device(run.device), chosen_images(data, stored, progress)
     with soon_said("loading the model"):
         layout = lay_out(options, data, keep, selection, plan.canvas)
     model, table = layout.model, layout.table
@@ -140,11 +145,15 @@ def join_store(
 
 
 def plan_store(
-    options: ModelOptions | LoadedModel, data: DataOptions, keep: KeepOptions, run: RunOptions
+    options: ModelOptions | LoadedModel,
+    data: DataOptions,
+    keep: KeepOptions,
+    run: RunOptions,
+    progress: Progress = SILENT,
 ) -> Prepared:
     """An extraction into a new store, planned but not yet created. Raises VitseeError: as
     `prepare`."""
-    device, selection = resolve_device(run.device), chosen_images(data, {})
+    device, selection = resolve_device(run.device), chosen_images(data, {}, progress)
     with soon_said("loading the model"):
         layout = lay_out(options, data, keep, selection)
     model, table = layout.model, layout.table
@@ -214,11 +223,20 @@ def choose_of(layout: ImageLayout, keep: KeepOptions, stored: Mapping[str, Any])
         raise VitseeError(f"{error} (--tiles keeps sites with a grid only)") from None
 
 
-def chosen_images(data: DataOptions, stored: Mapping[str, Any]) -> Selection:
+def chosen_images(
+    data: DataOptions, stored: Mapping[str, Any], progress: Progress = SILENT
+) -> Selection:
     """The images, with an existing store's (`stored`: its identity) seed and order by default."""
     with soon_said(f"listing the images of {data.data}"):
         return select(
-            open_source(data.data, split=data.split),
+            open_source(
+                data.data,
+                split=data.split,
+                label_key=data.label_key,
+                image_column=data.image_column,
+                label_column=data.label_column,
+                progress=progress,
+            ),
             images=data.images,
             per_class=data.per_class,
             seed=data.seed if data.seed is not None else stored.get("seed", 0),

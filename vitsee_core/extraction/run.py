@@ -73,7 +73,7 @@ def extract(
     """
     if run.force and (shard.claims or shard.count > 1):
         raise VitseeError("--force with --shard would delete other shards' work: delete it first")
-    prepared = prepare(model, data, keep, run)
+    prepared = prepare(model, data, keep, run, progress)
     with StopRequest() as stop:
         prepared, writer = made_or_joined(prepared, model, data, keep, run)
         return fill_all(prepared, writer, run, shard, progress, stop)

@@ -12,7 +12,7 @@ import io
 import os
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
@@ -21,17 +21,21 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from vitsee_core.images.errors import ImageError
+from vitsee_core.images.errors import DataError, ImageError
 from vitsee_core.images.shared import SharedBlock
 from vitsee_core.images.sides import Size
 from vitsee_stores.disk import open_regular, read_regular
 from vitsee_stores.errors import reason
+from vitsee_stores.files import Files, NoAnswer
+from vitsee_stores.folder import Folder
 
 # The process or the machine ran out of something: the image is not to blame.
 _NOT_THE_IMAGE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _REASON_LENGTH = 200
 MOST_BYTES = 1 << 30  # of an encoded image
 _ZIP_HEADER, _ZIP_MAGIC = 30, b"PK\x03\x04"
+_TAR_HEADER = 512
+_AT_ONCE_FAR = 16  # images that are asked of a server at the same time, and in memory
 
 ZipMember = tuple[int, str, int, int, int, bool, int]
 
@@ -70,6 +74,16 @@ class Opener(ABC):
         """An opener to send to a worker, and the descriptors that the worker must inherit."""
         return self, ()
 
+    @property
+    def at_once(self) -> int:
+        """Images that are worth loading together."""
+        return 1
+
+    def each(self, work: Callable[[int], None], n: int) -> None:
+        """Call `work` with each number below n."""
+        for k in range(n):
+            work(k)
+
     @abstractmethod
     def _load(self, location: Any) -> tuple[Image.Image, int]: ...
 
@@ -99,10 +113,30 @@ class FileOpener(Opener):
 
 
 @dataclass(frozen=True)
-class TarOpener(Opener):
+class FilesOpener(Opener):
+    """Whole files of a folder or a URL; a location is a name."""
+
+    files: Files
+
+    @property
+    def at_once(self) -> int:
+        return 1 if isinstance(self.files, Folder) else _AT_ONCE_FAR
+
+    def each(self, work: Callable[[int], None], n: int) -> None:
+        self.files.each_small(work, range(n))
+
+    def _load(self, location: Any) -> tuple[Image.Image, int]:
+        return decode(str(location), self._bytes(location))
+
+    def _bytes(self, location: Any) -> bytes:
+        return self.files.read(location, MOST_BYTES)
+
+
+@dataclass(frozen=True)
+class TarOpener(FilesOpener):
     """Members of uncompressed tar files; a location is (tar, member's name, offset, size)."""
 
-    tars: tuple[str, ...]
+    tars: Sequence[str]
 
     def _load(self, location: tuple[int, str, int, int]) -> tuple[Image.Image, int]:
         return decode(location[1], self._bytes(location))
@@ -110,12 +144,11 @@ class TarOpener(Opener):
     def _bytes(self, location: tuple[int, str, int, int]) -> bytes:
         tar, name, offset, size = location
         _check_bytes(name, size)
-        with open(self.tars[tar], "rb") as file:
-            file.seek(offset)
-            encoded = file.read(size)
-        if len(encoded) < size:
-            raise ImageError(name, f"the tar file ends {size - len(encoded)} bytes too early")
-        return encoded
+        # With its header, which is another if the tar was written anew.
+        data = self.files.read_range(self.tars[tar], offset - _TAR_HEADER, size + _TAR_HEADER)
+        if not data[124] & 0x80 and int(data[124:135].strip(b"\0 ") or b"0", 8) != size:
+            raise ImageError(name, f"the tar file changed: other bytes than {size} at {offset}")
+        return data[_TAR_HEADER:]
 
 
 @dataclass(frozen=True)
@@ -239,6 +272,11 @@ def _read_of(location: Any) -> Iterator[None]:
     """Context that turns the system's errors on one image into an ImageError."""
     try:
         yield
+    except NoAnswer as error:
+        raise DataError(
+            f"an image cannot be read: {error.strerror}; what was committed is kept: repeat the "
+            "command to go on"
+        ) from None
     except OSError as error:
         if error.errno in _NOT_THE_IMAGE:
             raise
@@ -310,7 +348,7 @@ def hash64(data: bytes) -> int:
 def load_into(
     out: NDArray[np.uint8], opener: Opener, locations: Sequence[Any], recipe: Any
 ) -> tuple[NDArray[np.bool_], NDArray[np.uint64], NDArray[np.int32], list[tuple[int, str]]]:
-    """Load images one after another into `out` (images, channels, height, width).
+    """Load images into `out` (images, channels, height, width).
 
     Returns which are valid, their hashes, their sizes (images, 2) as decoded (height, width), and
     (position, reason) of invalid ones, which have zeros in `out`, hash 0 and size 0.
@@ -319,9 +357,10 @@ def load_into(
     hashes = np.zeros(len(locations), np.uint64)
     sizes = np.zeros((len(locations), 2), np.int32)
     errors: list[tuple[int, str]] = []
-    for k, location in enumerate(locations):
+
+    def load(k: int) -> None:
         try:
-            image, value = opener.load(location)
+            image, value = opener.load(locations[k])
             out[k] = recipe.apply(image)
         except ImageError as error:
             out[k] = 0
@@ -329,7 +368,9 @@ def load_into(
         else:
             valid[k], hashes[k] = True, value
             sizes[k] = image.height, image.width
-    return valid, hashes, sizes, errors
+
+    opener.each(load, len(locations))
+    return valid, hashes, sizes, sorted(errors)
 
 
 def one_line(error: BaseException) -> str:

@@ -24,6 +24,7 @@ from vitsee_stores.errors import reason
 from vitsee_stores.manifest import few
 from vitsee_stores.metadata import MOST_BYTES, ZARR_JSON
 
+_LARGEST_LABEL = 2**62
 PICTURES = ("--png", "--table")  # options of commands behind which a picture's name stands
 STUDY, SIDECARS = "study.json", tuple(f"{ending}.json" for ending in TABLE_ENDINGS)
 
@@ -90,6 +91,18 @@ def number(names: Sequence[str]) -> tuple[NDArray[np.int64], list[str] | None]:
     code = {name: k for k, name in enumerate(class_names)}
     labels = np.array([code.get(name, -1) for name in names], np.int64)
     return labels, class_names or None
+
+
+def class_labels(values: Sequence[str]) -> tuple[NDArray[np.int64], list[str] | None]:
+    """Labels for what users write: class numbers, or names where any is none; "" is none (-1).
+    The names are None if all are numbers."""
+    try:
+        numbers = [int(value) if value else -1 for value in values]
+    except ValueError:
+        return number(values)
+    if min(numbers, default=0) < -1 or max(numbers, default=0) > _LARGEST_LABEL:
+        return number(values)
+    return np.array(numbers, np.int64), None
 
 
 def natural_key(text: str) -> tuple[list[int | str], str]:

@@ -34,7 +34,7 @@ class ImageSource:
     name: str
     opener: Opener
     locations: Sequence[Any]
-    ids: list[str]
+    ids: Sequence[str]
     labels: NDArray[np.int64]
     splits: list[str]
     class_names: list[str] | None = None

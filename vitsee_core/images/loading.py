@@ -112,13 +112,13 @@ def _load_here(
         hashes = np.empty(len(locations), np.uint64)
         sizes = np.empty((len(locations), 2), np.int32)
         errors: list[tuple[int, str]] = []
-        for k, location in enumerate(locations):
+        for start in range(0, len(locations), opener.at_once):
             if stopped.is_set():
                 return
-            one = slice(k, k + 1)
-            loaded = load_into(pixels[one], opener, [location], recipe)
-            valid[one], hashes[one], sizes[one], wrong = loaded
-            errors += [(k, reason) for _, reason in wrong]
+            some = slice(start, start + opener.at_once)
+            loaded = load_into(pixels[some], opener, locations[some], recipe)
+            valid[some], hashes[some], sizes[some], wrong = loaded
+            errors += [(start + k, reason) for k, reason in wrong]
         yield pixels, valid, hashes, sizes, errors
 
 

@@ -86,7 +86,7 @@ def load_with_workers(
     worker two tasks.
 
     Raises:
-        DataError: a worker was killed, or this system cannot start one.
+        DataError: a worker was killed, or this system cannot start one; or a server gave no answer.
     """
     largest = max(map(len, places), default=0)
     if not largest:
@@ -168,9 +168,12 @@ def _receive(workers: list[_Worker], running: dict[int, _Open]) -> None:
     for ready in wait(list(by_socket), timeout=0.1):
         worker = by_socket[ready]  # type: ignore[index]
         try:
-            number, start, valid, hashes, sizes, errors = worker.socket.recv()
+            answer = worker.socket.recv()
         except (EOFError, OSError):
             raise _lost(worker) from None
+        if isinstance(answer, DataError):
+            raise answer
+        number, start, valid, hashes, sizes, errors = answer
         worker.n_tasks -= 1
         batch = running[number]
         rows = slice(start, start + len(valid))
@@ -241,4 +244,8 @@ def serve(fd: int) -> None:
 def _load_task(socket: Connection, opener: Opener, recipe: Recipe, ring: SharedBlock) -> None:
     number, start, offset, locations = socket.recv()
     out = ring.array((len(locations), *recipe.shape), offset)
-    socket.send((number, start, *load_into(out, opener, locations, recipe)))
+    try:
+        answer: Any = (number, start, *load_into(out, opener, locations, recipe))
+    except DataError as error:  # of what the images are read from, not of one of them
+        answer = error
+    socket.send(answer)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from vitsee_core.runtime.machine import human_bytes, memory_bytes
 from vitsee_core.runtime.options import Option
 from vitsee_stores.errors import MissingInput, VitseeError
+from vitsee_stores.url import is_url
 
 if TYPE_CHECKING:
     from vitsee_core.images import ImageSource
@@ -276,31 +277,25 @@ def source_of(store: Store, data: str | None = None) -> ImageSource:
         VitseeError: it is missing, or the store does not name it.
     """
     from vitsee_core.images import open_source
+    from vitsee_core.images.sources import placed
 
     info = store.manifest.info
     options = info.get("data")
     if not options:
         raise MissingInput(f"{store.label} does not say where its images are; extract it anew")
-    if data is None and str(options["data"]).startswith("hfds/"):
+    if data is None and (is_url(text := str(options["data"])) or text.startswith("hfds/")):
         raise MissingInput(
-            f"{store.label} names the hub's data set {str(options['data'])[:80]}, which a store "
-            "may not open by itself (name it, or where its images are now, with --data)"
+            f"{store.label} was made from {text[:80]}, which a store may not open by itself (name "
+            "it, or where its images are now, with --data)"
         )
-    text = data if data is not None else _placed(options["data"], Path(info["data_folder"]))
+    text = data if data is not None else placed(options["data"], Path(info["data_folder"]))
+    own = {key: options.get(key) for key in ("label_key", "image_column", "label_column")}
+    if Path(text).suffix != Path(str(options["data"])).suffix:
+        own = {}  # of files of that kind
     try:
-        return open_source(text, split=options["split"])
+        return open_source(text, split=options["split"], **own)
     except VitseeError as error:
         raise VitseeError(
             f"the images of {store.label} cannot be read again: {error} (name where they are now "
             "with --data)"
         ) from None
-
-
-def _placed(data: str, folder: Path) -> str:
-    """What the data was called from `folder`, so that it can be found from here."""
-    name, _, place = data.partition(":")
-    if name == "demo":
-        return data
-    if name.startswith("torch/"):
-        return f"{name}:{folder / Path(place or '.').expanduser()}"
-    return str(folder / Path(data).expanduser())

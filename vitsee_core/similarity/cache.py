@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.features.matrix import FeatureMatrix
+from vitsee_core.runtime.machine import user_caches
 from vitsee_core.runtime.streaming import Map
 from vitsee_core.similarity.gram_file import (
     FORMAT,
@@ -224,11 +225,6 @@ def own_folder(store: Store) -> Path:
     if isinstance(store.place, Path):
         return store.place.with_name(f"{store.place.name}.grams")
     return user_caches() / f"{store.place.stem}-{store.manifest.store_id[:12]}.grams"
-
-
-def user_caches() -> Path:
-    """The folder with the caches of stores at URLs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vitsee"
 
 
 @contextmanager

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitsee_core.similarity.cache import own_folder, user_caches
+from vitsee_core.runtime.machine import user_caches
+from vitsee_core.similarity.cache import own_folder
 from vitsee_core.similarity.gram_file import Header, read_regular
 from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError, reason

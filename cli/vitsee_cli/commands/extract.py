@@ -118,7 +118,8 @@ class SlabReporter(console.Reporter):
 
     def start(self, total: int, done: int = 0, unit: str = "images") -> None:
         """Begin, and let signals report that committed slabs are kept."""
-        signals.keeps("at once: committed slabs are kept; repeat the command to resume")
+        if unit == "images":
+            signals.keeps("at once: committed slabs are kept; repeat the command to resume")
         super().start(total, done, unit)
 
 

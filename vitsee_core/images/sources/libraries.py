@@ -18,17 +18,18 @@ from vitsee_core.images.folders import open_folder
 from vitsee_core.images.image_source import ImageSource, join
 
 RANDOM_ACCESS = ("torch", "hfds")
-ITERABLE = ("wds", "tfds", "hfids")
+ITERABLE = ("wds", "tfds", "hfids", "pipe:")
 _FOLDERS = ("torch/folder", "torch/image_folder")
 _LABELS = ("label", "labels", "fine_label")
 
 
-def refuse_iterable(data: str) -> DataError:
+def refuse_iterable(data: object) -> DataError:
     """The error for data sets that only support sequential access."""
     kinds = ", ".join(f"{kind}/" for kind in RANDOM_ACCESS)
     return DataError(
-        f"{data} is read from front to back, and vitsee needs any image at any time; unpack it to "
-        f"a folder, list its files in a .csv, or use {kinds}"
+        f"{data} is read from front to back, and vitsee needs any image at any time (or there is "
+        "no pairing and no resuming); unpack it to a folder, list its files in a .csv, name its "
+        f".tar or .parquet files, or use {kinds}"
     )
 
 

@@ -11,15 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.images.boxes import Box, BoxOpener, box_pixels, box_text, parse_box
 from vitsee_core.images.decoding import FileOpener, one_line
-from vitsee_core.images.devkit import ground_truth
 from vitsee_core.images.errors import DataError, ImageError
-from vitsee_core.images.folders import number
+from vitsee_core.images.folders import class_labels
 from vitsee_core.images.image_source import ImageSource
+from vitsee_core.images.sources.braces import expand_braces
+from vitsee_core.images.sources.devkit import ground_truth
 from vitsee_stores.errors import reason
+from vitsee_stores.url import is_url
 
 _PATH_NAMES = ("path", "image_path", "file_path", "filepath", "file_name", "filename", "file")
 _COLUMNS = {
@@ -34,7 +35,6 @@ _SOLUTION = ("imageid", "predictionstring")
 _SOLUTION_FOLDERS = ("", "val", "ILSVRC/Data/CLS-LOC/val")
 _WITHOUT_HEADER = ("path", "label", "split")
 _PATHS_TRIED = 16
-_LARGEST_LABEL = 2**62
 
 Row = tuple[int, list[str]]
 
@@ -83,6 +83,25 @@ def open_list(path: Path, name: str) -> ImageSource:
     return _source(path, name, fields, lines)
 
 
+def shards_listed(path: Path) -> list[str] | None:
+    """The .tar or .parquet files that a text file lists, one a line, as paths or URLs; relative
+    paths start at its folder. None if it is no such list.
+
+    Raises:
+        DataError: a line with a wrong brace.
+    """
+    if path.suffix.lower() != ".txt":
+        return None
+    try:
+        lines = [line.strip() for line in path.read_text("utf-8-sig").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError):
+        return None  # the list of images that it may be says why
+    if not lines or not lines[0].lower().endswith((".tar", ".parquet")):
+        return None
+    names = [name for line in lines for name in expand_braces(line)]
+    return [name if is_url(name) else str(path.parent / name) for name in names]
+
+
 def _solution(folder: Path, fields: dict[str, list[str]]) -> dict[str, list[str]]:
     """Paths, ids and labels of a file whose labels are `n01978287 85 1 272 425`, with boxes."""
     ids = [f"{name}.JPEG" for name in fields["path"]]
@@ -124,7 +143,7 @@ def _source(path: Path, name: str, fields: dict[str, list[str]], lines: list[int
             f"line {lines[0]} of {name} looks like a header without a path column; "
             f"expected one of: {', '.join(_COLUMNS['path'])}"
         )
-    labels, class_names = _labels(fields.get("label"), n)
+    labels, class_names = class_labels(fields.get("label", [""] * n))
     splits = fields.get("split", [""] * n)
     whole = ImageSource(name, FileOpener(folder), paths, ids, labels, splits, class_names)
     return _cut(whole, boxes, lines) if any(box is not None for box in boxes) else whole
@@ -158,19 +177,6 @@ def _cut(whole: ImageSource, boxes: Sequence[Box | None], lines: Sequence[int]) 
     edges = np.array([(math.nan,) * 4 if box is None else box for box in boxes], np.float32)
     places = list(zip(whole.locations, boxes, strict=True))
     return replace(whole, opener=BoxOpener(whole.opener), locations=places, boxes=edges)
-
-
-def _labels(values: list[str] | None, n: int) -> tuple[NDArray[np.int64], list[str] | None]:
-    """Labels and class names; names are None if every label is a number or empty."""
-    if values is None:
-        return np.full(n, -1, np.int64), None
-    try:
-        numbers = [int(value) if value else -1 for value in values]
-    except ValueError:
-        return number(values)
-    if min(numbers) < -1 or max(numbers) > _LARGEST_LABEL:
-        return number(values)
-    return np.array(numbers, np.int64), None
 
 
 def _names(row: list[str]) -> tuple[str, ...]:

@@ -1,0 +1,189 @@
+"""Sources of images, a module for each kind: what stands before the first slash or colon of a name
+says which, or the ending of the files that it stands for."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+from vitsee_core.images.decoding import FilesOpener
+from vitsee_core.images.errors import DataError
+from vitsee_core.images.folders import classify, is_image, open_folder, walk
+from vitsee_core.images.image_source import ImageSource
+from vitsee_core.images.sources.arrays import open_npz
+from vitsee_core.images.sources.base import Asked, Found, found_paths
+from vitsee_core.images.sources.braces import expand_braces
+from vitsee_core.images.sources.demo import open_demo
+from vitsee_core.images.sources.libraries import (
+    ITERABLE,
+    RANDOM_ACCESS,
+    open_library,
+    refuse_iterable,
+)
+from vitsee_core.images.sources.lists import open_list, shards_listed
+from vitsee_core.images.sources.parquet import open_parquet
+from vitsee_core.images.sources.remote import GLOBS, find_remote
+from vitsee_core.images.sources.tars import open_tars
+from vitsee_core.images.sources.zips import open_zips
+from vitsee_core.runtime.progress import SILENT, Progress
+from vitsee_stores.url import is_url
+
+_EXPECTED = (
+    "an image folder, a .csv, .tsv or .txt list, an .npz file, .zip, .tar or .parquet files (also "
+    "as 'shards/{0000..0063}.tar', 'shards/*.parquet', or at s3://, gs://, az://, https://, "
+    "hf://datasets/), torch/NAME, hfds/NAME, demo:train or demo:test"
+)
+_UNPACK = {".gz": "gunzip", ".tgz": "gunzip", ".zst": "zstd -d", ".bz2": "bunzip2", ".xz": "unxz"}
+_OPENERS: dict[str, Callable[[Asked, Found], ImageSource]] = {
+    ".csv": lambda asked, found: open_list(found.path, asked.data),
+    ".tsv": lambda asked, found: open_list(found.path, asked.data),
+    ".txt": lambda asked, found: open_list(found.path, asked.data),
+    ".npz": lambda asked, found: open_npz(found.path, asked.data),
+    ".zip": lambda asked, found: open_zips(found.paths, asked.data),
+    ".tar": open_tars,
+    ".parquet": open_parquet,
+}
+
+
+def open_source(
+    data: str,
+    *,
+    split: str | None = None,
+    label_key: str | None = None,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    progress: Progress = SILENT,
+) -> ImageSource:
+    """The samples of `data`, or of a split expression of it.
+
+    `data` is an image folder (class folders or flat), a CSV, TSV or text list, an .npz file of
+    arrays, a zip file, uncompressed tar or parquet files (one, a folder of them, a pattern with
+    braces or stars, a .txt that lists them, or any of these at a URL), `torch/NAME[:FOLDER]`,
+    `hfds/NAME[:CACHE]`, `demo:train`, `demo:test` or `demo:all`. `split` is a name, a slice of one
+    (`train[:45000]`, `test[10%:20%]`), or several joined by '+'. For the other options see `Asked`.
+
+    Raises:
+        DataError: there is no such data, or it cannot be read.
+    """
+    asked = Asked(data, split, label_key, image_column, label_column, progress)
+    if not data.strip():
+        raise DataError(f"--data is empty (a variable that is not set?); expected {_EXPECTED}")
+    if data == "demo" or data.startswith("demo:"):
+        asked.check("")
+        return open_demo(data, split)
+    if data.startswith(ITERABLE[-1]):
+        raise refuse_iterable(data)
+    if not is_url(data) and not os.path.exists(os.path.expanduser(data)) and "/" in data:
+        prefix = data.partition("/")[0].lower()
+        if prefix in ITERABLE:
+            raise refuse_iterable(data)
+        if prefix in RANDOM_ACCESS:
+            asked.check("")
+            return open_library(data, split)
+    source = _open(asked)
+    return source if split is None else source.part(split)
+
+
+def placed(data: str, folder: Path) -> str:
+    """The name that means the same in any working folder, if this one is used in `folder`."""
+    name, _, place = data.partition(":")
+    if name == "demo" or is_url(data) or not data:
+        return data
+    if not (folder / Path(data).expanduser()).exists():
+        if name.startswith("torch/"):
+            return f"{name}:{folder / Path(place or '.').expanduser()}"
+        if name.startswith("hfds/"):
+            return data
+    return str(folder / Path(data).expanduser())
+
+
+def _open(asked: Asked) -> ImageSource:
+    """Files of this machine, or at URLs."""
+    data = asked.data
+    path = Path(data).expanduser()
+    if is_url(data):
+        found = find_remote(expand_braces(data))
+        return _by_ending(asked, found if found.given else _of_folder(found))
+    if path.is_dir():
+        return _open_folder(asked, path)
+    if path.exists():
+        if not path.is_file():
+            raise DataError(f"{data} is a pipe or a device; expected {_EXPECTED}")
+        listed = shards_listed(path)
+        if listed and is_url(listed[0]):
+            return _by_ending(asked, find_remote(listed))
+        return _by_ending(asked, found_paths(_matched(listed) if listed else [str(path)]))
+    if not GLOBS & set(data) and "{" not in data:
+        raise DataError(f"no file or folder {data}; expected {_EXPECTED}")
+    return _by_ending(asked, found_paths(_matched(expand_braces(str(path)))))
+
+
+def _matched(texts: Sequence[str]) -> list[str]:
+    """The paths that these names and globs stand for. Raises DataError: one stands for none."""
+    paths: list[str] = []
+    missing: list[str] = []
+    for text in texts:
+        found = [text]
+        if not os.path.exists(text):
+            found = sorted(glob.glob(text, recursive=True)) if GLOBS & set(text) else []
+        paths += found
+        missing += [] if found else [text]
+    if missing:
+        kind = "matches nothing" if GLOBS & set(missing[0]) else "does not exist"
+        more = f", nor {len(missing) - 1} more of {len(texts)}" if len(missing) > 1 else ""
+        raise DataError(f"{missing[0]} {kind}{more}; expected files there")
+    return paths
+
+
+def _by_ending(asked: Asked, found: Found) -> ImageSource:
+    """The source for files of one kind. Raises DataError: they are of several, or of none."""
+    for name in found.names:
+        suffixes = PurePosixPath(name.lower()).suffixes[-2:]
+        if suffixes[-1:] == [".tgz"] or (len(suffixes) == 2 and suffixes[0] == ".tar"):
+            packed, tool = found.shown(name), _UNPACK.get(suffixes[-1], "unpack")
+            raise DataError(
+                f"{packed} is compressed, without random access; unpack it: {tool} {packed}"
+            )
+    if all(is_image(PurePosixPath(name).name) for name in found.names):
+        if found.given and len(found.names) == 1:
+            raise DataError(
+                f"{asked.data} is a single file; expected its folder, or a list of paths"
+            )
+        asked.check("")
+        paths = sorted(found.names)
+        opener = FilesOpener(found.files)
+        return ImageSource(asked.data, opener, paths, paths, *classify(paths))
+    endings = sorted({PurePosixPath(name).suffix.lower() for name in found.names})
+    if len(endings) > 1:
+        raise DataError(f"{asked.data} has files of several kinds: {', '.join(endings)}")
+    if endings[0] not in _OPENERS:
+        raise DataError(f"{asked.data} is no data set; expected {_EXPECTED}")
+    asked.check(endings[0])
+    return _OPENERS[endings[0]](asked, found)
+
+
+def _open_folder(asked: Asked, path: Path) -> ImageSource:
+    """A folder of images, or one of archives without any."""
+    packed = [*path.glob("*.tar*"), *path.glob("*.tgz"), *path.glob("*.zip")]
+    packed += [*path.glob("*.parquet"), *path.glob("*/*.parquet")]
+    names = sorted(str(file) for file in packed if file.is_file())
+    if names and not walk(str(path)):
+        return _by_ending(asked, _of_folder(replace(found_paths(names), given=False)))
+    asked.check("")
+    return open_folder(path, asked.data)
+
+
+def _of_folder(found: Found) -> Found:
+    """Of all files of a folder its images, or else the archives of one kind."""
+    names = [name for name in found.names if not any(p.startswith(".") for p in name.split("/"))]
+    images = [name for name in names if is_image(PurePosixPath(name).name)]
+    tars = [name for name in names if re.search(r"\.(tar|tgz)$|\.tar\.", name.lower())]
+    zips, parquets = ([n for n in names if n.lower().endswith(e)] for e in (".zip", ".parquet"))
+    chosen = images or tars or zips or parquets
+    if not chosen:
+        raise DataError(f"no images below {found.root}; expected .jpg, .png or other image files")
+    return replace(found, names=chosen)

@@ -1,0 +1,102 @@
+"""What every source of images is asked with, and the files that a name stands for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.images.errors import DataError
+from vitsee_core.runtime.progress import SILENT, Progress
+from vitsee_stores.files import Files, NoAnswer
+from vitsee_stores.folder import Folder
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`--data` and the options that say how it is read.
+
+    Attributes:
+        data: as the user wrote it.
+        label_key: of tars: the member (`cls`, `txt`), or the field of the `.json`, with the label.
+        image_column, label_column: of parquet files.
+        progress: shown while many files are read for the first time.
+    """
+
+    data: str
+    split: str | None = None
+    label_key: str | None = None
+    image_column: str | None = None
+    label_column: str | None = None
+    progress: Progress = SILENT
+
+    def check(self, kind: str) -> None:
+        """Raises DataError: an option that data of this kind (an ending) does not have."""
+        for of, option, value in (
+            (".tar", "--label-key", self.label_key),
+            (".parquet", "--image-column", self.image_column),
+            (".parquet", "--label-column", self.label_column),
+        ):
+            if value is not None and kind != of:
+                raise DataError(f"{option} is of {of} files; {self.data} has none: leave it out")
+
+
+@dataclass(frozen=True)
+class Found:
+    """Files that a name stands for.
+
+    Attributes:
+        files: those of the folder or URL that they have in common.
+        names: below it.
+        root: that folder, as it is shown.
+        given: whether they were named one by one or by a pattern, not as all of a folder.
+    """
+
+    files: Files
+    names: Sequence[str]
+    root: str
+    given: bool = True
+
+    def shown(self, name: str) -> str:
+        """One of the files, as the user knows it."""
+        return f"{self.root}/{name}" if self.root else name
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files on this machine. Raises DataError: they are at a URL."""
+        shown = [self.shown(name) for name in self.names]
+        if not isinstance(self.files, Folder):
+            raise DataError(f"{shown[0]}: only images, .tar and .parquet files are read at URLs")
+        return [Path(path) for path in shown]
+
+    @property
+    def path(self) -> Path:
+        """The one file. Raises DataError: several, or at a URL."""
+        first, *others = self.paths
+        if others:
+            raise DataError(f"{first} and {others[0]}: expected one file of this kind")
+        return first
+
+
+def found_paths(paths: Sequence[str]) -> Found:
+    """Files on this machine, in this order."""
+    if len({os.path.isabs(path) for path in paths}) > 1:
+        paths = [os.path.abspath(path) for path in paths]
+    root = os.path.commonpath([os.path.dirname(path) for path in paths])
+    names = [os.path.relpath(path, root or None).replace(os.sep, "/") for path in paths]
+    return Found(Folder(Path(root).absolute()), names, "" if root == "" else root.rstrip("/"))
+
+
+def strings(values: Iterable[str]) -> NDArray[Any]:
+    """Packed text: an item is a str again, a million take a fifth of a list's memory."""
+    return np.array(list(values), np.dtypes.StringDType())
+
+
+def no_answer(place: object, error: NoAnswer) -> DataError:
+    """The error for a server that gave none: the data may be fine."""
+    return DataError(f"{place} cannot be read: {error.strerror}; repeat the command to go on")

@@ -1,0 +1,222 @@
+"""Images in uncompressed tar files, read in place; webdataset's shards among them.
+
+An index that took a second to make is kept in the user's cache folder, and of a set that changed
+only the files with another size or time of modification are read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.images.decoding import TarOpener
+from vitsee_core.images.errors import DataError
+from vitsee_core.images.folders import classify
+from vitsee_core.images.image_source import ImageSource
+from vitsee_core.images.sources.base import Asked, Found, no_answer, strings
+from vitsee_core.images.sources.labels import labels_of
+from vitsee_core.images.sources.tar_index import TarIndex, index_tar, key_of
+from vitsee_core.runtime.machine import user_caches
+from vitsee_core.runtime.progress import counting
+from vitsee_stores.errors import reason
+from vitsee_stores.files import NoAnswer
+from vitsee_stores.temp_files import temporary_name
+
+INDEX_ENDING = ".tars.npz"
+CACHE_AFTER_SECONDS = 1.0
+_VERSION = 1
+_ARRAYS = ("offset", "size", "label", "whole")
+Stamp = tuple[int, str]
+
+log = logging.getLogger(__name__)
+
+
+def open_tars(asked: Asked, found: Found) -> ImageSource:
+    """The images of tar files, sorted by code point of their paths; nothing is unpacked.
+
+    A path is the one in the tar. Where images have labels beside them (see `index_tar`), these are
+    their labels; otherwise folders are classes. The tars' names without their suffix are prepended
+    as folders where two tars have an image of the same path, and for all tars of a folder without
+    labels, so that one tar per class gives class folders. A member that was appended again replaces
+    the earlier one, as in unpacking.
+
+    Raises:
+        DataError: a damaged or compressed tar, or none with an image; labels that do not fit.
+    """
+    indexes = _indexes(asked, found)
+    if labelled := any(index.label_texts for index in indexes):
+        indexes = [index.at(index.whole) for index in indexes]
+    elif asked.label_key is not None:
+        raise DataError(
+            f"no image of {asked.data} has a label {asked.label_key!r} beside it; expected "
+            f"KEY.{asked.label_key} (cls or txt), or a field {asked.label_key!r} of KEY.json"
+        )
+    stems = [PurePosixPath(name).stem for name in found.names]
+    lengths = [len(index.paths) for index in indexes]
+    tar = np.repeat(np.arange(len(indexes), dtype=np.int32), lengths)
+    paths = np.concatenate([index.paths for index in indexes])
+    if not len(paths):
+        raise DataError(f"no images in {asked.data}; expected .jpg, .png or other image files")
+    order = _in_order(paths)
+    if len(indexes) > 1 and (order is None or not (found.given or labelled)):
+        paths = np.concatenate(
+            [strings([f"{stem}/"]) + own.paths for stem, own in zip(stems, indexes, strict=True)]
+        )
+        order = _in_order(paths)
+    if order is None:
+        twice = next(stem for stem, n in Counter(stems).most_common())
+        raise DataError(
+            f"several tar files of {asked.data} are called {twice} and have the same images; "
+            "rename one of them"
+        )
+    paths, tar = paths[order], tar[order]
+    ids = cast(Sequence[str], paths)  # packed: a list of a million names takes 100 MB
+    if labelled:
+        _check_keys(ids)
+        labels, class_names = labels_of((own.label, own.label_texts) for own in indexes)
+        labels, splits = labels[order], [""] * len(paths)
+    else:
+        labels, splits, class_names = classify(ids)
+    offset, size = (
+        np.concatenate([getattr(index, name) for index in indexes])[order]
+        for name in ("offset", "size")
+    )
+    members = cast(Sequence[Any], _Members(tar, paths, offset, size))
+    opener = TarOpener(found.files, tuple(found.names))
+    return ImageSource(asked.data, opener, members, ids, labels, splits, class_names)
+
+
+def _in_order(paths: NDArray[Any]) -> NDArray[np.int64] | None:
+    """The order of the paths; None if two are equal."""
+    order = np.argsort(paths, kind="stable")
+    ordered = paths[order]
+    return None if (ordered[1:] == ordered[:-1]).any() else order
+
+
+def _check_keys(paths: Sequence[str]) -> None:
+    """Raises DataError: two images of one key, which are neighbours in this order."""
+    before = path = ""
+    for path in paths:
+        if before and key_of(path) == key_of(before):
+            raise DataError(f"{before} and {path} are images of one key; expected one")
+        before = path
+
+
+@dataclass(frozen=True)
+class _Members:
+    """The locations of a `TarOpener`, made when they are asked for."""
+
+    tar: NDArray[np.int32]
+    paths: NDArray[Any]
+    offset: NDArray[np.int64]
+    size: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, row: int) -> tuple[int, str, int, int]:
+        return int(self.tar[row]), self.paths[row], int(self.offset[row]), int(self.size[row])
+
+
+# the index and its cache ----------------------------------------------------------------------
+
+
+def _indexes(asked: Asked, found: Found) -> list[TarIndex]:
+    """The index of each tar: as it was kept, or read in threads, with progress."""
+    began = time.monotonic()
+
+    def read(name: str) -> tuple[Stamp, TarIndex]:
+        try:
+            stamp = found.files.stamp(name)
+            index = known[name][1] if known.get(name, ((), None))[0] == stamp else None
+            if index is None:
+                index = index_tar(found.files, name, stamp[0], asked.label_key)
+                read_anew.append(name)
+        except NoAnswer as error:
+            raise no_answer(found.shown(name), error) from None
+        except OSError as error:
+            raise DataError(f"cannot read {found.shown(name)}: {reason(error)}") from None
+        except DataError as error:
+            raise DataError(f"{found.shown(name)} {error}") from None
+        progress.advance(1)
+        return stamp, index
+
+    place = _cache_file(asked, found)
+    known, read_anew = _kept(place), list[str]()
+    with counting(asked.progress, len(found.names), "tar files") as progress:
+        made = found.files.each(read, found.names)
+    if read_anew and time.monotonic() - began > CACHE_AFTER_SECONDS:
+        _keep(place, dict(zip(found.names, made, strict=True)))
+    return [index for _, index in made]
+
+
+def _cache_file(asked: Asked, found: Found) -> Path:
+    """Where the index of these tars is kept, as read with these options."""
+    place = found.files.place.absolute()
+    names = json.dumps([_VERSION, str(place), asked.label_key, *found.names])
+    digest = hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()
+    return user_caches() / f"{digest[:24]}{INDEX_ENDING}"
+
+
+def _kept(place: Path) -> dict[str, tuple[Stamp, TarIndex]]:
+    """Name -> stamp and index, as far as they were kept; a damaged file counts as none."""
+    try:
+        with np.load(place, allow_pickle=False) as file:
+            head = json.loads(file["head"].tobytes())
+            arrays = {name: file[name] for name in ("paths", *_ARRAYS)}
+        return dict(_unpacked(head, arrays))
+    except FileNotFoundError:
+        return {}
+    except Exception as error:  # numpy and zipfile raise nearly anything on damaged files
+        log.debug("%s is not used: %r", place, error)
+        return {}
+
+
+def _unpacked(
+    head: Any, arrays: dict[str, NDArray[Any]]
+) -> Iterator[tuple[str, tuple[Stamp, TarIndex]]]:
+    row = byte = 0
+    for name, size, version, n_images, n_bytes, texts in head:
+        rows, text = slice(row, row + n_images), arrays["paths"][byte : byte + n_bytes].tobytes()
+        paths = strings(text.decode().split("\0") if n_images else [])
+        offset, length, label, whole = (arrays[key][rows] for key in _ARRAYS)
+        index = TarIndex(paths, offset, length, label, whole, texts)
+        if {len(paths), len(index.offset), len(index.whole)} != {n_images}:
+            raise ValueError("cut short")
+        yield name, ((size, version), index)
+        row, byte = row + n_images, byte + n_bytes
+
+
+def _keep(place: Path, made: dict[str, tuple[Stamp, TarIndex]]) -> None:
+    """Write the index; without room or right to, a line in the log is all."""
+    blobs = ["\0".join(index.paths).encode() for _, index in made.values()]
+    head = [
+        [name, *stamp, len(index.paths), len(blob), index.label_texts]
+        for (name, (stamp, index)), blob in zip(made.items(), blobs, strict=True)
+    ]
+    arrays = {
+        key: np.concatenate([getattr(index, key) for _, index in made.values()]) for key in _ARRAYS
+    }
+    arrays["paths"] = np.frombuffer(b"".join(blobs), np.uint8)
+    arrays["head"] = np.frombuffer(json.dumps(head).encode(), np.uint8)
+    temporary = Path(temporary_name(place, ".partial"))
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("xb") as file:
+            np.savez(file, **cast(dict[str, Any], arrays))
+        os.replace(temporary, place)
+    except OSError as error:
+        log.info("the index of the tar files is not kept: %s", reason(error))
+    finally:
+        temporary.unlink(missing_ok=True)

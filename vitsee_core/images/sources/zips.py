@@ -1,0 +1,54 @@
+"""Images in zip files, read in place."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from vitsee_core.images.decoding import ZipMember, ZipOpener, one_line
+from vitsee_core.images.errors import DataError
+from vitsee_core.images.folders import classify, is_image, utf8
+from vitsee_core.images.image_source import ImageSource
+
+
+def open_zips(zips: Sequence[Path], name: str) -> ImageSource:
+    """The images of zip files, sorted by code point of their paths; nothing is unpacked.
+
+    With several, the file's name without its suffix is prepended as a folder.
+
+    Raises:
+        DataError: a damaged or encrypted zip, members with a compression other than deflate, or
+            none with an image.
+    """
+    found: dict[str, ZipMember] = {}
+    for k, path in enumerate(zips):
+        prefix = f"{path.stem}/" if len(zips) > 1 else ""
+        try:
+            with zipfile.ZipFile(path) as file:
+                for member in file.infolist():
+                    _take(found, member, k, prefix, path)
+        except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read as a zip file: {one_line(error)}") from None
+    opener = ZipOpener(tuple(str(path.absolute()) for path in zips))
+    if not found:
+        raise DataError(f"no images in {name}; expected .jpg, .png or other image files")
+    paths = sorted(found)
+    labels, splits, class_names = classify(paths)
+    return ImageSource(name, opener, [found[p] for p in paths], paths, labels, splits, class_names)
+
+
+def _take(
+    found: dict[str, ZipMember], member: zipfile.ZipInfo, k: int, prefix: str, path: Path
+) -> None:
+    inner = utf8(prefix + member.filename.removeprefix("./"))
+    if member.is_dir() or not is_image(os.path.basename(inner)):
+        return
+    if member.flag_bits & 1:
+        raise DataError(f"{path} is encrypted; unpack it to a folder")
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise DataError(f"{path} is packed by another method than deflate; unpack it to a folder")
+    deflated = member.compress_type == zipfile.ZIP_DEFLATED
+    sizes = member.compress_size, member.file_size
+    found[inner] = (k, inner, member.header_offset, *sizes, deflated, member.CRC)
