@@ -77,6 +77,9 @@ def disk_block_bytes(path: Path) -> int:
     return min(os.statvfs(_existing(path)).f_frsize, 4096)
 
 
+TAR_INDEX = ".tars.npz"  # how the index of tar files ends, in that folder
+
+
 def user_caches() -> Path:
     """The user's folder of what vitsee keeps between commands, which need not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vitsee"

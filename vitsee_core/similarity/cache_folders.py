@@ -1,4 +1,4 @@
-"""Finding and removing folders of cached Gram matrices."""
+"""Finding and removing folders of cached Gram matrices, and kept indexes of tar files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitsee_core.runtime.machine import user_caches
+from vitsee_core.runtime.machine import TAR_INDEX, user_caches
 from vitsee_core.similarity.cache import own_folder
 from vitsee_core.similarity.gram_file import Header, read_regular
 from vitsee_stores import open_store
@@ -18,7 +18,7 @@ from vitsee_stores.url import Place, Url
 
 @dataclass(frozen=True)
 class CacheFolder:
-    """Gram matrices in one folder."""
+    """Gram matrices in one folder; or, without any, the index of tar files in one file."""
 
     folder: Path
     store_id: str  # of the store of the first matrix
@@ -29,6 +29,9 @@ class CacheFolder:
         """Remove the matrices, and the folder if nothing else is in it. Raises VitseeError: the
         disk refused."""
         try:
+            if not self.n_matrices:
+                self.folder.unlink(missing_ok=True)
+                return
             for header in _headers(self.folder):
                 for file in (header, header.with_suffix(".tiles")):
                     file.unlink(missing_ok=True)
@@ -40,10 +43,12 @@ class CacheFolder:
 
 def caches_of(places: Sequence[Place]) -> list[CacheFolder]:
     """The caches of stores, and those below other folders; by default those below the working
-    directory and of stores at URLs. Raises VitseeError: a place does not exist."""
+    directory and in the user's cache folder. Raises VitseeError: a place does not exist."""
     roots = [_root(place) for place in places] or [Path(), user_caches()]
     folders = dict.fromkeys(folder for root in roots for folder in _below(root))
-    return [cache for folder in sorted(folders) if (cache := _cache(folder)) is not None]
+    caches = [cache for folder in sorted(folders) if (cache := _cache(folder)) is not None]
+    indexes = dict.fromkeys(file for root in roots for file in sorted(root.glob(f"*{TAR_INDEX}")))
+    return caches + [CacheFolder(file, "", 0, file.stat().st_size) for file in indexes]
 
 
 def _root(place: Place) -> Path:

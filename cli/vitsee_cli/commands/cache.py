@@ -1,4 +1,4 @@
-"""vitsee cache: the Gram matrices that are kept between commands."""
+"""vitsee cache: Gram matrices and indexes of tar files that are kept between commands."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _places = click.argument("places", metavar="[STORE|FOLDER]...", nargs=-1, type=p
 
 @click.group()
 def command() -> None:
-    """List or remove cached Gram matrices.
+    """List or remove cached Gram matrices and indexes of tar files.
 
     cka, cka-heads, similarity and localize keep Gram matrices in STORE.grams beside each store, or
-    in the folder of --cache; of a store at a URL in the user's cache folder. A matrix that is
-    removed is made again when a command needs it.
+    in the folder of --cache; of a store at a URL in the user's cache folder. There extract keeps
+    the index of many tar files. What is removed is made again when a command needs it.
 
     \b
       $ vitsee cache ls
@@ -37,9 +37,10 @@ def command() -> None:
 def ls(places: tuple[Place, ...]) -> None:
     """List the caches of STOREs or below FOLDERs, as CSV.
 
-    Without an argument: below the working folder, and those of stores at URLs.
+    Without an argument: below the working folder, and in the user's cache folder.
 
-    Columns: folder, store_id (of the first matrix), n_matrices, size_bytes.
+    Columns: folder, store_id (of the first matrix), n_matrices, size_bytes. An index of tar files
+    is a row of its own, without matrices.
     """
     from vitsee_core.similarity.cache_folders import caches_of
     from vitsee_core.tables.results import Table
@@ -54,8 +55,8 @@ def ls(places: tuple[Place, ...]) -> None:
 def rm(places: tuple[Place, ...]) -> None:
     """Remove the caches of STOREs or below FOLDERs.
 
-    Only files of Gram matrices are removed, and folders that are empty then. Commands that use
-    them at the same time make them again.
+    Only files of Gram matrices and indexes of tar files are removed, and folders that are empty
+    then. Commands that use them at the same time make them again.
     """
     from vitsee_core.runtime.machine import counted, human_bytes
     from vitsee_core.similarity.cache_folders import caches_of
@@ -64,5 +65,7 @@ def rm(places: tuple[Place, ...]) -> None:
     for cache in found:
         cache.remove()
     n, size = sum(c.n_matrices for c in found), sum(c.size_bytes for c in found)
-    freed = f"{counted(n, 'Gram matrices')}, {human_bytes(size)}"
-    console.say(f"removed {freed} in {counted(len(found), 'folders')}")
+    indexes = sum(not c.n_matrices for c in found)
+    freed = f"{counted(n, 'Gram matrices')} in {counted(len(found) - indexes, 'folders')}"
+    more = f", {counted(indexes, 'indexes')} of tar files" if indexes else ""
+    console.say(f"removed {freed}{more}, {human_bytes(size)}")

@@ -90,9 +90,7 @@ def _parsed(text: str) -> Url:
     if not bucket or {".", ".."} & {*parts}:
         raise DataError(f"{text} names no files; expected {scheme}://PLACE/FOLDER/FILES")
     if "#" in rest or ("?" in rest and scheme in ("https", "http")):
-        raise DataError(
-            f"{text}: a query (?) or a part (#) of a URL is not supported; leave it out"
-        )
+        raise DataError(f"{text}: URLs with a query (?) or a part (#) are not supported")
     return Url(scheme, bucket, "/".join(parts))
 
 

@@ -13,6 +13,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
@@ -27,13 +28,12 @@ from vitsee_core.images.image_source import ImageSource
 from vitsee_core.images.sources.base import Asked, Found, no_answer, strings
 from vitsee_core.images.sources.labels import labels_of
 from vitsee_core.images.sources.tar_index import TarIndex, index_tar, key_of
-from vitsee_core.runtime.machine import user_caches
+from vitsee_core.runtime.machine import TAR_INDEX, user_caches
 from vitsee_core.runtime.progress import counting
 from vitsee_stores.errors import reason
 from vitsee_stores.files import NoAnswer
 from vitsee_stores.temp_files import temporary_name
 
-INDEX_ENDING = ".tars.npz"
 CACHE_AFTER_SECONDS = 1.0
 _VERSION = 1
 _ARRAYS = ("offset", "size", "label", "whole")
@@ -166,7 +166,7 @@ def _cache_file(asked: Asked, found: Found) -> Path:
     place = found.files.place.absolute()
     names = json.dumps([_VERSION, str(place), asked.label_key, *found.names])
     digest = hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()
-    return user_caches() / f"{digest[:24]}{INDEX_ENDING}"
+    return user_caches() / f"{digest[:24]}{TAR_INDEX}"
 
 
 def _kept(place: Path) -> dict[str, tuple[Stamp, TarIndex]]:
@@ -218,5 +218,5 @@ def _keep(place: Path, made: dict[str, tuple[Stamp, TarIndex]]) -> None:
         os.replace(temporary, place)
     except OSError as error:
         log.info("the index of the tar files is not kept: %s", reason(error))
-    finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
