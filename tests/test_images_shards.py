@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 from pyarrow import parquet
 
+import vitsee
 from tests.image_files import encoded
 from tests.shards import (
     make_images,
@@ -30,7 +31,7 @@ from tests.shards import (
 from vitsee_cli.main import main
 from vitsee_core.images import DataError, ImageError, ImageSource, open_source, select
 from vitsee_core.images.decoding import hash64
-from vitsee_core.images.sources import placed, tars
+from vitsee_core.images.sources import placed, tar_index, tars
 from vitsee_core.images.sources.braces import expand_braces
 from vitsee_core.runtime.progress import Tally
 from vitsee_stores import open_store, require_paired, validate
@@ -198,7 +199,7 @@ def test_the_index_is_kept_and_only_changed_shards_are_read_again(
 ) -> None:
     monkeypatch.setattr(tars, "CACHE_AFTER_SECONDS", 0.0)
     data, read = write_shards(tmp_path / "s", IMAGES, 4), []
-    index_tar = tars.index_tar
+    index_tar = tar_index.index_tar
 
     def counted(files: Any, name: str, *more: Any) -> Any:
         read.append(name)
@@ -501,6 +502,16 @@ def test_wrong_options_of_parquet(options: dict[str, str], phrase: str, tmp_path
     data = str(write_parquet(tmp_path / "a.parquet", IMAGES))
     with pytest.raises(DataError, match=phrase):
         open_source(data, **options)  # type: ignore[arg-type]
+
+
+def test_a_stream_in_python_is_refused(tmp_path: Path) -> None:
+    """As Hugging Face's `streaming=True` gives one."""
+    for data, phrase in (
+        ((image for image in IMAGES), "data of the type generator is read from front to back"),
+        ([1, 2], "data of the type list has no name; expected what --data takes"),
+    ):
+        with pytest.raises(DataError, match=phrase):
+            vitsee.extract("demo:vit", data, tmp_path / "s.zarr")  # type: ignore[arg-type]
 
 
 def test_options_of_archives_for_a_folder(tmp_path: Path) -> None:

@@ -82,7 +82,8 @@ def extract(
         map: of `dask_map`, whose workers make the slabs of a model that they can load by its name.
         progress: advanced by the images done, e.g. a bar.
         options: those of `vitsee extract`, with `_`: images, per_class, only, split, seed, order,
-            short_side, multiple, tiles, sites, tokens, attention, residual, inputs, grams, erf,
+            short_side, multiple, tiles, label_key,
+            image_column, label_column, sites, tokens, attention, residual, inputs, grams, erf,
             head_weights, dtype, codec, slab, precision, batch_size, device, workers, shard,
             on_error, force, ablate_skip; of a name also checkpoint, checkpoint_key, random_init,
             img_size, img_mean, img_std, crop_pct, crop_mode, fill, processor, trust_remote_code,
@@ -114,7 +115,7 @@ def extract(
     run = RunOptions(
         output=parse_place(output), command="vitsee.extract", **_taken(RunOptions, values)
     )
-    what = DataOptions(os.fspath(data), **_taken(DataOptions, values))
+    what = DataOptions(_name_of(data), **_taken(DataOptions, values))
     keep = KeepOptions(**_taken(KeepOptions, values))
     if map is not None and isinstance(source, ModelOptions):
         outcome = extract_by_workers(source, what, keep, run, map, progress)
@@ -127,6 +128,19 @@ def extract(
         lacks = "; ".join(f"{what}: {why}" for what, why in store.manifest.left_out.items())
         log.warning("%s lacks %s", source.name, lacks)
     return store
+
+
+def _name_of(data: object) -> str:
+    """Raises DataError: it is not the name of a data set."""
+    from vitsee_core.images import DataError
+    from vitsee_core.images.sources.libraries import refuse_iterable
+
+    if isinstance(data, str | os.PathLike):
+        return os.fspath(data)
+    kind = f"data of the type {type(data).__name__}"
+    if hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
+        raise refuse_iterable(kind)
+    raise DataError(f"{kind} has no name; expected what --data takes, as text")
 
 
 def _own(

@@ -67,5 +67,5 @@ def rm(places: tuple[Place, ...]) -> None:
     n, size = sum(c.n_matrices for c in found), sum(c.size_bytes for c in found)
     indexes = sum(not c.n_matrices for c in found)
     freed = f"{counted(n, 'Gram matrices')} in {counted(len(found) - indexes, 'folders')}"
-    more = f", {counted(indexes, 'indexes')} of tar files" if indexes else ""
+    more = f", {counted(indexes, 'index files')} of tar files" if indexes else ""
     console.say(f"removed {freed}{more}, {human_bytes(size)}")
