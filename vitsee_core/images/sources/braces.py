@@ -6,7 +6,7 @@ import re
 
 from vitsee_core.images.errors import DataError
 
-MOST = 1_000_000
+MOST = 100_000
 _INNERMOST = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
@@ -17,7 +17,7 @@ def expand_braces(text: str) -> list[str]:
 
     Raises:
         DataError: a brace without its other half, one that holds neither a range of numbers nor
-            several names, or more than a million names.
+            several names, or more than a hundred thousand names.
     """
     match = _INNERMOST.search(text)
     if match is None:
