@@ -74,17 +74,16 @@ def test_texts_are_put_in(own: RecipeFile) -> None:
     assert [figure.title for figure in own.figures] == ["Figure 2", "Figure 1"]
 
 
-def test_fewer_images_and_other_models(own: RecipeFile) -> None:
+def test_fewer_images_and_other_models(own: RecipeFile, tmp_path: Path) -> None:
     fewer = own.of_images(7).of_models(["b=mine.py:build", "a"]).of_images(5)
     assert [store.model for store in fewer.stores.values()] == ["some_model", "mine.py:build"]
     assert all("--images 5 " in store.options for store in fewer.stores.values())
     fields = "--images 10240 --erf 256", "--images 64 --erf 64"
     text = OWN.replace("--images 24", fields[0])
-    assert (
-        fields[1]
-        in read_recipe(str(written(Path(own.name).parent, text))).of_images(64).stores["a"].options
-    )
+    assert fields[1] in read_recipe(str(written(tmp_path, text))).of_images(64).stores["a"].options
     demo = own.of_the_demo()
+    with pytest.raises(RecipeError, match=r"says no `quick` model, demo:\.\.\., of a$"):
+        read_recipe(str(written(tmp_path, OWN.replace('quick = "demo:vit"', "")))).of_the_demo()
     assert demo.stores["b"].model == "demo:resnet" and "demo:test" in demo.stores["b"].options
     with pytest.raises(RecipeError, match=r"has no 'c'; expected a, b$"):
         own.of_models(["c"])
@@ -95,7 +94,7 @@ def test_what_is_not_there_is_left_out(own: RecipeFile, tmp_path: Path) -> None:
     asked = study(tmp_path / "out", seed=3)
     found = plan_recipe(own.of_models(["a"]), asked, data_places(own, str(tmp_path)))
     assert [step.name for step in found.steps] == [
-        "extract-a", "figure-2-cka-1", "figure-1-probe-1", "figure-1-best-layer-2"
+        "extract-a", "figure-2-cka-1", "accuracy", "figure-1-best-layer-2"
     ]  # fmt: skip
     assert found.left_out == {"Figure 2 (cka)": "it is not among --models"}
     extract, cka, probe, best = found.steps
@@ -148,7 +147,10 @@ def test_a_file_that_is_no_recipe(tmp_path: Path, before: str, after: str, said:
         (["raghu2021", "--quick", "--thorough"], "says itself what --thorough would"),
         (["raghu2021", "--quick", "--train", "x"], "says itself what --train would"),
         (["raghu2021", "demo:vit", "--quick"], "raghu2021 is a recipe: give it alone"),
-        (["demo:vit", "--quick"], "--quick is of a recipe: dosovitskiy2021, raghu2021, walmer2023"),
+        (
+            ["demo:vit", "--quick"],
+            "--quick is of a recipe: dosovitskiy2021, miniatures, raghu2021, wal",
+        ),
         (["demo:vit", "--models", "a", "--data", "demo:test"], "--models is of a recipe"),
         (["demo:vit"], "--data DATA is missing"),
         (["none.toml", "--quick"], "none.toml cannot be read: no such file"),

@@ -14,7 +14,7 @@ A paper's figures are such a file (`recipe_files/`), and users write their own, 
     [stores.b16]                     # b16.zarr in commands
     model = "vit_base_patch16_224"   # as for extract
     options = "{val} --inputs"       # of extract
-    quick = "demo:vit"               # with --quick: the model
+    quick = "demo:vit"               # with --quick: the model, unless it is one of the demo
     [[figures]]
     names = "3, C.5"                 # as the paper numbers them
     commands = ["attn-dist b16.zarr"]
@@ -146,16 +146,17 @@ class RecipeFile:
         Raises:
             RecipeError: the file does not say which.
         """
-        if lacks := [name for name, store in self.stores.items() if not store.quick]:
-            raise RecipeError(f"{self.name} says no `quick` model of {', '.join(lacks)}")
+        bundled = {name: store.quick or store.model for name, store in self.stores.items()}
+        if lacks := [name for name, model in bundled.items() if not model.startswith("demo:")]:
+            raise RecipeError(f"{self.name} says no `quick` model, demo:..., of {', '.join(lacks)}")
 
         def replaced(options: str) -> str:
-            for real, bundled in self.quick.items():
-                options = options.replace(real, bundled)
+            for real, stand_in in self.quick.items():
+                options = options.replace(real, stand_in)
             return options
 
         quick = self._with_options(replaced)
-        stores = {name: replace(store, model=store.quick) for name, store in quick.stores.items()}
+        stores = {name: replace(store, model=bundled[name]) for name, store in quick.stores.items()}
         return replace(quick, stores=stores)
 
     def _with_options(self, change: Callable[[str], str]) -> RecipeFile:

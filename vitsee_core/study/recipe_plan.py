@@ -14,7 +14,7 @@ import numpy as np
 
 from vitsee_core.images import open_source
 from vitsee_core.study.recipe_file import Command, FigureRecipe, RecipeError, RecipeFile, store_in
-from vitsee_core.study.steps import RESULTS, SETS, Plan, Step, Study
+from vitsee_core.study.steps import SETS, Plan, Step, Study
 from vitsee_stores.errors import VitseeError
 
 # The bundled miniature of a set of images -> the module of `demo` that writes it.
@@ -101,6 +101,8 @@ class _Planned:
                 continue
             name = f"{stem}-{command.words[0]}"
             name += f"-{number}" if len(figure.commands) > 1 else ""
+            if "-o" in command.words:
+                name = Path(command.words[command.words.index("-o") + 1]).stem
             there, reason = self._there(command, lacking, steps)
             if reason:
                 self.plan_.left_out[f"{figure.title} ({command.words[0]})"] = reason
@@ -138,26 +140,22 @@ class _Planned:
                 if RESULT.fullmatch(word) and not before.startswith("-")]  # fmt: skip
 
     def _step(self, name: str, command: Command) -> Step:
-        folder, inputs, words = self.study.folder, list[Path](), list[str]()
-        output = folder / RESULTS / f"{name}.csv"
-        more = list[Path]()
-        for place, word in enumerate(command.words):
-            before = command.words[place - 1]
+        inputs, words, more = list[Path](), list[str](), list[Path]()
+        output = self.study.result(name)
+        for before, word in pairwise(("", *command.words)):
+            if "-o" in (before, word):
+                continue
             if store := store_in(word):
                 path = self._store(store)
                 inputs.append(path)
                 word = f"{word[: word.rfind('=') + 1]}{path}"
             elif RESULT.fullmatch(word):
-                path = folder / RESULTS / word
-                if before == "-o":
-                    output = path
-                    continue
+                path = output.with_name(word)
                 (more if before.startswith("--") else inputs).append(path)
                 word = str(path)
             else:
                 word = self._placed(word)
-            if word != "-o":
-                words.append(word)
+            words.append(word)
         options = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
         own = self.study.with_settings(words[0], words[options:])
         picture = output.with_suffix(".png")

@@ -173,8 +173,9 @@ def command(
       $ vitsee study raghu2021 --data datasets -o raghu
       $ vitsee study walmer2023 --quick -o walmer
 
-    RECIPE is dosovitskiy2021, raghu2021 or walmer2023, the figures of a paper in its order, or a
-    file.toml of your own. Figures whose images are not there are left out with the reason.
+    RECIPE is dosovitskiy2021, raghu2021 or walmer2023, the figures of a paper in its order,
+    miniatures, or a file.toml of your own. Figures whose images are not there are left out with the
+    reason.
     Options of a model stand behind its name: those of extract that decide weights and input.
     FOLDER gets stores/NAME.zarr, results/COMMAND[-VARIANT].csv and .png, report.html, explore.html
     and study.json, which says of each step what it was made from and how it ended. A file there
