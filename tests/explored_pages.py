@@ -19,12 +19,11 @@ Array = NDArray[Any]
 
 @dataclass
 class Site:
-    """about: as the page describes it; along, scale: (images, cells); codes: (dims, images, cells);
+    """about: as the page describes it; along: (images, cells); codes: (dims, images, cells);
     norms: (images, cells); colours: (images, cells, 3); classes, shares: (images, 1 + cells)."""
 
     about: dict[str, Any]
     along: Array
-    scale: Array
     codes: Array
     norms: Array
     colours: Array | None = None
@@ -33,8 +32,8 @@ class Site:
 
     def vector(self, image: int, cell: int) -> Array:
         """(1 + dims,) numbers whose products are cosines."""
-        step = self.scale[image, cell] / (65535 * 127)
-        return np.array([self.along[image, cell] / 32767, *(step * self.codes[:, image, cell])])
+        codes = self.about["step"] * self.codes[:, image, cell]
+        return np.array([self.along[image, cell] / 32767, *codes])
 
     def cosines(self, image: int, cells: list[int], other: int) -> Array:
         """(cells,) of the mean of some patches of an image with every patch of another."""
@@ -114,7 +113,6 @@ def _site(about: dict[str, Any], n: int, readers: dict[str, _Reader]) -> Site:
     found = Site(
         about,
         tokens.take("<i2", n, cells),
-        tokens.take("<u2", n, cells),
         tokens.take("i1", about["dims"], n, cells),
         (readers["norms"].take("<u2", n, cells).astype("<u4") << 16).view("<f4"),
     )

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,19 @@ from tests.stores import write_sites
 from vitsee_cli.main import main
 from vitsee_core.explore.attended import pack_rows, query_cells, query_step
 from vitsee_core.explore.choice import choose_images
+from vitsee_core.explore.coarse import MOST_SIDE, coarse_layout, pooled, pooled_side
 from vitsee_core.explore.contents import short_name, within
 from vitsee_core.explore.guidance import definition_of, panels
-from vitsee_core.explore.tokens import WITHIN, bfloat16, pack_tokens, unit_directions
+from vitsee_core.explore.tokens import (
+    MOST_BYTES,
+    WITHIN,
+    PackedTokens,
+    Precision,
+    SiteTokens,
+    bfloat16,
+    pack_tokens,
+    unit_directions,
+)
 from vitsee_core.models.head_weights import of_store
 from vitsee_core.patch_maps.colours import Colours
 from vitsee_core.web import inlining
@@ -65,13 +76,20 @@ def exact(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return found
 
 
+def packed(x: np.ndarray[Any, Any], *, most: float = MOST_BYTES) -> PackedTokens:
+    (found,) = pack_tokens([SiteTokens(x.astype(np.float32), np.ones(len(x), bool))], most)
+    return found
+
+
 def test_two_directions_by_hand() -> None:
-    """(3, 0) and (0, 4): both at 45 degrees to their mean direction, at +-1/sqrt 2 across it."""
-    packed = pack_tokens(np.array([[3, 0], [0, 4]], np.float32), np.ones(2, bool))
-    assert packed.along.tolist() == [round(32767 / 2**0.5)] * 2
-    assert np.abs(packed.codes[0]).tolist() == [127, 127] and packed.codes[0].sum() == 0
-    assert packed.vectors() @ packed.vectors().T == pytest.approx(np.eye(2), abs=1e-4)
-    assert packed.error.n_pairs == 1 and packed.error.largest < 1e-4
+    """(3, 0) and (0, 4): both at 45 degrees to their mean direction, at +-1/sqrt 2 across it: 101
+    steps of 0.7 x 0.01."""
+    found = packed(np.array([[3, 0], [0, 4]]))
+    assert found.along.tolist() == [round(32767 / 2**0.5)] * 2
+    assert found.step == pytest.approx(0.007)
+    assert np.abs(found.codes[0]).tolist() == [101, 101] and found.codes[0].sum() == 0
+    assert found.vectors() @ found.vectors().T == pytest.approx(np.eye(2), abs=1e-3)
+    assert found.error.n_pairs == 1 and found.error.largest < 1e-3
 
 
 @pytest.mark.parametrize("mean", [0.0, 30.0])
@@ -79,19 +97,43 @@ def test_the_error_is_that_of_all_pairs(mean: float) -> None:
     """With a large part in common, too, as tokens of late layers have."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(300, 96)) * np.arange(1, 97) ** -1.2 + mean * rng.normal(size=96)
-    packed = pack_tokens(x.astype(np.float32), np.ones(300, bool))
-    v = packed.vectors().astype(np.float64)
+    found = packed(x)
+    v = found.vectors().astype(np.float64)
     off = np.abs(exact(x) - v @ v.T)[np.triu_indices(300, 1)]
-    assert packed.error.n_pairs == 300 * 299 // 2
-    assert packed.error.largest == pytest.approx(off.max(), abs=1e-5)
-    assert packed.error.p99 == pytest.approx(np.percentile(off, 99), abs=1e-5) and off.max() < 0.1
-    assert packed.error.p99 <= WITHIN and len(packed.codes) < 64
+    assert found.error.n_pairs == 300 * 299 // 2
+    assert found.error.largest == pytest.approx(off.max(), abs=1e-5)
+    assert found.error.p99 == pytest.approx(np.percentile(off, 99), abs=1e-5) and off.max() < 0.1
+    assert found.error.p99 <= WITHIN and len(found.codes) < 96
 
 
-def test_white_noise_takes_all_axes_and_says_its_error() -> None:
-    x = np.random.default_rng(1).normal(size=(400, 384)).astype(np.float32)
-    packed = pack_tokens(x, np.ones(400, bool))
-    assert len(packed.codes) == 64 and WITHIN < packed.error.p99 < packed.error.largest
+def test_as_few_axes_and_bytes_as_the_error_allows() -> None:
+    """Against each number of axes in turn; bytes are estimated, of sites of fewer tokens than are
+    tried exactly."""
+    rng = np.random.default_rng(3)
+    x = (rng.normal(size=(200, 40)) * np.arange(1, 41) ** -1.0).astype(np.float32)
+    site = SiteTokens(x, np.ones(200, bool))
+    precision = site.precision(0.02)
+    errors = [
+        site.packed(Precision(precision.step, k, 0)).error.p99 for k in range(1, precision.dims + 1)
+    ]
+    assert errors[-1] <= 0.02 < min(errors[:-1])
+    kept = site.packed(precision)
+    parts = (kept.along, kept.codes)
+    assert precision.n_bytes == sum(len(zlib.compress(part.tobytes())) for part in parts)
+
+
+def test_all_sites_share_the_bytes_of_a_page_and_one_error() -> None:
+    rng = np.random.default_rng(1)
+    white, thin = rng.normal(size=(400, 192)), rng.normal(size=(400, 192)) * 0.5 ** np.arange(192)
+    sites = [SiteTokens(x.astype(np.float32), np.ones(400, bool)) for x in (white, thin)]
+    best, small = pack_tokens(sites), pack_tokens(sites, 30_000)
+    assert len(best[0].codes) > 150 > 20 > len(best[1].codes)
+    assert all(found.error.p99 <= 1.05 * WITHIN for found in best)
+    assert sum(len(zlib.compress(found.codes.tobytes())) for found in small) < 32_000
+    assert small[0].step == small[1].step > best[0].step
+    assert WITHIN < small[0].error.p99 == pytest.approx(small[0].step / 0.7, rel=0.1)
+    (none,) = pack_tokens(sites[:1], 0)
+    assert none.error.p99 > 0.1, "the coarsest is what is left"
 
 
 def test_what_does_not_count_is_empty_and_changes_nothing() -> None:
@@ -100,10 +142,11 @@ def test_what_does_not_count_is_empty_and_changes_nothing() -> None:
     counts[[3, 7]] = False
     there = x.copy()
     there[3], there[7] = np.nan, 1e30
-    packed, alone = pack_tokens(there, counts), pack_tokens(x[counts], np.ones(48, bool))
-    assert (packed.codes[:, counts] == alone.codes).all() and packed.error == alone.error
-    assert not packed.codes[:, ~counts].any() and not packed.scale[~counts].any()
-    none = pack_tokens(x, np.zeros(50, bool))
+    (found,) = pack_tokens([SiteTokens(there, counts)])
+    alone = packed(x[counts])
+    assert (found.codes[:, counts] == alone.codes).all() and found.error == alone.error
+    assert not found.codes[:, ~counts].any() and not found.along[~counts].any()
+    (none,) = pack_tokens([SiteTokens(x, np.zeros(50, bool))])
     assert not none.codes.any() and none.error.n_pairs == 0
 
 
@@ -111,10 +154,37 @@ def test_what_does_not_count_is_empty_and_changes_nothing() -> None:
 @given(st.integers(1, 30), st.integers(1, 20), st.floats(1e-3, 1e3))
 def test_lengths_change_no_cosine(n: int, dim: int, factor: float) -> None:
     x = np.random.default_rng(n * dim).normal(size=(n, dim)).astype(np.float32)
-    a = pack_tokens(x, np.ones(n, bool)).vectors()
-    b = pack_tokens(x * np.float32(factor), np.ones(n, bool)).vectors()
+    a, b = packed(x).vectors(), packed(x * np.float32(factor)).vectors()
     assert a @ a.T == pytest.approx(b @ b.T, abs=0.02)
     assert unit_directions(x * 1e18) == pytest.approx(unit_directions(x), abs=1e-5)
+
+
+@pytest.mark.parametrize("grid", [(56, 56), (41, 7), (112, 80)])
+def test_large_grids_are_means_of_squares(grid: tuple[int, int]) -> None:
+    """Cell by cell, of the cells that count."""
+    layout = TokenLayout((), grid, stride_px=(4.0, 4.0), offset_px=(-2.0, 0.0))
+    side, small = pooled_side(layout), coarse_layout(layout)
+    assert small.grid == (-(-grid[0] // side), -(-grid[1] // side)) and max(small.grid) <= MOST_SIDE
+    assert small.stride_px == (4 * side, 4 * side) and small.offset_px == (-2, 0)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, grid[0] * grid[1], 3)).astype(np.float32)
+    counts = rng.random((2, grid[0] * grid[1])) < 0.6
+    x[~counts] = np.nan
+    counts[0, : side * grid[1]] = False
+    means, known = pooled(x, counts, layout)
+    cells, on = x.reshape(2, *grid, 3), counts.reshape(2, *grid)
+    for k, (i, row, col) in enumerate(np.ndindex(2, *small.grid)):
+        at = np.s_[i, row * side : (row + 1) * side, col * side : (col + 1) * side]
+        assert known.ravel()[k] == on[at].any()
+        if on[at].any():
+            assert means.reshape(-1, 3)[k] == pytest.approx(cells[at][on[at]].mean(0), abs=1e-5)
+
+
+def test_small_grids_stay_as_they_are() -> None:
+    layout = TokenLayout(("cls",), (37, 40), stride_px=(14.0, 14.0))
+    x, counts = np.zeros((1, 37 * 40, 2), np.float32), np.ones((1, 37 * 40), bool)
+    assert pooled_side(layout) == 1 and coarse_layout(layout) is layout
+    assert all(a is b for a, b in zip(pooled(x, counts, layout), (x, counts), strict=True))
 
 
 def test_upper_halves_of_numbers() -> None:

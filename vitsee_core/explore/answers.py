@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.explore.coarse import coarse_layout, pooled
 from vitsee_core.models import head_weights
 from vitsee_core.models.classifiers import Classifiers
 from vitsee_core.models.head_weights import Classifier
@@ -72,16 +73,18 @@ def _answers(store: Store, head: Classifier, site: SiteSpec, rows: list[int]) ->
     assert layout is not None
     tokens = store.acts(site.name, partial=True)[rows]
     kind = head.pooled_kind
-    pooled = (
+    whole = (
         head.logits(tokens, layout)
         if kind is None
         else head.of_tokens(store.pooled(site.name, kind)[rows])
     )
-    n, cells = len(rows), layout.n_body
+    n, cells = len(rows), coarse_layout(layout).n_body
     classes, shares = np.zeros((n, 1 + cells), np.uint16), np.zeros((n, 1 + cells), np.uint8)
-    classes[:, 0], shares[:, 0] = _first(pooled)
+    classes[:, 0], shares[:, 0] = _first(whole)
     for i in range(n):  # an image at a time: logits are wide
-        classes[i, 1:], shares[i, 1:] = _first(head.of_tokens(tokens[i, layout.n_prefix :]))
+        body = tokens[i : i + 1, layout.n_prefix :].astype(np.float32)
+        shown, _ = pooled(body, np.ones((1, layout.n_body), bool), layout)
+        classes[i, 1:], shares[i, 1:] = _first(head.of_tokens(shown[0]))
     return SiteAnswers(classes, shares)
 
 

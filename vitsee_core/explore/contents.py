@@ -14,14 +14,16 @@ from numpy.typing import NDArray
 from vitsee_core.explore.answers import SiteAnswers
 from vitsee_core.explore.attended import BlockAttention, pack_rows, query_cells, query_step
 from vitsee_core.explore.blobs import pack
+from vitsee_core.explore.coarse import coarse_layout, pooled, pooled_side
 from vitsee_core.explore.colours import Scores, colours_of, scores_of
-from vitsee_core.explore.tokens import PackedTokens, bfloat16, pack_tokens
+from vitsee_core.explore.tokens import PackedTokens, SiteTokens, bfloat16
 from vitsee_core.features import choose_features
 from vitsee_core.patch_maps.photos import Shown
 from vitsee_core.patch_maps.views import Edges
 from vitsee_core.tables.text import visible
 from vitsee_core.tables.words import site_words
 from vitsee_core.types import Float, Mask
+from vitsee_stores.manifest import few
 from vitsee_stores.weights_names import weights_name
 
 if TYPE_CHECKING:
@@ -34,8 +36,20 @@ DIGITS = 5  # of places on an image
 
 
 @dataclass(frozen=True)
+class SiteNumbers:
+    """Of one site, before its tokens are packed. layout: of the shown patches; norms: (images,
+    patches), NaN where a patch does not count."""
+
+    site: SiteSpec
+    layout: TokenLayout
+    tokens: SiteTokens
+    norms: Float
+    scores: Scores | None
+
+
+@dataclass(frozen=True)
 class SiteContents:
-    """Of one site. norms: (images, cells), NaN where a patch does not count."""
+    """Of one site; as `SiteNumbers`."""
 
     site: SiteSpec
     layout: TokenLayout
@@ -72,7 +86,7 @@ class StoreContents:
         turned to."""
         tokens: list[NDArray[Any]] = []
         for own in self.sites:
-            tokens += [own.tokens.along, own.tokens.scale, own.tokens.codes]
+            tokens += [own.tokens.along, own.tokens.codes]
         colours = [colours_of(own.scores, guide) for own in self.sites if own.scores is not None]
         found = {
             "tokens": pack(tokens),
@@ -110,6 +124,7 @@ class StoreContents:
             "rel_depth": site.rel_depth,
             "channels": site.dim,
             "dims": len(own.tokens.codes),
+            "step": own.tokens.step,
             "error": {name: round(value, 6) for name, value in asdict(error).items()},
             "colours": explained is not None,
             "explained": None if explained is None or np.isnan(explained) else round(explained, 4),
@@ -167,10 +182,11 @@ def short_name(site: str, block: str) -> str:
     return ".".join(numbers) if numbers else site.rpartition(".")[2][:6]
 
 
-def read_sites(shown: Shown, seed: int, advance: Callable[[int], None]) -> list[SiteContents]:
-    """The tokens of every site of a store, packed; what is not finite is left out, and logged.
+def read_sites(shown: Shown, seed: int, advance: Callable[[int], None]) -> list[SiteNumbers]:
+    """The tokens of every site of a store, on their principal axes; what is not finite is left out,
+    and logged.
 
-    Memory: the shown images' patches of one site in float32, their cosines, and a slab of it.
+    Memory: the shown images' patches of one site in float32, and a slab of it; see `SiteTokens`.
 
     Raises:
         MissingInput: a site is stored pooled only.
@@ -190,21 +206,36 @@ def read_sites(shown: Shown, seed: int, advance: Callable[[int], None]) -> list[
                 "with vitsee validate); they are shown as empty",
                 *(store.label, lost, site.name),
             )
-        found.append(_packed(shown, site, layout, x, on_image & finite, seed))
+        x, counts = pooled(x, on_image & finite, layout)
+        found.append(_numbers(shown, site, coarse_layout(layout), x, counts, seed))
         advance(len(rows))
     return found
 
 
-def _packed(
+def _numbers(
     shown: Shown,
     site: SiteSpec,
     layout: TokenLayout,
     x: NDArray[np.float32],
     counts: Mask,
     seed: int,
-) -> SiteContents:
+) -> SiteNumbers:
     norms = np.full(counts.shape, np.nan)
     norms[counts] = np.linalg.norm(x[counts].astype(np.float64), axis=-1)
     long = counts & (norms > 0)
-    tokens = pack_tokens(x.reshape(-1, x.shape[-1]), long.ravel(), seed)
-    return SiteContents(site, layout, tokens, norms, scores_of(shown, layout, x, counts))
+    tokens = SiteTokens(x.reshape(-1, x.shape[-1]), long.ravel(), seed)
+    return SiteNumbers(site, layout, tokens, norms, scores_of(shown, layout, x, counts))
+
+
+def coarse_remarks(shown: Shown) -> list[str]:
+    """A line for each number of cells that shown patches are the means of."""
+    sides: dict[int, list[str]] = {}
+    for site in shown.sites:
+        layout = shown.store.site(site.name).layout
+        assert layout is not None
+        if (side := pooled_side(layout)) > 1:
+            sides.setdefault(side, []).append(site.name)
+    return [
+        f"{few(names)}: a shown patch is the mean of {side} x {side} of the model's"
+        for side, names in sides.items()
+    ]

@@ -17,8 +17,9 @@ from vitsee_core.explore.answers import answers_of
 from vitsee_core.explore.attended import attention_of
 from vitsee_core.explore.choice import DIVERSE, choose_images
 from vitsee_core.explore.colours import reference
-from vitsee_core.explore.contents import StoreContents, read_sites
+from vitsee_core.explore.contents import SiteContents, StoreContents, coarse_remarks, read_sites
 from vitsee_core.explore.page import render
+from vitsee_core.explore.tokens import pack_tokens
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.patch_maps.photos import Shown
 from vitsee_core.patch_maps.views import View, grid_sites
@@ -66,7 +67,8 @@ def explore(
 ) -> Explored:
     """Write a page to click through the patches of a few images, in all layers of all stores.
 
-    Memory: a slab of one site, the shown images' patches of it, and the page.
+    Memory: a slab of one site, the shown images' patches of it, of all sites their coordinates on
+    at most 256 axes, and the page.
 
     Args:
         stores: with all tokens of sites with a grid, and images of the same ids.
@@ -102,9 +104,14 @@ def explore(
     total = sum(len(part.rows) * len(part.sites) for part in parts)
     with counting(progress, total, SITE_IMAGES):
         read = [read_sites(part, seed, progress.advance) for part in parts]
+    packed = iter(pack_tokens([site.tokens for numbers in read for site in numbers]))
     again = (origin or Provenance()) if recompute else None
-    for part, own in zip(parts, read, strict=True):
-        one = StoreContents(part, own, "", "")
+    for part, numbers in zip(parts, read, strict=True):
+        own = [
+            SiteContents(site.site, site.layout, next(packed), site.norms, site.scores)
+            for site in numbers
+        ]
+        one = StoreContents(part, own, "", "", coarse_remarks(part))
         try:
             one.attention = attention_of(part, again, device, progress)
         except MissingInput as missing:

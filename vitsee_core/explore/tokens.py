@@ -1,16 +1,23 @@
-"""Tokens of a site in some tens of numbers each, with the error that this makes of their cosines.
+"""Tokens of a site in as few bytes as keep their cosines, with the error that this makes of them.
 
 A token x of length |x| is kept as its direction u = x / |x|: the part of it along the mean
-direction m of the shown tokens, and k coordinates along the principal axes of what is left,
+direction m of the shown tokens, and coordinates along the principal axes of what is left,
 
-    u = a m + s (c_1 e_1 + ... + c_k e_k) + rest,    cos(x, y) = u . v ~ a a' + s s' (c . c')
+    u = a m + h (c_1 e_1 + ... + c_k e_k) + rest,    cos(x, y) = u . v ~ a a' + h^2 (c . c')
 
-with a in 16 bits, the c in 8 bits and one scale s per token. k is the smallest number of axes, at
-most `MOST_DIMS`, that keeps 99 of 100 cosines within `WITHIN` of those of the stored features.
+with a in 16 bits, whole numbers c of at most 8 bits, and one step h per site. A coarse step is
+cheap on all axes, most of all on those with little variance, whose numbers deflate to a bit or two:
+so h is `STEP` times the error that is allowed, which takes the fewest bytes (trained and random
+weights agree), and k the smallest number of axes that stays within it, of 99 of 100 cosines.
+
+A page has `MOST_BYTES` for all tokens. The error allowed is `WITHIN`, or as much more, the same at
+all sites, as this takes.
 """
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,11 +26,13 @@ from numpy.typing import NDArray
 
 from vitsee_core.types import Float, Float32, Integers, Mask
 
-MOST_DIMS, STEP = 64, 4
-WITHIN = 0.01  # of 99 of 100 cosines
-TRIED, MEASURED = 768, 4096  # tokens whose cosines decide k; whose cosines are compared at the end
+MOST_DIMS = 256
+WITHIN, COARSER, COARSEST = 0.01, 2**0.5, 0.5  # errors of 99 of 100 cosines that are tried
+STEP = 0.7
+MOST_BYTES = 4_800_000  # deflated; a page of three ViT-B/16 and twelve images is 13 MB then
+TRIED, MEASURED = 384, 4096  # tokens whose cosines decide k; whose cosines are compared at the end
 Number = TypeVar("Number", bound=np.generic)
-ALONG, SCALE, CODE = 32767, 65535, 127  # the largest code of each number
+ALONG, CODE = 32767, 127  # the largest code of each number
 
 
 @dataclass(frozen=True)
@@ -38,45 +47,86 @@ class CosineError:
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """Of a site, over the shown images. along, scale: (tokens,) a and s as codes; codes: (k,
-    tokens) the c, axis by axis, which deflates better; tokens are counted image by image. Those
-    that do not count have 0 everywhere."""
+    """Of a site, over the shown images. along: (tokens,) a as codes; codes: (k, tokens) the c, axis
+    by axis, which deflates better; step: h; tokens are counted image by image. Those that do not
+    count have 0 everywhere."""
 
     along: NDArray[np.int16]
-    scale: NDArray[np.uint16]
     codes: NDArray[np.int8]
+    step: float
     error: CosineError
 
     def vectors(self) -> Float32:
         """(tokens, 1 + k) whose products are the cosines that the page shows."""
-        return _vectors(self.along, self.scale, self.codes)
+        return _vectors(self.along, self.codes, self.step)
 
 
-def pack_tokens(x: Float32, counts: Mask, seed: int = 0) -> PackedTokens:
-    """The tokens of a site.
+@dataclass(frozen=True)
+class Precision:
+    """How a site is packed. n_bytes: deflated, as estimated from some of its tokens."""
 
-    Args:
-        x: (tokens, dim); rows that do not count may hold anything.
-        counts: (tokens,) which are finite, on their image and not of length 0.
-        seed: of the tokens whose cosines are compared, where there are too many.
+    step: float
+    dims: int
+    n_bytes: float
+
+
+class SiteTokens:
+    """The tokens of a site before they are packed: `along` the mean, and `coordinates` along axes.
+
+    Memory: (tokens, 1 + axes) in float32, and the directions of `MEASURED` tokens.
     """
-    units = unit_directions(x[counts])
-    mean, axes = _axes(units)
-    first = units @ mean
-    # Axes without variance may point along the mean, which is counted already.
-    coordinates = (units - np.outer(first, mean)) @ axes.T
-    rng = np.random.default_rng(seed)
-    tried, measured = (_some(len(units), n, rng) for n in (TRIED, MEASURED))
-    for k in _candidates(units[tried], first[tried], coordinates[tried]):
-        kept = _codes(first, coordinates[:, :k])
-        vectors = _vectors(*kept)
-        error = _error(units[measured], vectors[measured])
-        if error.p99 <= WITHIN:
-            break
-    along, scale, codes = kept
-    return PackedTokens(
-        _spread(along, counts), _spread(scale, counts), _spread(codes, counts), error
-    )
+
+    def __init__(self, x: Float32, counts: Mask, seed: int = 0) -> None:
+        """Of tokens.
+
+        Args:
+            x: (tokens, dim); rows that do not count may hold anything.
+            counts: (tokens,) which are finite, on their image and not of length 0.
+            seed: of the tokens whose cosines are compared, where there are too many.
+        """
+        units = unit_directions(x[counts])
+        mean, axes = _axes(units)
+        self.counts, self.along = counts, units @ mean
+        # Axes without variance may point along the mean, which is counted already.
+        self.coordinates: Float32 = (units - np.outer(self.along, mean)) @ axes.T
+        rng = np.random.default_rng(seed)
+        self._tried, self._measured = (_some(len(units), n, rng) for n in (TRIED, MEASURED))
+        self._units, self._tried_units = units[self._measured], units[self._tried]
+
+    def precision(self, within: float) -> Precision:
+        """The fewest axes that keep 99 of 100 cosines within this, and all where none do."""
+        largest = float(np.abs(self.coordinates).max(initial=0))
+        step = max(STEP * within, largest / CODE)
+        along, coordinates = self.along[self._tried], self.coordinates[self._tried]
+        low, high = min(1, coordinates.shape[1]), coordinates.shape[1]
+        while low < high:
+            middle = (low + high) // 2
+            vectors = _vectors(*_codes(along, coordinates[:, :middle], step), step)
+            if _error(self._tried_units, vectors).p99 <= within:
+                high = middle
+            else:
+                low = middle + 1
+        kept = _codes(along, coordinates[:, :low], step)
+        deflated = sum(len(zlib.compress(part.tobytes())) for part in kept)
+        return Precision(step, low, deflated * len(self.along) / max(1, len(along)))
+
+    def packed(self, precision: Precision) -> PackedTokens:
+        """With this step and these axes."""
+        step = precision.step
+        along, codes = _codes(self.along, self.coordinates[:, : precision.dims], step)
+        vectors = _vectors(along[self._measured], codes[:, self._measured], step)
+        error = _error(self._units, vectors)
+        return PackedTokens(_spread(along, self.counts), _spread(codes, self.counts), step, error)
+
+
+def pack_tokens(sites: Sequence[SiteTokens], most_bytes: float = MOST_BYTES) -> list[PackedTokens]:
+    """The tokens of all sites of a page, within about so many bytes, with one error allowed."""
+    within = WITHIN
+    while True:
+        found = [site.precision(within) for site in sites]
+        if sum(own.n_bytes for own in found) <= most_bytes or within >= COARSEST:
+            return [site.packed(own) for site, own in zip(sites, found, strict=True)]
+        within *= COARSER
 
 
 def unit_directions(x: Float32) -> Float32:
@@ -106,39 +156,17 @@ def _axes(units: Float32) -> tuple[Float32, Float32]:
     return mean.astype(np.float32), vectors.T[::-1].astype(np.float32)
 
 
-def _candidates(units: Float32, along: Float32, coordinates: Float32) -> list[int]:
-    """Numbers of axes to try, from the smallest that does for some of the tokens on."""
-    most = coordinates.shape[1]
-    steps = [*range(min(STEP, most), most, STEP), most]
-    low, high = 0, len(steps) - 1
-    while low < high:
-        middle = (low + high) // 2
-        vectors = _vectors(*_codes(along, coordinates[:, : steps[middle]]))
-        if _error(units, vectors).p99 <= WITHIN:
-            high = middle
-        else:
-            low = middle + 1
-    return steps[low:]
-
-
 def _codes(
-    along: Float32, coordinates: Float32
-) -> tuple[NDArray[np.int16], NDArray[np.uint16], NDArray[np.int8]]:
-    """The numbers as they are kept: (tokens,), (tokens,), (k, tokens)."""
-    largest = np.abs(coordinates).max(1, initial=0)
-    scale = np.ceil(largest.clip(0, 1) * SCALE).astype(np.uint16)
-    step = np.where(scale > 0, scale.astype(np.float32) / (SCALE * CODE), 1)
-    codes = np.rint(coordinates / step[:, np.newaxis]).clip(-CODE, CODE).astype(np.int8)
-    return np.rint(along.clip(-1, 1) * ALONG).astype(np.int16), scale, codes.T
+    along: Float32, coordinates: Float32, step: float
+) -> tuple[NDArray[np.int16], NDArray[np.int8]]:
+    """The numbers as they are kept: (tokens,), (k, tokens)."""
+    codes = np.rint(coordinates / step).clip(-CODE, CODE).astype(np.int8)
+    return np.rint(along.clip(-1, 1) * ALONG).astype(np.int16), codes.T
 
 
-def _vectors(
-    along: NDArray[np.int16], scale: NDArray[np.uint16], codes: NDArray[np.int8]
-) -> Float32:
-    step = scale.astype(np.float32) / np.float32(SCALE * CODE)
-    coordinates = codes.T.astype(np.float32) * step[:, np.newaxis]
+def _vectors(along: NDArray[np.int16], codes: NDArray[np.int8], step: float) -> Float32:
     first = along.astype(np.float32)[:, np.newaxis] / np.float32(ALONG)
-    return np.concatenate([first, coordinates], 1)
+    return np.concatenate([first, codes.T.astype(np.float32) * np.float32(step)], 1)
 
 
 def _error(units: Float32, vectors: Float32) -> CosineError:

@@ -5,13 +5,13 @@
  * @typedef {{grid: number[], edges: number[][]}} Grid */
 
 /** The tokens of a site over all images, as `tokens.py` packs them; norms: NaN where none counts.
- * @typedef {{along: Int16Array, scale: Uint16Array, codes: Int8Array, dims: number, norms: Float32Array}} Tokens */
+ * @typedef {{along: Int16Array, step: number, codes: Int8Array, dims: number, norms: Float32Array}} Tokens */
 
 /** A chosen patch, or the mean of several, of one image: its product with a token's numbers, less
  * `length`, is the cosine. rests: by cell, what these numbers leave out of a token's own square.
  * @typedef {{image: number, cells: number[], along: number, vector: Float32Array, length: number, rests: Map<number, number>}} Query */
 
-const ALONG = 32767, SCALE = 65535 * 127, ROW = 65535 * 255;
+const ALONG = 32767, ROW = 65535 * 255;
 
 /** @param {Grid} at
  * @param {number} image */
@@ -80,12 +80,12 @@ export function queryOf(tokens, perImage, image, cells) {
   let along = 0, square = 0;
   const counted = cells.filter((cell) => tokens.norms[image * perImage + cell] > 0);
   for (const cell of counted) {
-    const t = image * perImage + cell, norm = tokens.norms[t], scale = tokens.scale[t] / SCALE;
+    const t = image * perImage + cell, norm = tokens.norms[t];
     const first = tokens.along[t] / ALONG;
     let own = first * first;
     along += norm * first;
     for (let j = 0; j < tokens.dims; j++) {
-      const c = tokens.codes[j * n + t] * scale;
+      const c = tokens.codes[j * n + t] * tokens.step;
       vector[j] += norm * c;
       own += c * c;
     }
@@ -107,11 +107,11 @@ export function queryOf(tokens, perImage, image, cells) {
 export function cosines(tokens, perImage, query, image) {
   const n = tokens.along.length, start = image * perImage, found = new Float32Array(perImage);
   for (let j = 0; j < tokens.dims; j++) {
-    const v = query.vector[j], at = j * n + start;
+    const v = query.vector[j] * tokens.step, at = j * n + start;
     for (let t = 0; t < perImage; t++) found[t] += v * tokens.codes[at + t];
   }
   for (let t = 0; t < perImage; t++) {
-    let product = found[t] * tokens.scale[start + t] / SCALE + query.along * tokens.along[start + t] / ALONG;
+    let product = found[t] + query.along * tokens.along[start + t] / ALONG;
     if (image === query.image) product += query.rests.get(t) ?? 0;
     found[t] = tokens.norms[start + t] > 0 ? Math.min(1, Math.max(-1, product / query.length)) : NaN;
   }

@@ -5,7 +5,7 @@ import { bfloat16, nCells } from "./arithmetic.js";
 /** What `contents.py` and `page.py` describe.
  * @typedef {import("./arithmetic.js").Grid} Grid
  * @typedef {import("./arithmetic.js").Tokens} Tokens
- * @typedef {Grid & {name: string, words: string, short: string, rel_depth: number, channels: number, dims: number, error: {p99: number, largest: number, n_pairs: number}, colours: boolean, explained: number | null, lens: boolean}} SiteAbout
+ * @typedef {Grid & {name: string, words: string, short: string, rel_depth: number, channels: number, dims: number, step: number, error: {p99: number, largest: number, n_pairs: number}, colours: boolean, explained: number | null, lens: boolean}} SiteAbout
  * @typedef {Grid & {name: string, words: string, short: string, rel_depth: number, heads: number, queries: number[] | null, step: number}} BlockAbout
  * @typedef {{name: string, model: string, weights: string, remarks: string[], sites: SiteAbout[], attention: {from: string, blocks: BlockAbout[]} | string, lens: string | null}} ModelAbout
  * @typedef {{id: string, label: number, aspect: number, picture: string, edges: number[]}} ImageAbout
@@ -62,8 +62,8 @@ export async function readSites(about, nImages, blobs) {
     return {
       about: site, cells,
       tokens: {
-        along: tokens.take(Int16Array, n), scale: tokens.take(Uint16Array, n),
-        codes: tokens.take(Int8Array, site.dims * n), dims: site.dims,
+        along: tokens.take(Int16Array, n), codes: tokens.take(Int8Array, site.dims * n),
+        dims: site.dims, step: site.step,
         norms: bfloat16(norms.take(Uint16Array, n)),
       },
       colours: site.colours ? colours.take(Uint8Array, 3 * n) : null,
