@@ -190,6 +190,51 @@ def test_an_address_leads_to_what_it_names(browser: Browser, page: Page, place: 
     assert browser.run("document.querySelector('[name=view]:checked').value") == "lens"
 
 
+def test_heads_are_marked_in_the_block_that_is_shown(browser: Browser, page: Page) -> None:
+    """Attention has the depth of its block's output."""
+    for sites, blocks in zip(page.sites, page.blocks, strict=True):
+        ends = {one.about["name"].removesuffix(".out"): one.about["rel_depth"] for one in sites}
+        assert [one.about["rel_depth"] for one in blocks] == [
+            ends[one.about["name"]] for one in blocks
+        ]
+
+
+def test_a_screen_reader_has_a_name_for_everything(browser: Browser, two: Path) -> None:
+    """As the browser's own tree for such programs has it, in every view."""
+    browser.look(1280)
+    spoken = {"button", "slider", "radio", "checkbox", "link", "image", "img", "region",
+              "Canvas", "DisclosureTriangle", "application", "table"}  # fmt: skip
+    for view in ("cosine", "attention", "pca", "norms", "lens"):
+        open_page(browser, two, f"#view={view}")
+        for panel in ("others", "heads", "depths"):
+            browser.run(f"document.getElementById('{panel}').scrollIntoView()")
+            browser.run("new Promise(r => setTimeout(r, 150))")
+        nodes = browser.ask("Accessibility.getFullAXTree")["nodes"]
+        seen = [node for node in nodes if not node["ignored"] and node["role"]["value"] in spoken]
+        nameless = [n["role"]["value"] for n in seen if not n.get("name", {}).get("value")]
+        assert len(seen) > 25 and not nameless, (view, nameless)
+    captions = "[...document.querySelectorAll('figure')].every(f => f.querySelector('figcaption'))"
+    assert browser.run(captions)
+    headings = browser.run("[...document.querySelectorAll('h1,h2,h3')].map(h => h.tagName)")
+    assert headings[0] == "H1" and headings.count("H1") == 1 and len(headings) > 4
+
+
+def test_on_paper_nothing_is_cut_off(browser: Browser, two: Path) -> None:
+    """Drawn for a wide window, printed on a page of 180 mm."""
+    browser.look(1280)
+    open_page(browser, two)
+    browser.ask("Emulation.setEmulatedMedia", media="print")
+    try:
+        browser.run("document.getElementById('main').style.width = '680px'")
+        wide = browser.run("""[...document.querySelectorAll('#main canvas')].filter(c =>
+          c.checkVisibility() && c.getBoundingClientRect().width > 680).length""")
+        assert wide == 0 and not browser.run(
+            "document.getElementById('controls').checkVisibility()"
+        )
+    finally:
+        browser.ask("Emulation.setEmulatedMedia", media="")
+
+
 def test_heads_other_images_and_numbers(browser: Browser, two: Path) -> None:
     """Patch 0,5 of 8 x 8 lies in 0,2 of 4 x 4."""
     page = read_page(two)

@@ -135,6 +135,8 @@ class StoreContents:
     def _attention(self, frames: Sequence[Edges]) -> dict[str, Any] | str:
         if isinstance(self.attention, str):
             return visible(self.attention)
+        # Of the block's own site: the page goes by depth, and attention alone counts otherwise.
+        depths = {own.site.block: own.site.rel_depth for own in self.sites}
         blocks = []
         for own in self.attention:
             block, layout = own.block, own.block.layout
@@ -143,7 +145,7 @@ class StoreContents:
                 "name": visible(block.site),
                 "words": visible(site_words(block.site, block.site)),
                 "short": visible(short_name(block.site, block.site)),
-                "rel_depth": block.rel_depth,
+                "rel_depth": depths.get(block.site, block.rel_depth),
                 "heads": own.heads.shape[1],
                 "queries": None if own.patches is None else query_cells(layout.grid),
                 "step": query_step(layout.grid),

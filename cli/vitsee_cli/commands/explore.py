@@ -96,8 +96,9 @@ def command(
     offline, by keys and on a phone, and an address ending in #image=3&patch=88&layer=7 leads to
     what it shows.
 
-    Tokens are reduced to at most 64 numbers of 8 bits; the error that this makes of their cosines
-    is measured, and printed.
+    Tokens are reduced to as few numbers of 8 bits as keep their cosines, in a page of some MB; the
+    error that this makes is measured, and printed. Large grids are shown as means of 2 x 2 or 4 x 4
+    patches.
 
     \b
       $ vitsee explore b16.zarr -o explore.html

@@ -172,11 +172,14 @@ export function outline(context, at, width, colour = "#fff", dash = []) {
  * @param {number} y
  * @param {string} colour
  * @param {CanvasTextAlign} [align]
- * @param {string} [weight] */
-export function write(context, text, x, y, colour, align = "center", weight = "400") {
+ * @param {string} [weight]
+ * @param {number} [room] pixels; a longer text ends in an ellipsis */
+export function write(context, text, x, y, colour, align = "center", weight = "400", room = Infinity) {
   context.font = `${weight} 11px system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif`;
   context.textAlign = align;
   context.textBaseline = "alphabetic";
   context.fillStyle = colour;
-  context.fillText(text, x, y);
+  let shown = text;
+  for (let n = text.length - 1; n > 0 && context.measureText(shown).width > room; n--) shown = `${text.slice(0, n)}…`;
+  context.fillText(shown, x, y);
 }

@@ -63,7 +63,7 @@ export function drawElsewhere(scene, canvas, said, model, theme, room) {
     paintCells(context, box, site.about, image, coloursOf(values, VIRIDIS, range[0], range[1], OVER), "");
     best.map((one, rank) => ({ ...one, rank })).filter((one) => one.image === image).reverse()
       .forEach(({ cell, rank }) => outline(context, aroundCells(box, site.about, image, [cell]), rank ? 1.5 : 2.5, rank ? SECOND : "#fff"));
-    write(context, scene.label(image) || about.id, tiles[i].x + 2 + how.side / 2, tiles[i].y + how.side + 13, theme.soft);
+    write(context, scene.label(image) || about.id, tiles[i].x + 2 + how.side / 2, tiles[i].y + how.side + 13, theme.soft, "center", "400", how.side);
     return { box, model, layer: 0, image };
   }));
   const name = (/** @type {number} */ image) => scene.label(image) ? `${images[image].id} (${scene.label(image)})` : images[image].id;
