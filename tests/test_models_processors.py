@@ -305,12 +305,12 @@ def test_stores_of_two_processors_pair_with_a_remark(folder: Path, tmp_path: Pat
     run("cka", *(store.place for store in stores), "-o", table)
     sidecar = json.loads(Path(f"{table}.json").read_text())
     assert "processor: pil (pil), torchvision (torchvision)" in json.dumps(sidecar)
-    other = [*common[:-1], "-o", tmp_path / "pil.zarr"]
+    other = [*common[:-1], "--processor", "torchvision", "-o", tmp_path / "pil.zarr"]
     refused = CliRunner().invoke(main, ["extract", name, *map(str, other)])
     assert refused.exit_code == 1 and "transform.processor is pil, given torch" in refused.stderr
     # What was stored, read again from the data by the store's own transform.
     bare = tmp_path / "bare.zarr"
-    run("extract", name, *common[:-1], "-o", bare)
+    run("extract", name, *common[:-1], "--processor", "torchvision", "-o", bare)
     again = Pictures(open_store(bare))(np.arange(4))
     assert np.array_equal(again, stores[1].array("input")[:4])
     assert open_store(bare).manifest.model["origin"]["backend"] == "torchvision"

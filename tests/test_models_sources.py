@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -357,3 +358,60 @@ def test_a_source_that_is_not_used_is_not_imported() -> None:
     assert not {"torchvision", "torchhub", "python_file", "own_transform"} & set(
         done.stdout.split()
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "{}/mine.py:build?width=6&random-init=0",
+        "torchhub:{}/clone:tiny?img-size=32&random-init=0",
+        "torchvision:squeezenet1_1?img-size=32&random-init=0",
+        "transformers:{}/hf",
+        "transformers:ViTModel?num_hidden_layers=1&hidden_size=24&image_size=32&random-init=0",
+        'open_clip:ViT-B-32?embed_dim=16&random-init=0&vision_cfg={"image_size": 32, "layers": 2, '
+        '"width": 64, "patch_size": 8}&text_cfg={"width": 32, "heads": 2, "layers": 1}',
+        "test_vit?random-init=0&img-size=32",
+    ],
+)
+def test_shards_and_a_resumed_run_make_the_same_store(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    """One process for everything; one for each half; one that goes on where a half ended."""
+    if name.startswith(("transformers:", "open_clip:")):
+        pytest.importorskip(name.partition(":")[0])
+    if name.endswith("/hf"):
+        transformers: Any = pytest.importorskip("transformers")
+        torch.manual_seed(0)
+        config = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3}
+        config |= {"intermediate_size": 48, "image_size": 32, "patch_size": 8}
+        transformers.ViTModel(transformers.ViTConfig(**config)).save_pretrained(folder / "hf")
+        transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(
+            folder / "hf"
+        )
+    common = [
+        name.replace("{}", str(folder)),
+        "--data",
+        "demo:test",
+        "--images",
+        "8",
+        "--slab",
+        "4",
+    ]
+    runs = {"whole": [[]], "halves": [["--shard", "0/2"], ["--shard", "1/2"]]}
+    runs["resumed"] = [["--shard", "1/2"], []]
+    stores = {}
+    for label, several in runs.items():
+        out = tmp_path / f"{label}.zarr"
+        for number, words in enumerate(several):
+            done = CliRunner().invoke(main, ["extract", *common, "-o", str(out), *words])
+            assert done.exit_code == 0, done.output
+            last = number == len(several) - 1
+            assert open_store(out, allow_partial=True).committed.sum() == (2 if last else 1)
+        stores[label] = open_store(out)
+    whole = stores.pop("whole")
+    names = [site.name for site in whole.plan.sites if site.alias_of is None]
+    assert names
+    for other in stores.values():
+        for site in names:
+            assert np.array_equal(whole.acts(site)[:], other.acts(site)[:], equal_nan=True), site

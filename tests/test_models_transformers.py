@@ -36,7 +36,7 @@ def script() -> ModuleType:
 
 # Class, blocks' path, sublayers, blocks with attention, where the last hidden state is.
 CLASSES = [
-    ("ViTModel", "layers.0", 6, 3, "before"),
+    ("ViTModel", "layer", 6, 3, "before"),
     ("Dinov2WithRegistersModel", "layer", 6, 3, "before"),
     ("CLIPVisionModel", "encoder.layers.0", 6, 3, "before"),
     ("BeitModel", "layer", 6, 3, "before"),

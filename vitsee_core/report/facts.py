@@ -66,7 +66,9 @@ def _preprocessing(transform: Mapping[str, Any]) -> str:
         ("crop_pct", "crop share "),
     ):
         if transform.get(name) is not None:
-            parts.append(f"{label}{_text(transform[name])}")
+            value = transform[name]
+            value = round(value, 4) if isinstance(value, float) else value
+            parts.append(f"{label}{_text(value)}")
     for name in ("mean", "std"):
         values = transform.get(name)
         if isinstance(values, list):
