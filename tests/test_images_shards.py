@@ -175,11 +175,15 @@ def test_members_are_where_tarfile_finds_them(form: int, tmp_path: Path) -> None
     long = "d" * 90 + "/" + "n" * 90 + ".png"
     names = ["a.png", long, "ü/" + "é" * 20 + ".png", "deep/" * 12 + "x.png", "./dot/y.png"]
     path = write_tar(tmp_path / "a.tar", [(n, noise(k)) for k, n in enumerate(names)], form)
+    (tmp_path / "last.png").write_bytes(noise(9))
     with tarfile.open(path, "a", format=form) as tar:
         tar.add(tmp_path, "folder.png", recursive=False)
         link = tarfile.TarInfo("link.png")
         link.type, link.linkname = tarfile.SYMTYPE, "a.png"
         tar.addfile(link)
+        link.type, link.size = tarfile.LNKTYPE, 5000  # of the file that it is, not of what follows
+        tar.addfile(link)
+        tar.add(path.with_name("last.png"), "z/last.png")
     with tarfile.open(path) as tar:
         expected = {
             m.name.removeprefix("./"): tar.extractfile(m).read()  # type: ignore[union-attr]
@@ -188,7 +192,7 @@ def test_members_are_where_tarfile_finds_them(form: int, tmp_path: Path) -> None
         }
     source = open_source(str(path))
     assert list(source.ids) == sorted(expected)
-    assert [source.hash(k) for k in range(5)] == [hash64(expected[i]) for i in source.ids]
+    assert [source.hash(k) for k in range(6)] == [hash64(expected[i]) for i in source.ids]
 
 
 # the kept index -------------------------------------------------------------------------------
@@ -242,7 +246,10 @@ def test_an_index_that_cannot_be_kept_is_no_error(
     assert len(open_source(write_shards(tmp_path, IMAGES, 2))) == len(IMAGES)
 
 
-def test_a_small_index_is_not_kept(tmp_path: Path, own_cache: Path) -> None:
+def test_a_small_index_is_not_kept(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tars, "CACHE_AFTER_SECONDS", 60.0)
     open_source(write_shards(tmp_path, IMAGES, 2))
     assert not own_cache.exists()
 
@@ -475,7 +482,10 @@ def test_wrong_data_are_one_line(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "phrase"),
     [
-        ({"label_key": "x"}, "no image of .* has a label 'x' beside it; expected KEY.x"),
+        (
+            {"label_key": "x"},
+            "no image .* has a label 'x' beside it; expected a field 'x' of KEY.json",
+        ),
         ({"image_column": "x"}, "--image-column is of .parquet files; .* has none"),
     ],
 )

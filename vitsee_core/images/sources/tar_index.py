@@ -30,9 +30,11 @@ WINDOW, WINDOW_FAR = 1 << 14, 1 << 20
 FLUSH = 1 << 15  # Python objects that become arrays at once
 PACKED = {b"\x1f\x8b": "gunzip", b"(\xb5/\xfd": "zstd -d", b"BZh": "bunzip2", b"\xfd7zX": "unxz"}
 IMAGES = frozenset(("jpg", "jpeg", "png", "webp"))  # endings that make an image of a key
+MEMBERS = ("cls", "txt")  # that are a label themselves
 JSON_FIELDS = ("label", "cls", "class")
 _ZEROS = bytes(BLOCK)
 _FILES = (b"0", b"\0", b"7")
+_WITHOUT_DATA = (b"1", b"2", b"3", b"4", b"5", b"6")  # links, devices, folders, whatever their size
 
 
 @dataclass
@@ -130,6 +132,8 @@ def _members(window: _Window, at: int, stop: int, prefix: str) -> Iterator[tuple
         size, kind = _size(head, at), head[156:157]
         if kind in _FILES and "size" in given:
             size = int(given["size"])
+        if kind in _WITHOUT_DATA:
+            size = 0
         body = at + BLOCK
         at = body + -(-size // BLOCK) * BLOCK
         if body + size > stop:
@@ -223,7 +227,7 @@ class _Seen:
         # The last wins.
         self._endings: tuple[str, ...] = ("txt", "json", "cls")
         if label_key is not None:
-            self._endings = (label_key,) if label_key in ("cls", "txt") else ("json",)
+            self._endings = (label_key,) if label_key in MEMBERS else ("json",)
         self._paths, self._whole = _Packed(), array("b")
         self._offset, self._size = array("q"), array("q")
         self._keys, self._label, self._ending = _Packed(), array("i"), array("b")

@@ -27,7 +27,7 @@ from vitsee_core.images.folders import classify
 from vitsee_core.images.image_source import ImageSource
 from vitsee_core.images.sources.base import Asked, Found, no_answer, strings
 from vitsee_core.images.sources.labels import labels_of
-from vitsee_core.images.sources.tar_index import TarIndex, index_tar, key_of
+from vitsee_core.images.sources.tar_index import MEMBERS, TarIndex, index_tar, key_of
 from vitsee_core.runtime.machine import TAR_INDEX, user_caches
 from vitsee_core.runtime.progress import counting
 from vitsee_stores.errors import reason
@@ -58,9 +58,10 @@ def open_tars(asked: Asked, found: Found) -> ImageSource:
     if labelled := any(index.label_texts for index in indexes):
         indexes = [index.at(index.whole) for index in indexes]
     elif asked.label_key is not None:
+        key = asked.label_key
+        expected = f"KEY.{key}" if key in MEMBERS else f"a field {key!r} of KEY.json"
         raise DataError(
-            f"no image of {asked.data} has a label {asked.label_key!r} beside it; expected "
-            f"KEY.{asked.label_key} (cls or txt), or a field {asked.label_key!r} of KEY.json"
+            f"no image of {asked.data} has a label {key!r} beside it; expected {expected}"
         )
     stems = [PurePosixPath(name).stem for name in found.names]
     lengths = [len(index.paths) for index in indexes]
