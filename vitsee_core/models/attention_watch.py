@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,19 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from vitsee_core.models.multihead import MULTIHEAD, RUNNING, attend
+
 _KERNEL = functional.scaled_dot_product_attention
 _SOFTMAX = {torch.softmax, Tensor.softmax, functional.softmax}
 _PRODUCT = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
-_MULTIHEAD = functional.multi_head_attention_forward
-# torch hands that whole function to whoever watches, and then hides its products. The same code,
-# told that nobody watches, shows them.
-_MULTIHEAD_BODY = FunctionType(
-    _MULTIHEAD.__code__,
-    {**vars(functional), "has_torch_function": lambda _: False},
-    _MULTIHEAD.__name__,
-    _MULTIHEAD.__defaults__,
-)
-_N_HEADS = 4  # the place of num_heads among its arguments
 _KERNEL_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
@@ -178,14 +169,14 @@ class AttentionWatch(TorchFunctionMode):
         self.active = True
         self.depth = 0
         self.pending: tuple[Tensor, Tensor, int] | None = None
-        self.heads: int | None = None  # of the nn.MultiheadAttention that is running
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _MULTIHEAD:
-            return self._multihead(args, kwargs)
+        if func is MULTIHEAD:
+            with self:
+                return attend(*args, **kwargs)
         result = func(*args, **kwargs)
         if self.active:
             if func is _KERNEL:
@@ -202,19 +193,9 @@ class AttentionWatch(TorchFunctionMode):
             self.flush()
         self.pending = None
 
-    def _multihead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """nn.MultiheadAttention, watched; where it gives weights too, its heads are multiplied in
-        the batch dimension."""
-        self.heads = kwargs.get("num_heads") or args[_N_HEADS]
-        try:
-            with self:
-                return _MULTIHEAD_BODY(*args, **kwargs)
-        finally:
-            self.heads = None
-
     def _by_head(self, x: Tensor) -> Tensor:
         """(images x heads, ...) of an nn.MultiheadAttention as (images, heads, ...)."""
-        return x.unflatten(0, (-1, self.heads)) if self.heads and x.ndim == 3 else x
+        return x.unflatten(0, (-1, RUNNING[-1])) if RUNNING and x.ndim == 3 else x
 
     def _kernel(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
         arguments = dict(zip(_KERNEL_ARGS, args, strict=False)) | kwargs

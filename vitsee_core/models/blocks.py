@@ -27,6 +27,11 @@ def has_weights(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
+def n_layers(module: nn.Module) -> int:
+    """How many matrices of weights a module has, itself and below."""
+    return sum(_is_weight(child) for child in module.modules())
+
+
 def join(path: str, name: str) -> str:
     """The dotted path of a child."""
     return f"{path}.{name}" if path else name
@@ -131,7 +136,7 @@ class _BlockFinder:
 
     def _each(self, kids: list[tuple[str, nn.Module]], stages: bool = True) -> Iterator[str]:
         """The blocks of several siblings; one layer with its norm is none beside real blocks."""
-        several = [(below, kid) for below, kid in kids if self._layers(kid) > 1]
+        several = [(below, kid) for below, kid in kids if n_layers(kid) > 1]
         for below, kid in several or kids:
             yield from self.expand(below, kid, stages)
 
@@ -143,7 +148,11 @@ class _BlockFinder:
             yield from self._each(kids, stages)
             return
         inner = getattr(module, "blocks", None) or getattr(module, "layers", None)
-        if isinstance(inner, _LISTS) and len(inner) and (stages or not self.gives(path)):
+        if (
+            isinstance(inner, _LISTS)
+            and len(inner)
+            and (stages or not self.gives(path) or self._is_run(path, inner))
+        ):
             found = list(self.expand(join(path, _name(module, inner)), inner, stages=False))
             if found:
                 yield from found
@@ -168,8 +177,15 @@ class _BlockFinder:
                 if ends and self.gives(place):
                     yield place
 
-    def _layers(self, module: nn.Module) -> int:
-        return sum(_is_weight(child) for child in module.modules())
+    def _is_run(self, path: str, inner: nn.Module) -> bool:
+        """Whether what a module gives is what the last of its blocks of one class gives."""
+        kids = list(inner.children())
+        lone = len({type(kid) for kid in kids}) == 1 and not is_leaf(kids[-1])
+        mine = self.gives(path)
+        last = self.gives(
+            join(join(path, _name(self.model.get_submodule(path), inner)), _name(inner, kids[-1]))
+        )
+        return lone and mine is not None and last is not None and mine.key == last.key
 
     def _mixed(self, module: nn.Module) -> bool:
         """A list with weights of its own is one block, not a list of blocks."""

@@ -74,6 +74,7 @@ class TableBuilder:
             residuals=residuals,
             attention_modules=attention.modules,
             heads=attention.heads,
+            turned=self.trace.turned(),
         )
 
     def _rollout_refusal(self, attention: Attention) -> str | None:

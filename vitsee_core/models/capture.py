@@ -14,8 +14,8 @@ from vitsee_core.models.attention_watch import AttentionCall, AttentionEvent, At
 from vitsee_core.models.hook_points import (
     CaptureError,
     HookPoint,
-    first_tensor,
     input_tensor,
+    output_tensor,
     refuse_compiled,
 )
 from vitsee_core.models.loaded import LoadedModel
@@ -45,8 +45,10 @@ class Observer(Protocol):
 class Hooks:
     """Consumers of hook points, by module: registered once, calls counted in every pass."""
 
-    def __init__(self, module: nn.Module, watch: AttentionWatch) -> None:
-        self.module, self.watch = module, watch
+    def __init__(
+        self, module: nn.Module, watch: AttentionWatch, turned: frozenset[tuple[str, bool]]
+    ) -> None:
+        self.module, self.watch, self.turned = module, watch, turned
         self.n_images = 0
         self.entering: dict[str, list[tuple[int, Consumer]]] = defaultdict(list)
         self.leaving: dict[str, list[tuple[int, Consumer]]] = defaultdict(list)
@@ -78,7 +80,7 @@ class Hooks:
             hook = self._hook(name, False, consumers)
             self.handles.append(
                 child.register_forward_hook(
-                    lambda _m, _a, output, hook=hook: hook(first_tensor(output, self.n_images))
+                    lambda m, _, output, hook=hook: hook(output_tensor(m, output, self.n_images))
                 )
             )
 
@@ -108,6 +110,8 @@ class Hooks:
         def hook(x: Tensor | None) -> None:
             call = self.counts[key]
             self.counts[key] = call + 1
+            if x is not None and key in self.turned:
+                x = x.transpose(0, 1)
             # What an observer computes is no attention of the model, and the watch would cost
             # each of its thousands of calls some microseconds.
             with torch._C.DisableTorchFunction():
@@ -139,7 +143,7 @@ class Capture:
         self.model, self.table = model, table
         self.watch = AttentionWatch(self._attended)
         self.watch.active = False
-        self.hooks = Hooks(model.module, self.watch)
+        self.hooks = Hooks(model.module, self.watch, table.turned)
         self._observer: Observer | None = None
         self._waiting: dict[str, dict[int, Tensor]] = defaultdict(dict)
         self._blocks = {table.attention_modules[block.name]: block for block in attention}

@@ -1,4 +1,5 @@
-"""torch's fused inference path of attention layers, turned off within a model.
+"""torch's fused inference path of attention layers, turned off within a model, whose
+nn.MultiheadAttention then show what they compute (see multihead.py).
 
 nn.MultiheadAttention and nn.TransformerEncoderLayer compute a layer in one call where nothing has
 to be seen of it, in other roundings than otherwise. A model whose sites are captured computes as
@@ -12,11 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitsee_core.models.multihead import MultiheadAttention
+
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
 def without_fast_path(module: nn.Module) -> None:
     """Turn the path off while the module runs, where any part of it has one."""
+    for child in module.modules():
+        if type(child) is nn.MultiheadAttention:
+            child.__class__ = MultiheadAttention
     if not any(isinstance(child, _FUSED) for child in module.modules()):
         return
     before: list[bool] = []

@@ -90,6 +90,14 @@ def first_tensor(value: Any, n_images: int | None = None) -> Tensor | None:
     return found[0] if len(found) == 1 else None
 
 
+def output_tensor(module: nn.Module, output: Any, n_images: int) -> Tensor | None:
+    """The tensor a module gives; of an nn.MultiheadAttention, which gives weights as well, the
+    first."""
+    if isinstance(module, nn.MultiheadAttention):
+        output = output[0]
+    return first_tensor(output, n_images)
+
+
 def _may_be_features(x: Tensor, first: Tensor) -> bool:
     return x.ndim == first.ndim and (x.ndim < 2 or x.shape[-1] != x.shape[-2])
 

@@ -75,7 +75,7 @@ def first_seen(trace: Trace, grid: Grid, prefix: tuple[str, ...]) -> tuple[HookP
     for name, calls in trace.calls.items():
         for i, call in enumerate(calls):
             left = trace.by_image(call.left)
-            if left is None or not name:
+            if left is None or left.turned or not name:
                 continue
             shape = left.shape
             if len(shape) == 4 and grid in (shape[2:], shape[1:3]):

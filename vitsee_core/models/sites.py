@@ -51,7 +51,8 @@ class SiteTable:
     *_refusal: why nothing of that kind can be captured, None if something can.
     left_out: name of a module, block or sublayer -> why it has no site, attention or branch.
     patches: the grids whose patches were measured, in the order of the forward pass.
-    points, residuals, attention_modules, heads: for `Capture` and the self-check.
+    points, residuals, attention_modules, heads, turned: for `Capture` and the self-check; turned:
+        as `Trace.turned`.
     """
 
     sites: tuple[SiteSpec, ...]
@@ -66,6 +67,7 @@ class SiteTable:
     residuals: Mapping[str, Residual] = field(repr=False, default_factory=dict)
     attention_modules: Mapping[str, str] = field(repr=False, default_factory=dict)
     heads: Mapping[str, HookPoint] = field(repr=False, default_factory=dict)
+    turned: frozenset[tuple[str, bool]] = field(repr=False, default=frozenset())
 
     def __getitem__(self, name: str) -> SiteSpec:
         """The site of this name."""

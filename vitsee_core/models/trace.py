@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from vitsee_core.models.attention_watch import AttentionEvent, AttentionWatch
 from vitsee_core.models.branch_only import SUMS, plain
-from vitsee_core.models.hook_points import ModelError, first_tensor, input_tensor
+from vitsee_core.models.hook_points import ModelError, input_tensor, output_tensor
 
 N_CORNERS = 4
 _OF_CODE = (AttributeError, KeyError, NameError, TypeError)  # whatever the size of the images
@@ -27,6 +27,7 @@ class Seen:
     """The input or output of a call: its identity, its shape, and its response to local changes.
 
     key: equal for two exactly if they are the same tensor, unchanged in between.
+    shape: the batch first. turned: whether the tensor itself has it second, behind its tokens.
     response: for each dimension after the first, (corners, length): how strongly each index
     responds when one corner of the image changes.
     """
@@ -34,6 +35,7 @@ class Seen:
     key: Key
     shape: tuple[int, ...]
     response: tuple[Tensor, ...] = ()
+    turned: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,17 @@ class Trace:
         call = self.once(name)
         return call.left if call else None
 
+    def turned(self) -> frozenset[tuple[str, bool]]:
+        """Modules, and whether their input (or their output), whose tensors have tokens before
+        images."""
+        return frozenset(
+            (name, entering)
+            for name, calls in self.calls.items()
+            for call in calls
+            for entering, seen in ((True, call.entered), (False, call.left))
+            if seen and seen.turned
+        )
+
     def by_image(self, seen: Seen | None) -> Seen | None:
         """The tensor itself if its first dimension is the batch."""
         return seen if seen and seen.shape and seen.shape[0] == self.n_images else None
@@ -113,8 +126,10 @@ def _response(x: Tensor) -> tuple[Tensor, ...]:
 
 
 class _Recorder:
-    def __init__(self, trace: Trace, responses: bool) -> None:
+    def __init__(self, trace: Trace, responses: bool, module: nn.Module) -> None:
         self.trace, self.responses = trace, responses
+        # Only around these is a tensor of (tokens, images, dim) expected.
+        self.sequences = any(isinstance(m, nn.MultiheadAttention) for m in module.modules())
         self.serial = 0
         self.stack: list[str] = []
         self.inputs: list[Seen | None] = []
@@ -127,22 +142,24 @@ class _Recorder:
             # An attribute, not id(): ids are reused once a tensor is freed.
             self.serial += 1
             number = x._vitsee_serial = self.serial  # type: ignore[attr-defined]
+        version = 0 if x.is_inference() else x._version
+        turned = self.sequences and x.ndim == 3 and x.shape[1] == self.trace.n_images != len(x)
+        x = x.transpose(0, 1) if turned else x
         wanted = (
             self.responses
             and x.ndim in (3, 4)
             and len(x) == self.trace.n_images
             and x.is_floating_point()
         )
-        version = 0 if x.is_inference() else x._version
-        return Seen((number, version), tuple(x.shape), _response(x) if wanted else ())
+        return Seen((number, version), tuple(x.shape), _response(x) if wanted else (), turned)
 
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.stack.append(name)
         self.inputs.append(self.see(input_tensor(args, kwargs)))
 
-    def leave(self, name: str, output: Any) -> None:
+    def leave(self, name: str, module: nn.Module, output: Any) -> None:
         self.stack.pop()
-        left = self.see(first_tensor(output, self.trace.n_images))
+        left = self.see(output_tensor(module, output, self.trace.n_images))
         call = Call(self.inputs.pop(), left, type(output).__name__)
         self.trace.calls[name].append(call)
 
@@ -192,7 +209,7 @@ def _hooks(module: nn.Module, recorder: _Recorder, watch: AttentionWatch) -> Ite
                 # A leaf (the softmax itself, its dropout) is left before the product comes.
                 watch.flush(watch.depth)
             watch.depth -= 1
-            recorder.leave(name, output)
+            recorder.leave(name, m, output)
 
         handles.append(child.register_forward_pre_hook(enter, with_kwargs=True))
         handles.append(child.register_forward_hook(leave, with_kwargs=True))
@@ -214,7 +231,7 @@ def trace(module: nn.Module, size: tuple[int, int, int], corners: bool) -> Trace
     """
     images = probe_images(size, corners)
     record = Trace(len(images), size[1:])
-    recorder = _Recorder(record, corners)
+    recorder = _Recorder(record, corners, module)
     device = next(iter(module.parameters()), images).device
     # no_grad, not inference_mode: in-place changes are known by version counters only.
     sums, watch = _SumWatch(recorder), AttentionWatch(recorder.event)

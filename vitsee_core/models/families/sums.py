@@ -2,10 +2,12 @@
 enter and leave which modules, whatever the modules are called.
 
 A block is read where its input and what one branch made are added to the stream between (`mid`),
-which enters a module, and this and what a second branch made to the output; or its input and what
-one branch made to the output. A branch is what a module gave. Where that is scaled by a bare
-parameter before it is added (BEiT's LayerScale), the branch is the difference of the sums around
-it, and what is proven is that it is the last module's output times one factor per channel.
+which enters a module, and this and what a second branch made to the output; or where its input and
+what one branch made are added to the output, or to what an activation makes the output of. Where a
+block changes the shape, a shortcut with fewer layers than the branch stands for the input. A branch
+is what a module gave. Where that is scaled by a bare parameter before it is added (BEiT's
+LayerScale), the branch is the difference of the sums around it, and what is proven is that it is
+the last module's output times one factor per channel.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from vitsee_core.models.blocks import has_weights, is_leaf, n_layers
 from vitsee_core.models.families.base import Description, Part, Residual, enters, leaves
 from vitsee_core.models.hook_points import HookPoint
 from vitsee_core.models.trace import Key, Seen, Trace
@@ -31,9 +34,10 @@ class _Passage:
 
 def describe(model: nn.Module, path: str, trace: Trace) -> Description | None:
     """Parts in, norm1, attn.heads, attn.branch, mid, norm2, mlp.hidden, mlp.branch, out (token and
-    channel where the first branch is no attention); or in, branch, out."""
+    channel where the first branch is no attention); or in, branch, out; or, with a layer on the
+    skip or an activation behind the sum, branch, shortcut, out."""
     start, end = trace.by_image(trace.entered(path)), trace.by_image(trace.left(path))
-    if start is None or end is None or start.shape != end.shape or len(start.shape) not in (3, 4):
+    if start is None or end is None or len(end.shape) not in (3, 4):
         return None
     block = _Block(model, path, trace, start, end)
     return block.two() or block.one()
@@ -67,7 +71,11 @@ class _Block:
                 continue
             last = self.other(self.end.key, total)
             mid = next((p for p in self.entering if p.seen.key == total), None)
-            if last is None or mid is None or mid.seen.shape != self.start.shape:
+            if (
+                last is None
+                or mid is None
+                or not mid.seen.shape == self.start.shape == self.end.shape
+            ):
                 continue
             attends = self.attends(total)
             names = ("attn", "mlp") if attends else ("token", "channel")
@@ -81,15 +89,51 @@ class _Block:
 
     def one(self) -> Description | None:
         """A block that is one branch."""
-        skip, total = enters(self.path), leaves(self.path)
-        if self.other(self.end.key, self.start.key) is None:
+        end, activation = self.summed()
+        before = self.shortcut(end)
+        if before is None:
             return None
-        branch = self.branch("branch", skip, self.start.key, total, self.end.key)
-        if branch is None:
+        key, place = before
+        plain = place.when == "in" and activation is None
+        skip = Part("in" if plain else "shortcut", place, ("residual",))
+        total = leaves(self.path)
+        branch = self.branch("branch", skip, key, total, end)
+        if branch is None or (branch[1] is not None and not plain):
             return None
         part, witness = branch
-        residual = Residual("", "block", "in", "branch", "out", witness=witness)
-        return Description("block by its sum", (skip, part, total), (residual,))
+        parts = (skip, part, total) if plain else (part, skip, total)
+        residual = Residual("", "block", skip.name, "branch", "out", activation, witness=witness)
+        return Description("block by its sum", parts, (residual,))
+
+    def summed(self) -> tuple[Key, str | None]:
+        """The block's sum, and the module without weights that makes the output of it, if any."""
+        for passage in self.leaving if self.end.key not in self.trace.sums else ():
+            place = passage.hook_point
+            entered = self.trace.calls[place.module][place.call].entered
+            module = self.model.get_submodule(place.module)
+            alone = is_leaf(module) and not has_weights(module)
+            if passage.seen.key == self.end.key and entered and alone:
+                return entered.key, place.module
+        return self.end.key, None
+
+    def shortcut(self, total: Key) -> tuple[Key, HookPoint] | None:
+        """Which term of a sum is the block's input, and where it is seen; in a block that changes
+        the shape, which one a module makes of it with fewer layers than any that makes the
+        other."""
+        terms = self.trace.sums.get(total, ())
+        if self.start.key in terms:
+            return self.start.key, HookPoint(self.path, "in")
+        found = []
+        for passage in self.leaving if self.start.shape != self.end.shape else ():
+            place = passage.hook_point
+            entered = self.trace.calls[place.module][place.call].entered
+            if passage.seen.key in terms and entered and entered.key == self.start.key:
+                layers = n_layers(self.model.get_submodule(place.module))
+                found.append((layers, passage.seen.key, place))
+        found.sort(key=lambda one: one[:2])
+        if not found or any(one[0] == found[0][0] and one[1] != found[0][1] for one in found):
+            return None
+        return found[0][1:]
 
     def sublayer(
         self, name: str, skip: Part, before: Key, total: Part, after: Key
@@ -170,7 +214,7 @@ class _Block:
 def heads_hook_point(model: nn.Module, trace: Trace, path: str, value: Seen) -> HookPoint | None:
     """The layer that the heads' outputs enter side by side: what the first tensor of the values'
     shape enters that comes to a module below `path` after these were made, if that is a layer with
-    a matrix of weights (nn.MultiheadAttention calls none)."""
+    a matrix of weights."""
     found = []
     for name, calls in trace.calls.items():
         if name.startswith(f"{path}.") and len(calls) == 1:

@@ -62,7 +62,8 @@ class OpenClipSource(Source):
         given = dict(wanted)
         size = given.pop("img_size", None)
         if size is not None:
-            given["force_image_size"] = pair(size)
+            rows, cols = pair(size)
+            given["force_image_size"] = rows if rows == cols else (rows, cols)
 
         def made() -> nn.Module:
             weights = tag if pretrained else None
