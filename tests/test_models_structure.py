@@ -4,6 +4,7 @@ their own code computes."""
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -254,6 +255,9 @@ def test_multihead_attention_is_seen_to_the_bit(weights: bool, batch_first: bool
     n, tokens = (2, 5) if batch_first else (5, 2)
     assert event.query == (n, 3, tokens) and event.n_keys == tokens and event.call is not None
     assert torch.backends.mha.get_fastpath_enabled()
+    torch_s = nn.MultiheadAttention(12, 3, batch_first=batch_first).train()
+    torch_s.load_state_dict(layer.state_dict())  # whose fused path is for eval alone
+    assert torch.equal(plain, torch_s(x, x, x, need_weights=weights)[0])
     exact = layer(x, x, x, average_attn_weights=False)[1]
     assert torch.allclose(event.call.scores(slice(None)).softmax(-1), exact, atol=1e-6)
 
@@ -276,6 +280,104 @@ def test_torch_s_own_encoder_layers() -> None:
     assert torch.equal(seen.tokens("blocks.2.out"), plain)
 
 
+class Sequences(nn.Module):
+    """Blocks that work on (tokens, images, dim), as nn.TransformerEncoderLayer does by itself."""
+
+    def __init__(self, weights: bool) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 24, 8, 8)
+        self.class_token = nn.Parameter(torch.rand(24))
+        layer = nn.TransformerEncoderLayer(24, 3, 48, norm_first=True)
+        self.list = nn.ModuleList(nn.TransformerEncoder(layer, 3, False).layers)
+        if weights:
+            for layer in self.list:
+                layer._sa_block = partial(self.mixed, layer)  # type: ignore[assignment]
+        self.last = nn.LayerNorm(24)
+        self.answer = nn.Linear(24, 5)
+
+    def mixed(self, layer: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        out: Tensor = layer.self_attn(x, x, x)[0]
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).mT
+        x = torch.cat([self.class_token.expand(len(x), 1, -1), x], 1).transpose(0, 1)
+        for layer in self.list:
+            x = layer(x)
+        out: Tensor = self.answer(self.last(x)[0])
+        return out
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@torch.inference_mode()
+def test_tokens_before_images(weights: bool) -> None:
+    model = wrapped(Sequences(weights))
+    table = site_table(model)
+    assert len(table.attention) == 3 and len(table.sublayers) == 6
+    assert table["blocks.1.out"].layout == TokenLayout(("cls",), (4, 4), stride_px=(8.0, 8.0))
+    names = {site.name for site in table.sites}
+    assert {"blocks.2.attn.heads", "blocks.2.mlp.hidden", "norm", "pooled", "logits"} <= names
+    # As many images as tokens: the sizes alone say nothing.
+    module, x = cast(Any, model.module), images(model, 17)
+    seen = captured(model, table, x)
+    tokens = seen.tokens("blocks.0.out")
+    layer = module.list[1]
+    normed = layer.norm1(tokens).transpose(0, 1)
+    branch, attention = layer.self_attn(normed, normed, normed, average_attn_weights=False)
+    skip, found = seen.branches["blocks.1.attn"]
+    assert torch.equal(skip, tokens)
+    assert torch.allclose(found, branch.transpose(0, 1), atol=1e-6)
+    assert torch.allclose(seen.scores["blocks.1"].softmax(-1), attention, atol=1e-6)
+    weight, bias = layer.self_attn.out_proj.weight, layer.self_attn.out_proj.bias
+    heads = seen.tokens("blocks.1.attn.heads")
+    assert torch.allclose(heads @ weight.T + bias, branch.transpose(0, 1), atol=1e-6)
+    last = tokens
+    for layer in module.list[1:]:
+        last = layer(last.transpose(0, 1)).transpose(0, 1)
+    assert torch.allclose(seen.tokens("blocks.2.out"), last, atol=1e-5)
+    assert torch.allclose(seen.sites["pooled"][1], module.last(last)[:, 0], atol=1e-5)
+
+
+@torch.inference_mode()
+def test_heads_of_multihead_attention_by_its_formula() -> None:
+    model = wrapped(Tower("sandwich", "post"))
+    table, x = site_table(model), images(model)
+    seen, layer = captured(model, table, x), cast(Any, model.module).list[0]
+    normed = layer.a(seen.tokens(table["blocks.0.in"].alias_of or ""))
+    weight, bias = layer.look.in_proj_weight, layer.look.in_proj_bias
+    q, k, v = (normed @ weight.T + bias).unflatten(2, (3, 3, 8)).permute(2, 0, 3, 1, 4)
+    heads = (q @ k.mT / 8**0.5).softmax(-1) @ v
+    found = seen.tokens("blocks.0.attn.heads")
+    assert torch.allclose(found, heads.transpose(1, 2).flatten(2), atol=1e-6)
+    assert table["blocks.0.attn.heads"].site_path == "list.0.look.out_proj.in"
+
+
+@pytest.mark.parametrize("kind", ["resnet18", "resnet50", "regnet_y_400mf"])
+@torch.inference_mode()
+def test_an_activation_behind_the_sum(kind: str) -> None:
+    """torchvision's blocks, whose ReLU is one module of several calls and works in place."""
+    from torchvision import models
+
+    model = wrapped(models.get_model(kind, weights=None, num_classes=5))
+    table, x = site_table(model), images(model)
+    module, seen = cast(Any, model.module), captured(model, table, x)
+    paths = [site.site_path or site.name for site in table.sites if site.part == "out"]
+    assert len(table.sublayers) == len(paths)
+    for path in paths[:3]:
+        block = module.get_submodule(path)
+        start = seen.tokens(table[f"{path}.shortcut"].alias_of or f"{path}.shortcut")
+        skip, branch = seen.branches[path]
+        assert torch.equal(skip, start)
+        assert torch.allclose((skip + branch).relu(), seen.tokens(f"{path}.out"), atol=1e-5)
+        # The parts by themselves, of the block's input.
+        below = paths[paths.index(path) - 1] if path != paths[0] else None
+        entered = seen.sites[f"{below}.out"][1] if below else seen.sites["stem"][1]
+        image = entered.permute(0, 3, 1, 2)
+        layer = getattr(block, "downsample", None) or getattr(block, "proj", None)
+        alone = image if layer is None else layer(image)
+        assert torch.allclose(skip, alone.flatten(2).mT, atol=1e-5)
+
+
 def test_torchvision_s_towers() -> None:
     from torchvision import models
     from torchvision.models import swin_transformer as swin
@@ -290,6 +392,8 @@ def test_torchvision_s_towers() -> None:
         (models.SwinTransformer(**small), 3, 6, 2),
         (models.SwinTransformer(**small, **second), 3, 6, 2),
         (models.ConvNeXt([setting(16, 32, 2), setting(32, None, 2)]), 4, 4, 0),
+        # A block is a convolution and two attentions, in windows and across: no sum of two.
+        (models.MaxVit((32, 32), 8, 2, [8, 16], [1, 2], 8, 0.0), 3, 0, 0),
     ):
         table = site_table(wrapped(module))
         outs = [site for site in table.sites if site.part == "out"]

@@ -200,19 +200,36 @@ def attempt(name: str) -> dict[str, Any]:
         reason = f"{type(error).__name__}: {str(error)[:150]} ({Path(where.filename).name})"
         ours = "vitsee" in where.filename or "tools" in where.filename
         return {**row, "outcome": "FAILURE" if ours else "refused", "reason": reason}
+    row |= described(table)
+    if row["wrong"]:
+        row |= {"outcome": "FAILURE", "reason": row["wrong"]}
+    return row
+
+
+def described(table: SiteTable) -> dict[str, str]:
+    """Cells of a row: blocks, grids, attention, residual."""
     outs = [site for site in table.sites if site.part == "out"]
     layouts = dict.fromkeys(site.layout for site in outs if site.layout and site.layout.grid)
-    row["blocks"] = f"{len(outs)} ({outs[0].site_path or outs[0].name})"
-    row["grids"] = "; ".join(
+    grids = "; ".join(
         f"{x.grid[0]}x{x.grid[1]}" + (f" + {','.join(x.prefix)}" if x.prefix else "")
         for x in layouts
         if x.grid
     )
-    row["attention"] = str(len(table.attention) or table.attention_refusal)
-    row["residual"] = str(len(table.sublayers) or table.residual_refusal)
-    if row["wrong"]:
-        row |= {"outcome": "FAILURE", "reason": row["wrong"]}
-    return row
+    return {
+        "blocks": f"{len(outs)} ({outs[0].site_path or outs[0].name})",
+        "grids": grids,
+        "attention": str(len(table.attention) or table.attention_refusal),
+        "residual": str(len(table.sublayers) or table.residual_refusal),
+    }
+
+
+def table_lines(rows: list[dict[str, Any]], columns: dict[str, str]) -> list[str]:
+    """The rows as a table of Markdown; columns: key -> what is written above."""
+    lines = [f"| {' | '.join(columns.values())} |", "|" + "---|" * len(columns)]
+    for row in rows:
+        cells = [" ".join(str(row.get(k, "")).replace("|", "\\|").split()) for k in columns]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def beside(row: dict[str, Any], other: dict[str, Any] | None) -> str:
@@ -264,11 +281,7 @@ def page(rows: list[dict[str, Any]], others: dict[str, Any] | None = None) -> st
             f"with {n_failed} failures; its column has what differs there.",
         ]
         keys.insert(2, old)
-    lines += ["", f"| {' | '.join([*keys, 'refused'])} |", "|---" * (len(keys) + 1) + "|"]
-    for row in rows:
-        cells = [*(row.get(key, "") for key in keys), row["reason"]]
-        text = [" ".join(str(cell).replace("|", "\\|").split()) for cell in cells]
-        lines.append(f"| {' | '.join(text)} |")
+    lines += ["", *table_lines(rows, {**{key: key for key in keys}, "reason": "refused"})]
     return "\n".join(lines) + "\n"
 
 

@@ -104,7 +104,8 @@ class _BlockFinder:
         for name, child in module.named_children():
             below = join(path, name)
             if name in CONTAINERS and not is_leaf(child):
-                yield from self.expand(below, child, stages=name != "blocks")
+                found = list(self.trunk(below, child)) if self._holds_all(child) else []
+                yield from found or self.expand(below, child, stages=name != "blocks")
             elif not is_leaf(child) and not isinstance(child, _LISTS):
                 yield from self.named(below, child)
 
@@ -147,16 +148,16 @@ class _BlockFinder:
         if isinstance(module, _LISTS) and kids and not self._mixed(module):
             yield from self._each(kids, stages)
             return
-        inner = getattr(module, "blocks", None) or getattr(module, "layers", None)
-        if (
-            isinstance(inner, _LISTS)
-            and len(inner)
-            and (stages or not self.gives(path) or self._is_run(path, inner))
-        ):
-            found = list(self.expand(join(path, _name(module, inner)), inner, stages=False))
-            if found:
-                yield from found
-                return
+        for name in ("blocks", "layers"):
+            inner = getattr(module, name, None)
+            if not isinstance(inner, _LISTS) or all(map(is_leaf, inner.children())):
+                continue
+            below = join(path, name)
+            if stages or not self.gives(path) or self._is_run(path, below, inner):
+                found = list(self.expand(below, inner, stages=False))
+                if found:
+                    yield from found
+                    return
         if stages and self._repeats(path, module, kids):
             yield from self._each(kids, stages=False)
         elif self.gives(path):
@@ -177,15 +178,17 @@ class _BlockFinder:
                 if ends and self.gives(place):
                     yield place
 
-    def _is_run(self, path: str, inner: nn.Module) -> bool:
+    def _holds_all(self, module: nn.Module) -> bool:
+        """Whether a list of layers has lists of blocks among them (MNASNet)."""
+        lists = (kid for kid in module.children() if isinstance(kid, _LISTS))
+        return isinstance(module, _LISTS) and self._mixed(module) and any(lists)
+
+    def _is_run(self, path: str, below: str, inner: nn.Module) -> bool:
         """Whether what a module gives is what the last of its blocks of one class gives."""
-        kids = list(inner.children())
-        lone = len({type(kid) for kid in kids}) == 1 and not is_leaf(kids[-1])
-        mine = self.gives(path)
-        last = self.gives(
-            join(join(path, _name(self.model.get_submodule(path), inner)), _name(inner, kids[-1]))
-        )
-        return lone and mine is not None and last is not None and mine.key == last.key
+        name, last = list(inner.named_children())[-1]
+        mine, its = self.gives(path), self.gives(join(below, name))
+        lone = all(type(kid) is type(last) for kid in inner.children())
+        return lone and mine is not None and its is not None and mine.key == its.key
 
     def _mixed(self, module: nn.Module) -> bool:
         """A list with weights of its own is one block, not a list of blocks."""
@@ -212,7 +215,3 @@ def _stem(name: str) -> str:
 def _is_weight(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     return weight is not None and weight.ndim > 1
-
-
-def _name(module: nn.Module, child: nn.Module) -> str:
-    return next(name for name, kid in module.named_children() if kid is child)

@@ -170,8 +170,14 @@ class Source(ABC):
         Raises:
             ModelError: as `make`.
         """
-        with torch.device("meta"):
-            return self.make(pretrained=False, seed=0, wanted=wanted)
+        try:
+            with torch.device("meta"):
+                return self.make(pretrained=False, seed=0, wanted=wanted)
+        except ModelError as error:
+            # What computes with tensors while it is made (torchvision's RegNets their widths).
+            if isinstance(error.__cause__, NotImplementedError):
+                return self.make(pretrained=False, seed=0, wanted=wanted)
+            raise
 
     def converter(self, module: nn.Module) -> Callable[..., Any] | None:
         """What turns foreign and older weights into those of the module, as `convert(state,
