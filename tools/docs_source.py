@@ -46,6 +46,7 @@ PAGES = {
     "docs/gpu.md": "gpu",
     "docs/architectures.md": "architectures",
     "docs/architectures-transformers.md": "architectures-transformers",
+    "docs/architectures-towers.md": "architectures-towers",
     "docs/architecture.md": "architecture",
     "docs/glossary.md": "glossary",
     "stores/vitsee_stores/FORMAT.md": "format",

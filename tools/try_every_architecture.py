@@ -238,6 +238,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Architectures",
         "",
+        "Of transformers' classes: [their own page](architectures-transformers.md); of open_clip's",
+        "and torchvision's towers: [theirs](architectures-towers.md).",
+        "",
         f"The smallest architecture of each of timm {timm.__version__}'s {modules} module files,",
         f"extracted with default options by `tools/try_every_architecture.py`: {len(rows)} runs,",
         f"{failures} failures. The second row of a family has an image size that its patches do",

@@ -77,28 +77,32 @@ def of_open_clip() -> Iterator[Trial]:
     builds: dict[Any, list[Trial]] = {}
     for name in library().list_models():
         config = library().get_model_config(name)
-        vision = dict(config["vision_cfg"])
-        small: dict[str, Any] = {k: x for k, x in SMALL.items() if vision.get(k)}
-        small["image_size"] = SIDE
-        staged = isinstance(vision.get("layers"), list)
-        n_params, timm = 0, vision.get("timm_model_name")
+        vision, n_params = config["vision_cfg"], 0
+        timm = vision.get("timm_model_name")
         if timm:
             with torch.device("meta"):
                 n_params = sum(p.numel() for p in create_model(timm).parameters())
             key: Any = model_entrypoint(timm).__module__, vision.get("timm_pool")
         else:
-            small |= {"layers": [1, 1, 1, 2] if staged else 3}
-            if staged:
-                small["width"] = 32
-            sizes = {*SMALL, "layers", "image_size"}
-            rest = {k: x for k, x in vision.items() if k not in sizes}
+            rest = {k: x for k, x in vision.items() if k not in (*SMALL, "layers", "image_size")}
+            staged = isinstance(vision["layers"], list)
             key = staged, bool(config.get("quick_gelu")), str(sorted(rest.items()))
-        # Only the tower of images is looked at.
-        args = {"vision_cfg": {**vision, **small}, "text_cfg": TEXT, "embed_dim": 64}
-        builds.setdefault(key, []).append(Trial(f"open_clip:{name}", args, n_params))
+        builds.setdefault(key, []).append(Trial(f"open_clip:{name}", tiny(name), n_params))
     for trials in builds.values():
         first = min(trials, key=lambda trial: (trial.n_params, len(trial.name)))
         yield Trial(first.name, first.args, first.n_params, len(trials) - 1)
+
+
+def tiny(name: str) -> dict[str, Any]:
+    """The arguments that make a tower of open_clip's own small, and any model's texts."""
+    vision = library().get_model_config(name)["vision_cfg"]
+    small: dict[str, Any] = {key: x for key, x in SMALL.items() if vision.get(key)}
+    small["image_size"] = SIDE
+    if isinstance(vision.get("layers"), list):
+        small |= {"layers": [1, 1, 1, 2], "width": 32}
+    elif "layers" in vision:
+        small["layers"] = 3
+    return {"vision_cfg": {**vision, **small}, "text_cfg": TEXT, "embed_dim": 64}
 
 
 def attempt(trial: Trial) -> dict[str, Any]:

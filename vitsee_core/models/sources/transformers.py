@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.sources.base import OWN_TRANSFORM, Choices, Source, drawn
@@ -25,13 +26,12 @@ from vitsee_core.models.sources.errors import missing_extra, one_line
 from vitsee_core.models.sources.own_transform import DEFAULT, changed, pair
 from vitsee_core.models.sources.processors import ROUNDED, Processor, processor_config
 from vitsee_core.models.sources.timm_weights import why_unreachable
+from vitsee_core.models.sources.transformers_inputs import adapt
 
 PREFIX = "transformers:"
 PIXELS = "pixel_values"
 # In a configuration these say that the model takes several images at once.
 _OF_VIDEOS = ("num_frames", "frames_per_clip", "tubelet_size")
-# What of a model's output stands for it: the first that is there.
-_OUTPUTS = ("logits", "last_hidden_state", "image_embeds", "feature_maps")
 
 
 class TransformersSource(Source):
@@ -108,7 +108,8 @@ class TransformersSource(Source):
         else:
             module = drawn(seed, lambda: self._part(_random(kind, config)), self.name)
         size, own = wanted.get("img_size"), _size(getattr(module, "config", config))
-        _adapt(module, self._processed_size or own if size is None else pair(size), own)
+        taken = self._processed_size or own if size is None else pair(size)
+        adapt(module, resized=taken != own)
         return module
 
     def transform(
@@ -426,37 +427,9 @@ def _size(config: Any) -> tuple[int, int] | None:
         size = size.get("height"), size.get("width")
     if isinstance(size, int):
         return size, size
+    patch, n_patches = getattr(config, "patch_size", None), getattr(config, "num_patches", None)
+    if size is None and isinstance(n_patches, int) and isinstance(patch, int):
+        return math.isqrt(n_patches) * patch, math.isqrt(n_patches) * patch  # of its positions
     if isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(n, int) for n in size):
         return size[0], size[1]
     return None
-
-
-def _adapt(module: nn.Module, size: tuple[int, int] | None, own: tuple[int, int] | None) -> None:
-    """Let the module take a batch of images alone, and give one tensor."""
-    taken = _forward(module)
-    given: dict[str, Any] = {}
-    if size != own and "interpolate_pos_encoding" in taken:
-        given["interpolate_pos_encoding"] = True
-
-    def enter(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        kwargs = {**given, **kwargs}
-        if "noise" in taken:  # ViT-MAE orders its patches by it
-            n = _n_patches(module, args[0])
-            kwargs["noise"] = torch.arange(n, device=args[0].device).expand(len(args[0]), n)
-        return args, kwargs
-
-    def leave(_: nn.Module, __: Any, output: Any) -> Any:
-        if isinstance(output, Tensor):
-            return output
-        named = output if isinstance(output, Mapping) else {}
-        found = [named[key] for key in _OUTPUTS if isinstance(named.get(key), Tensor)]
-        return found[0] if found else output
-
-    module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave)
-
-
-def _n_patches(module: nn.Module, images: Tensor) -> int:
-    patch = getattr(module.config, "patch_size", 16)
-    rows, cols = pair(patch)
-    return (images.shape[-2] // rows) * (images.shape[-1] // cols)

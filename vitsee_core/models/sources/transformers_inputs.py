@@ -1,0 +1,68 @@
+"""How a batch of images becomes what a class of transformers takes, and its output one tensor."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vitsee_core.models.sources.own_transform import pair
+
+# What of a model's output stands for it: the first that is there.
+OUTPUTS = ("logits", "last_hidden_state", "image_embeds", "feature_maps")
+
+
+def adapt(module: nn.Module, resized: bool) -> None:
+    """Let the module take a batch of images alone, and give one tensor.
+
+    Positions are interpolated where images are `resized` and the class does so when asked. A class
+    that draws which patches it sees (ViT-MAE) sees them in their order. A class that takes patches
+    with a mask and the shape of their grid (SigLIP 2 NaFlex) gets those of the whole image.
+    """
+    taken = inspect.signature(module.forward).parameters
+    given = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in taken else {}
+
+    def enter(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        images, *rest = args
+        if resized:
+            kwargs = {**given, **kwargs}
+        if "noise" in taken:
+            n = (images.shape[-2] // sides[0]) * (images.shape[-1] // sides[1])
+            kwargs["noise"] = torch.arange(n, device=images.device).expand(len(images), n)
+        if "spatial_shapes" in taken and images.ndim == 4:
+            images, more = as_patches(images, sides)
+            kwargs = {**kwargs, **more}
+        return (images, *rest), kwargs
+
+    def leave(_: nn.Module, __: Any, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return output
+        named = output if isinstance(output, Mapping) else {}
+        found = [named[key] for key in OUTPUTS if isinstance(named.get(key), Tensor)]
+        return found[0] if found else output
+
+    sides = pair(getattr(getattr(module, "config", None), "patch_size", None) or 16)
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave)
+
+
+def as_patches(images: Tensor, sides: tuple[int, int]) -> tuple[Tensor, dict[str, Tensor]]:
+    """(images, patches, rows x cols x channels) of images (images, channels, rows, cols), patches
+    and the pixels of each row by row; and `pixel_attention_mask` and `spatial_shapes` of them.
+
+    Raises:
+        ValueError: the patches do not divide the image.
+    """
+    n, channels, *size = images.shape
+    rows, cols = (length // side for length, side in zip(size, sides, strict=True))
+    if (rows * sides[0], cols * sides[1]) != tuple(size):
+        raise ValueError(f"patches of {sides[0]} x {sides[1]} pixels do not divide them")
+    cut = images.reshape(n, channels, rows, sides[0], cols, sides[1])
+    patches = cut.permute(0, 2, 4, 3, 5, 1).reshape(n, rows * cols, -1)
+    return patches, {
+        "pixel_attention_mask": torch.ones(n, rows * cols, dtype=torch.long, device=images.device),
+        "spatial_shapes": torch.tensor([[rows, cols]], device=images.device).expand(n, 2),
+    }
