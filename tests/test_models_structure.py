@@ -288,10 +288,9 @@ class Sequences(nn.Module):
         self.patches = nn.Conv2d(3, 24, 8, 8)
         self.class_token = nn.Parameter(torch.rand(24))
         layer = nn.TransformerEncoderLayer(24, 3, 48, norm_first=True)
-        self.list = nn.ModuleList(nn.TransformerEncoder(layer, 3, False).layers)
-        if weights:
-            for layer in self.list:
-                layer._sa_block = partial(self.mixed, layer)  # type: ignore[assignment]
+        self.list = nn.ModuleList(nn.TransformerEncoder(layer, 3).layers)
+        for child in self.list if weights else ():
+            cast(Any, child)._sa_block = partial(self.mixed, child)
         self.last = nn.LayerNorm(24)
         self.answer = nn.Linear(24, 5)
 

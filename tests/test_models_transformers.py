@@ -247,3 +247,39 @@ def test_open_clip() -> None:
         with pytest.raises(ModelError) as error:
             load_model(name)
         assert phrase in str(error.value)
+
+
+def test_images_as_patches(script: ModuleType) -> None:
+    """SigLIP 2 NaFlex: what transformers itself gives for patches that its own processor cuts."""
+    args = {"num_patches": 16, "patch_size": 8, "hidden_size": 24, "num_attention_heads": 3}
+    args |= {"num_hidden_layers": 2, "intermediate_size": 48}
+    name = "transformers:Siglip2VisionModel"
+    model = load_model(name, random_init=0, model_args=args)
+    assert model.input_size == (3, 32, 32)
+    plain = transformers.Siglip2VisionModel(model.module.config).eval()
+    plain.load_state_dict(model.module.state_dict())
+    for size in ((32, 32), (24, 40)):
+        x = torch.randn(2, 3, *size)
+        patches, more = script.naflex(x, 8)
+        with torch.inference_mode():
+            given = plain(patches, **more).last_hidden_state
+            assert torch.equal(model.module(x), given)
+    wide = load_model(name, random_init=0, model_args=args, img_size=(24, 40))
+    table = site_table(wide)
+    layout = table["blocks.1.out"].layout
+    assert layout is not None and (layout.prefix, layout.grid) == ((), (3, 5))
+    assert layout.stride_px == (8.0, 8.0) and len(table.attention) == 2
+    odd = load_model(name, random_init=0, model_args=args, img_size=36)
+    with pytest.raises(ModelError, match=r"36 x 36 pixels: patches of 8 x 8 pixels do not divide"):
+        site_table(odd)
+
+
+def test_a_grid_by_the_patch_size_that_is_stated() -> None:
+    """RADIO cuts patches without a map, and has more tokens before them than the fewest that would
+    leave a square."""
+    args = {**TINY, "image_size": 64, "patch_size": 16}
+    config = transformers.RadioConfig()
+    given = {key: value for key, value in args.items() if hasattr(config, key)}
+    model = load_model("transformers:RadioModel", random_init=0, model_args=given, img_size=64)
+    layout = site_table(model)["blocks.0.out"].layout
+    assert layout is not None and layout.grid == (4, 4) and len(layout.prefix) > 1

@@ -247,7 +247,7 @@ def page(rows: list[dict[str, Any]]) -> str:
     import torchvision
 
     counts = {kind: sum(r["outcome"] == kind for r in rows) for kind in ("ok", "FAILURE")}
-    versions = f"open_clip {library().__version__} and torchvision {torchvision.__version__}"
+    versions = f"open_clip {library().__version__} and torchvision {torchvision.__version__.partition('+')[0]}"
     lines = [
         "# Architectures of open_clip and torchvision",
         "",

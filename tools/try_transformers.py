@@ -57,7 +57,7 @@ CLASSES = (
     *("BeitModel", "ViTModel", "Dinov2Model", "SwinModel", "ConvNextModel", "ConvNextV2Model"),
     *("ResNetModel", "ViTHybridModel", "PixioModel", "VJEPA2Model", "VideoMAEModel"),
     *("HGNetV2ForImageClassification", "MLCDVisionModel", "JanusVisionModel", "DonutSwinModel"),
-    *("MaskFormerSwinModel", "Swin2SRModel"),
+    *("MaskFormerSwinModel", "Swin2SRModel", "RadioModel", "VideoMAEModel", "VJEPA2Model"),
 )  # fmt: skip
 # What makes a configuration small and changes nothing of how its model works; a list keeps its
 # length. Only what the configuration has is set.
@@ -65,6 +65,7 @@ NUMBERS = {
     **{"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
     **{"intermediate_size": 96, "mlp_dim": 96, "num_key_value_heads": 4, "projection_dim": 32},
     **{"output_channels": 32, "head_dim": 12, "decoder_num_hidden_layers": 1},
+    **{"num_patches": 16, "out_hidden_size": 32},
 }
 STAGED = ("depths", "layer_depths", "num_blocks")
 SIDE, PATCH = 64, 16
@@ -110,12 +111,35 @@ def outputs(model: LoadedModel, x: Tensor, **wanted: bool) -> Any:
         plain = type(module)(config)
     plain.load_state_dict(module.state_dict())
     given: dict[str, Any] = {**wanted, "return_dict": True}
-    ordered = "noise" in inspect.signature(plain.forward).parameters
-    if ordered and isinstance(config.patch_size, int):  # ViT-MAE orders its patches by it
-        n_patches = (x.shape[-1] // config.patch_size) ** 2
-        given["noise"] = torch.arange(n_patches).expand(len(x), n_patches)
+    taken = inspect.signature(plain.forward).parameters
+    if "spatial_shapes" in taken:  # patches, as the class's own processor cuts them
+        x, more = naflex(x, config.patch_size)
+        given |= more
+    if "noise" in taken and isinstance(config.patch_size, int):  # ViT-MAE orders its patches by it
+        n = n_patches(x, config.patch_size)
+        given["noise"] = torch.arange(n).expand(len(x), n)
     with torch.inference_mode():
         return plain.eval()(x, **given)
+
+
+def naflex(x: Tensor, patch: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Images as the inputs of SigLIP 2 NaFlex, by transformers' own functions."""
+    from transformers.models.siglip2 import image_processing_siglip2 as own
+
+    size = [n // patch for n in x.shape[2:]]
+    cut = [
+        own.pad_along_first_dim(own.convert_image_to_patches(one, patch), n_patches(x, patch))
+        for one in x
+    ]
+    return torch.stack([one for one, _ in cut]), {
+        "pixel_attention_mask": torch.stack([mask for _, mask in cut]),
+        "spatial_shapes": torch.tensor([size] * len(x)),
+    }
+
+
+def n_patches(x: Tensor, patch: int) -> int:
+    """How many patches an image has."""
+    return int((x.shape[-2] // patch) * (x.shape[-1] // patch))
 
 
 def compare(model: LoadedModel, table: SiteTable) -> dict[str, Any]:

@@ -23,7 +23,8 @@ _OTHERS = r"pos|mask|query|bias|scale|head|norm|weight"
 def counted(geometry: Geometry, module: nn.Module, trace: Trace, blocks: Sequence[str]) -> Geometry:
     """The geometry with prefix and grid, where the model states neither and both can be counted:
     the grid is that of the last map before the blocks with no more cells than there are tokens, or
-    the one that as few tokens as possible leave over."""
+    of the patches whose size the model states, or the one that as few tokens as possible leave
+    over."""
     stated = isinstance(getattr(module, "num_prefix_tokens", None), int)
     if stated or geometry.grid is not None or not blocks:
         return geometry
@@ -31,7 +32,8 @@ def counted(geometry: Geometry, module: nn.Module, trace: Trace, blocks: Sequenc
     if entered is None or len(entered.shape) != 3:
         return geometry
     n_tokens = entered.shape[1]
-    grid = _map_before(trace, entered.key, n_tokens) or _of_number(geometry, n_tokens)
+    grid = _map_before(trace, entered.key, n_tokens) or _of_patches(module, geometry, n_tokens)
+    grid = grid or _of_number(geometry, n_tokens)
     if grid is None:
         return geometry
     n_prefix = n_tokens - math.prod(grid)
@@ -51,6 +53,17 @@ def _map_before(trace: Trace, before: tuple[int, int], n_tokens: int) -> Grid | 
         if 0 <= n_tokens - call.left.shape[2] * call.left.shape[3] <= MOST_PREFIX
     ]
     return max(maps)[1] if maps else None
+
+
+def _of_patches(module: nn.Module, geometry: Geometry, n_tokens: int) -> Grid | None:
+    """The grid of patches of the size that a model, or its configuration, states."""
+    for stating in (getattr(module, "config", None), module):
+        side = getattr(stating, "patch_size", None)
+        if isinstance(side, int) and side > 0:
+            grid = geometry.image[0] // side, geometry.image[1] // side
+            if 0 <= n_tokens - math.prod(grid) <= MOST_PREFIX and min(grid) > 1:
+                return grid
+    return None
 
 
 def _of_number(geometry: Geometry, n_tokens: int) -> Grid | None:

@@ -32,7 +32,8 @@ def without_fast_path(module: nn.Module) -> None:
         torch.backends.mha.set_fastpath_enabled(False)
 
     def leave(*_: Any) -> None:
-        torch.backends.mha.set_fastpath_enabled(before.pop())
+        if before:  # not where an earlier hook refused the input
+            torch.backends.mha.set_fastpath_enabled(before.pop())
 
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave, always_call=True)
