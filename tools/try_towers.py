@@ -247,7 +247,8 @@ def page(rows: list[dict[str, Any]]) -> str:
     import torchvision
 
     counts = {kind: sum(r["outcome"] == kind for r in rows) for kind in ("ok", "FAILURE")}
-    versions = f"open_clip {library().__version__} and torchvision {torchvision.__version__.partition('+')[0]}"
+    version = torchvision.__version__.partition("+")[0]  # without the kind of build
+    versions = f"open_clip {library().__version__} and torchvision {version}"
     lines = [
         "# Architectures of open_clip and torchvision",
         "",
