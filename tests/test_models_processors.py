@@ -349,6 +349,22 @@ def test_code_of_a_repository_runs_on_a_users_word_alone(folder: Path, tmp_path:
     assert again.exit_code == 1 and "is not run again; copy it from there" in again.stderr
 
 
+def test_no_manifest_makes_a_file_run(tmp_path: Path) -> None:
+    own, ran, out = tmp_path / "own.py", tmp_path / "ran", tmp_path / "own.zarr"
+    code = (Path(__file__).resolve().parents[1] / "examples" / "own_vit.py").read_text()
+    own.write_text(f"{code}\n__import__('pathlib').Path({str(ran)!r}).touch()\n")
+    words = ("--data", "demo:test", "--images", "2", "--random-init", "0", "-o", out)
+    run("extract", f"{own}:build?depth=1&width=16&img_size=32", *words)
+    assert ran.exists()
+    ran.unlink()
+    words = ("attn-map", str(out), "--image", "0", "-o", str(tmp_path / "m.csv"))
+    refused = CliRunner().invoke(main, words)
+    assert refused.exit_code == 1 and "--trust-store if it is your own" in refused.stderr
+    assert not ran.exists() and not (tmp_path / "m.csv").exists()
+    run(*words, "--trust-store")
+    assert ran.exists()
+
+
 def test_numbers_of_a_record() -> None:
     """Two that are common: a fixed size, and a shortest edge with a crop."""
     clip = {"do_resize": True, "size": {"shortest_edge": 256}, "do_center_crop": True}

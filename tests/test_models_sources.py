@@ -398,7 +398,10 @@ def test_shards_and_a_resumed_run_make_the_same_store(
         "--slab",
         "4",
     ]
-    runs = {"whole": [[]], "halves": [["--shard", "0/2"], ["--shard", "1/2"]]}
+    runs: dict[str, list[list[str]]] = {
+        "whole": [[]],
+        "halves": [["--shard", "0/2"], ["--shard", "1/2"]],
+    }
     runs["resumed"] = [["--shard", "1/2"], []]
     stores = {}
     for label, several in runs.items():

@@ -256,27 +256,42 @@ def table_lines(rows: list[dict[str, Any]], columns: dict[str, str]) -> list[str
     return lines
 
 
-def beside(row: dict[str, Any], other: dict[str, Any] | None) -> str:
-    """The outcome of another release, and what of its row is not the same; `blocks` and the rest
-    are compared where both are ok."""
-    if other is None:
-        return "no such class"
-    if other["outcome"] != "ok":
-        return f"{other['outcome']}: {other['reason']}" if row["outcome"] == "ok" else "the same"
-    if row["outcome"] != "ok":
-        return "ok"
-    paths = row["blocks"], other["blocks"]
-    differ = [f"blocks {paths[1]}"] if paths[0] != paths[1] else []
-    differ += [
-        f"{key} {other[key] or 'nothing'}"
-        for key in ("grids", "hidden", "attention", "residual")
-        if row[key] != other[key]
+COMPARED = ("outcome", "blocks", "grids", "hidden", "attention", "residual", "reason")
+
+
+def release(rows: list[dict[str, Any]], others: dict[str, Any]) -> list[str]:
+    """What another release does otherwise. Of classes that are ok in both, paths of blocks are left
+    out: releases name them anew."""
+    version, known = others["version"], {row["class"]: row for row in others["rows"]}
+    counts = {kind: sum(r["outcome"] == kind for r in known.values()) for kind in ("ok", "FAILURE")}
+    lines = [
+        "",
+        f"## transformers {version}",
+        "",
+        f"The same classes in {version} (`tools/transformers_4.sh`), as far as it has them: of",
+        f"{len(known)} {counts['ok']} ok, {counts['FAILURE']} failures. What is not as above:",
+        "",
+        f"| class | {version} |",
+        "|---|---|",
     ]
-    return "; ".join(["ok", *differ])
+    for row in rows:
+        if (other := known.get(row["class"])) is None:
+            lines.append(f"| {row['class']} | is not there |")
+            continue
+        differing = []
+        for key in COMPARED:
+            here, there = (str(r.get(key) or "").partition(" (")[0] for r in (row, other))
+            if here != there:
+                whole = str(other.get(key) or "none")
+                differing.append(f"{key}: {whole if key == 'reason' else there or 'none'}")
+        if differing:
+            text = "; ".join(differing).replace("|", "\\|")
+            lines.append(f"| {row['class']} | {text} |")
+    return lines
 
 
 def page(rows: list[dict[str, Any]], others: dict[str, Any] | None = None) -> str:
-    """The page. others: `version`, and the `rows` of another release."""
+    """The page. others: `version` and `rows` of another release."""
     version = library().__version__
     counts = {kind: sum(r["outcome"] == kind for r in rows) for kind in ("ok", "FAILURE")}
     lines = [
@@ -293,19 +308,11 @@ def page(rows: list[dict[str, Any]], others: dict[str, Any] | None = None) -> st
         "why none is; eager: its largest difference from the `attentions` of the eager",
         "implementation.",
         "Residual: sublayers proven.",
+        "",
     ]
-    keys = ["class", "outcome", "blocks", "grids", "hidden", "attention", "eager", "residual"]
-    if others is not None:
-        old, known = str(others["version"]), {row["class"]: row for row in others["rows"]}
-        rows = [{**row, old: beside(row, known.get(row["class"]))} for row in rows]
-        n_ok = sum(row["outcome"] == "ok" for row in others["rows"])
-        n_failed = sum(row["outcome"] == "FAILURE" for row in others["rows"])
-        lines += [
-            f"Of transformers {old} (`tools/transformers_4.sh`) {n_ok} of {len(known)} are ok,",
-            f"with {n_failed} failures; its column has what differs there.",
-        ]
-        keys.insert(2, old)
-    lines += ["", *table_lines(rows, {**{key: key for key in keys}, "reason": "refused"})]
+    keys = ("class", "outcome", "blocks", "grids", "hidden", "attention", "eager", "residual")
+    lines += table_lines(rows, {**{key: key for key in keys}, "reason": "refused"})
+    lines += [] if others is None else release(rows, others)
     return "\n".join(lines) + "\n"
 
 
