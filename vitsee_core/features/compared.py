@@ -122,6 +122,9 @@ def _setting(store: Store, field: str) -> Any:
 def _differences(stores: Sequence[Store], field: str) -> Iterator[tuple[str, list[Any]]]:
     """(key, value in each store) for everything that differs between them."""
     settings = [_setting(store, field) for store in stores]
+    if None in settings and any(isinstance(setting, Mapping) for setting in settings):
+        yield field, ["not known" if setting is None else "known" for setting in settings]
+        return
     if not any(isinstance(setting, Mapping) for setting in settings):
         settings = [{field: setting} for setting in settings]
     for key in sorted({key for setting in settings for key in setting or ()}):

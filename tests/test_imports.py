@@ -1,0 +1,260 @@
+"""vitsee import: stores of arrays that others computed."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from click.testing import CliRunner, Result
+from numpy.typing import NDArray
+
+import vitsee
+from tests.stores import VIT, write_sites
+from vitsee_cli.main import main
+from vitsee_stores import Store, VitseeError, open_store
+
+N = 30
+RNG = np.random.default_rng(0)
+VECTORS = RNG.normal(size=(N, 5)).astype(np.float32)
+TOKENS = RNG.normal(size=(N, 7, 4)).astype(np.float32)  # a class token and 2 x 3 patches
+IDS = [f"image{i}" for i in range(N)]
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(main, ["import", *map(str, args)])
+
+
+def imported(*args: object) -> Store:
+    result = run(*args)
+    assert result.exit_code == 0, result.output
+    path = Path(str(args[[*map(str, args)].index("-o") + 1]))
+    assert CliRunner().invoke(main, ["validate", str(path)]).exit_code == 0
+    return open_store(path)
+
+
+@pytest.fixture
+def like(tmp_path: Path) -> Store:
+    """The same images in another order, one of them unreadable."""
+    turned = np.arange(N)[::-1]
+    valid = np.arange(N) != 4
+    return write_sites(
+        tmp_path / "like.zarr", {"blocks.0.out": TOKENS[turned]}, layout=VIT, slab=8,
+        ids=[IDS[i] for i in turned], valid=valid, labels=turned % 3,
+    )  # fmt: skip
+
+
+def written(folder: Path, ending: str) -> Path:
+    """VECTORS in a file of this kind."""
+    path = folder / f"x{ending}"
+    if ending == ".npy":
+        np.save(path, VECTORS)
+    elif ending == ".npz":
+        np.savez(path, x=VECTORS)
+    elif ending == ".pt":
+        torch.save({"x": torch.from_numpy(VECTORS)}, path)
+    elif ending == ".safetensors":
+        safetensors.numpy.save_file({"x": VECTORS}, path)
+    elif ending == ".parquet":
+        pa = pytest.importorskip("pyarrow")
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.table({"id": IDS, "x": VECTORS.tolist()}), path)
+    else:
+        table(path, ["id", *"abcde"], [[i, *row] for i, row in zip(IDS, VECTORS, strict=True)])
+    return path
+
+
+def table(path: Path, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> Path:
+    with open(path, "w", newline="") as file:
+        csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",").writerows([names, *rows])
+    return path
+
+
+def ids(folder: Path, names: Sequence[str] = IDS) -> Path:
+    path = folder / "ids.txt"
+    path.write_text("".join(f"{name}\n" for name in names))
+    return path
+
+
+@pytest.mark.parametrize(
+    "ending", [".npy", ".npz", ".pt", ".safetensors", ".csv", ".tsv", ".parquet"]
+)
+def test_every_kind_of_file_gives_the_same(ending: str, tmp_path: Path) -> None:
+    store = imported(written(tmp_path, ending), "--ids", ids(tmp_path), "-o", tmp_path / "s.zarr")
+    assert [*store.sites] == ["x"] and store.samples.id.tolist() == IDS
+    assert np.array_equal(store.pooled("x")[:], VECTORS)
+    assert store.samples.hash.all() and len({*store.samples.hash.tolist()}) == N
+
+
+def test_tokens_of_other_images_in_their_order(like: Store, tmp_path: Path) -> None:
+    """Rows are found by their ids; images without one are not valid; the stores pair."""
+    np.save(tmp_path / "t.npy", TOKENS[3:])
+    known = ids(tmp_path, IDS[3:])
+    store = imported(
+        tmp_path / "t.npy", "--ids", known, "--like", like.path, "--prefix", "cls",
+        "--grid", "2x3", "-o", tmp_path / "s.zarr",
+    )  # fmt: skip
+    assert store.samples.id.tolist() == IDS[::-1] and store.valid.sum() == N - 3
+    assert np.array_equal(store.samples.label, like.samples.label)
+    there = store.valid
+    assert np.array_equal(store.acts("t", tokens="all")[:][there], TOKENS[::-1][there])
+    mean = TOKENS[::-1, 1:].astype(np.float64).mean(1)
+    np.testing.assert_allclose(store.pooled("t", "mean")[:][there], mean[there], rtol=1e-6)
+    assert np.array_equal(store.pooled("t", "cls")[:][there], TOKENS[::-1, 0][there])
+    cka = vitsee.cka(like, store, tokens="all")
+    assert cka["cka" if "cka" in cka.columns else "value"][0] == pytest.approx(1, abs=1e-6)
+    assert cka["n_images"][0] == N - 4
+
+
+def test_rows_in_the_order_of_a_store(like: Store, tmp_path: Path) -> None:
+    """Of all its images, or of the readable ones, as vitsee export writes them."""
+    valid = like.valid
+    for name, rows in (("all", VECTORS), ("valid", VECTORS[valid])):
+        np.save(tmp_path / f"{name}.npy", rows)
+        store = imported(
+            tmp_path / f"{name}.npy", "--like", like.path, "-o", tmp_path / f"{name}.zarr"
+        )
+        assert np.array_equal(store.valid, valid)
+        assert np.array_equal(store.pooled(name)[:][valid], VECTORS[valid])
+
+
+def test_columns_with_labels_are_probed(tmp_path: Path) -> None:
+    """Neural responses in a table: words are classes; the scores are those of the numbers."""
+    classes = np.array([*"abc"])[np.arange(N) % 3]
+    rows = [[i, c, *v] for i, c, v in zip(IDS, classes, VECTORS, strict=True)]
+    path = table(tmp_path / "responses.csv", ["id", "label", *"vwxyz"], rows)
+    store = imported(path, "--as", "it", "-o", tmp_path / "it.zarr")
+    assert store.manifest.class_names == ["a", "b", "c"]
+    assert store.samples.label.tolist() == [i % 3 for i in range(N)]
+    assert store.manifest.info["columns"] == {"responses": [*"vwxyz"]}
+    found = vitsee.probe(store, holdout=0.4, l2=[1.0])
+    other = write_sites(tmp_path / "o.zarr", {"it": VECTORS}, labels=np.arange(N) % 3, ids=IDS,
+                        groups=("blocks",), order="dataset")  # fmt: skip
+    expected = vitsee.probe(other, holdout=0.4, l2=[1.0])
+    assert np.array_equal(found["value"], expected["value"])
+
+
+def test_the_same_again_changes_nothing(tmp_path: Path) -> None:
+    args = (written(tmp_path, ".npy"), "--ids", ids(tmp_path), "-o", tmp_path / "s.zarr")
+    before = imported(*args).manifest.store_id
+    assert imported(*args).manifest.store_id == before
+    np.save(tmp_path / "x.npy", VECTORS + 1)
+    result = run(*args)
+    assert result.exit_code == 1 and "arrays" in result.stderr
+    assert np.array_equal(open_store(tmp_path / "s.zarr").pooled("x")[:], VECTORS)
+
+
+def array(folder: Path, values: NDArray[Any], name: str = "x") -> Path:
+    np.save(folder / f"{name}.npy", values)
+    return folder / f"{name}.npy"
+
+
+def changed(place: tuple[int, ...], value: float) -> NDArray[Any]:
+    values = VECTORS.astype(np.float64)
+    values[place] = value
+    return values
+
+
+@pytest.mark.parametrize(
+    ("make", "more", "said"),
+    [
+        (lambda f: array(f, VECTORS), [], "give --ids FILE, or --like STORE"),
+        (lambda f: array(f, VECTORS[:9]), ["--ids", "IDS"], "has 30 ids for 9 rows"),
+        (
+            lambda f: array(f, VECTORS[:, 0]),
+            ["--ids", "IDS"],
+            "has 1 axes of float32; expected num",
+        ),
+        (
+            lambda f: array(f, np.zeros((N, 2), "U3")),
+            ["--ids", "IDS"],
+            "axes of <U3; expected numb",
+        ),
+        (lambda f: array(f, np.zeros((0, 2))), ["--ids", "IDS"], "x has no rows"),
+        (
+            lambda f: array(f, np.zeros((N, 2, 2, 2))),
+            ["--ids", "IDS"],
+            "x has 4 axes; expected (im",
+        ),
+        (lambda f: array(f, TOKENS), ["--ids", "IDS"], "7 tokens an image; expected a square"),
+        (lambda f: array(f, TOKENS), ["--ids", "IDS", "--grid", "3x3"], "expected 3 x 3 of --grid"),
+        (
+            lambda f: array(f, TOKENS),
+            ["--ids", "IDS", "--grid", "3"],
+            "--grid 3; expected ROWSxCOLS",
+        ),
+        (lambda f: array(f, changed((2, 1), np.nan)), ["--ids", "IDS"], "row 2 (image2) holds"),
+        (lambda f: array(f, changed((2, 1), 1e39)), ["--ids", "IDS"], "that are beyond float32"),
+        (
+            lambda f: array(f, VECTORS),
+            ["--ids", "IDS", "--as", "a,b"],
+            "given 2 times for 1 arrays",
+        ),
+        (lambda f: array(f, np.array([{}], object)), ["--ids", "IDS"], "no .npy file of numbers"),
+        (lambda f: f / "none.npy", ["--ids", "IDS"], "none.npy cannot be read: no such file"),
+        (
+            lambda f: array(f, VECTORS).rename(f / "x.mat"),
+            ["--ids", "IDS"],
+            "x.mat is refused: exp",
+        ),
+        (lambda f: table(f / "t.csv", ["id", "a"], [["i", "word"]]), [], "column a holds 'word'"),
+        (
+            lambda f: table(f / "t.csv", ["id", "a"], [["i", 1], ["i", 2]]),
+            [],
+            "two rows have the id",
+        ),
+        (
+            lambda f: table(f / "t.csv", ["id", "a"], [["i", 1, 2]]),
+            [],
+            "line 2 has 3 cells; expecte",
+        ),
+        (
+            lambda f: table(f / "t.csv", ["id"], [["i"]]),
+            [],
+            "has no array; expected one of numbers",
+        ),
+        (lambda f: array(f, VECTORS), ["--ids", "OTHER", "--like", "LIKE"], "has one of these ids"),
+        (lambda f: array(f, VECTORS[:7]), ["--like", "LIKE"], "7 rows for 30 images of like"),
+    ],
+)
+def test_what_is_refused(
+    make: Any, more: list[str], said: str, like: Store, tmp_path: Path
+) -> None:
+    path = make(tmp_path)
+    (tmp_path / "other.txt").write_text("".join(f"x{i}\n" for i in range(N)))
+    places = {"IDS": ids(tmp_path), "LIKE": like.path, "OTHER": tmp_path / "other.txt"}
+    result = run(path, *(places.get(word, word) for word in more), "-o", tmp_path / "s.zarr")
+    assert result.exit_code == 1 and said in result.stderr, result.stderr
+    assert len(result.stderr.splitlines()) == 1 and not (tmp_path / "s.zarr").exists()
+
+
+def test_a_file_that_would_run_code(tmp_path: Path) -> None:
+    torch.save({"x": torch.zeros(2, 2), "code": Evil()}, tmp_path / "x.pt")
+    result = run(tmp_path / "x.pt", "--ids", ids(tmp_path), "-o", tmp_path / "s.zarr")
+    assert result.exit_code == 1 and "is no file of tensors alone" in result.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (Path("ran"),))
+
+
+def test_stores_of_two_makers_are_not_train_and_test(tmp_path: Path) -> None:
+    stores = []
+    for name, model in (("a", []), ("b", []), ("c", ["--model", "a"])):
+        names = table(tmp_path / f"{name}.csv", ["id", "label"],
+                      [[f"{name}{i}", i % 3] for i in range(N)])  # fmt: skip
+        path = array(tmp_path, VECTORS, name)
+        stores.append(
+            imported(path, "--as", "x", "--ids", names, *model, "-o", tmp_path / f"{name}.zarr")
+        )
+    with pytest.raises(VitseeError, match=r"different models \(a against b\)"):
+        vitsee.knn(stores[0], stores[1])
+    assert (vitsee.knn(stores[0], stores[2], k=[1]).where(metric="top1")["value"] == 1).all()

@@ -1,0 +1,197 @@
+"""Arrays in files of other tools: what each is called, and the ids and labels beside them.
+
+.npy               one array
+.npz               one array a key
+.pt, .pth          a tensor, or a dictionary of tensors; read with weights_only
+.safetensors       one tensor a key
+.csv, .tsv         a row an image; columns id and label, the others are the vector
+.parquet           the same; a column of lists is a vector by itself (as vitsee export writes)
+"""
+
+from __future__ import annotations
+
+import csv
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.tables.formats import NO_PYARROW, ending_of
+from vitsee_stores.errors import VitseeError, reason
+
+Array = NDArray[Any]
+ID, LABEL = "id", "label"
+# Columns that `vitsee export` writes beside the features.
+ABOUT = (ID, LABEL, "row", "index", "split")
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """values: name -> (images, ...); ids, labels: of the images, None where the file has none;
+    columns: names of the entries of a vector that was made of columns."""
+
+    values: dict[str, Array]
+    ids: list[str] | None = None
+    labels: list[str] | None = None
+    columns: dict[str, list[str]] = field(default_factory=dict)
+
+
+def read_arrays(path: Path) -> Arrays:
+    """All arrays of a file.
+
+    Raises:
+        VitseeError: another ending, a file that cannot be read, or no numbers in it.
+    """
+    ending = ending_of(path, tuple(_READERS), "an import")
+    try:
+        found = _READERS[ending](path)
+    except OSError as error:
+        raise VitseeError(f"{path} cannot be read: {reason(error)}") from None
+    for name, values in found.values.items():
+        if values.dtype.kind not in "fiub" or values.ndim < 2:
+            raise VitseeError(
+                f"{path}: {name} has {values.ndim} axes of {values.dtype}; expected numbers, "
+                "(images, dim) or (images, tokens, dim)"
+            )
+    if not found.values:
+        raise VitseeError(f"{path} has no array; expected one of numbers")
+    return found
+
+
+def read_ids(path: Path) -> tuple[list[str], list[str] | None]:
+    """Ids, and labels where there are some, of a text with an id a line, or a table with a column
+    id (`vitsee export --samples` writes one).
+
+    Raises:
+        VitseeError: it cannot be read, or has no ids.
+    """
+    if path.suffix.lower() == ".txt":
+        try:
+            return path.read_text("utf-8").splitlines(), None
+        except (OSError, UnicodeDecodeError) as error:
+            raise VitseeError(f"{path} cannot be read: {error}") from None
+    ending = ending_of(path, (".txt", *_TABLES), "ids")
+    try:
+        columns = _TABLES[ending](path)
+    except OSError as error:
+        raise VitseeError(f"{path} cannot be read: {reason(error)}") from None
+    if ID not in columns:
+        raise VitseeError(f"{path} has columns {', '.join(columns)}; expected one called {ID}")
+    labels = columns.get(LABEL)
+    return [*map(str, columns[ID])], None if labels is None else [*map(str, labels)]
+
+
+def _npy(path: Path) -> Arrays:
+    try:
+        return Arrays({path.stem: np.load(path, mmap_mode="r", allow_pickle=False)})
+    except ValueError as error:
+        raise VitseeError(f"{path} is no .npy file of numbers: {error}") from None
+
+
+def _npz(path: Path) -> Arrays:
+    try:
+        with np.load(path, allow_pickle=False) as found:
+            return Arrays({name: found[name] for name in found.files})
+    except (ValueError, zipfile.BadZipFile) as error:
+        raise VitseeError(f"{path} is no .npz file of numbers: {error}") from None
+
+
+def _pt(path: Path) -> Arrays:
+    import pickle
+
+    import torch
+
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise VitseeError(f"{path} is no file of tensors alone: {text}") from None
+    tensors = {path.stem: found} if isinstance(found, torch.Tensor) else found
+    if not isinstance(tensors, Mapping):
+        raise VitseeError(f"{path} holds a {type(found).__name__}; expected tensors by name")
+    return Arrays({
+        str(name): (value.float() if value.dtype is torch.bfloat16 else value).numpy()
+        for name, value in tensors.items()
+        if isinstance(value, torch.Tensor)
+    })  # fmt: skip
+
+
+def _safetensors(path: Path) -> Arrays:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "np") as file:
+            return Arrays({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+    except (SafetensorError, TypeError) as error:
+        raise VitseeError(f"{path} is no .safetensors file of numbers: {error}") from None
+
+
+def _csv_columns(path: Path) -> dict[str, Sequence[Any]]:
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.reader(file, delimiter=delimiter) if row]
+    if len(rows) < 2:
+        raise VitseeError(f"{path} has {len(rows)} rows; expected names of columns and numbers")
+    names, *body = rows
+    if uneven := [at for at, row in enumerate(body, 2) if len(row) != len(names)]:
+        raise VitseeError(
+            f"{path}: line {uneven[0]} has {len(body[uneven[0] - 2])} cells; expected {len(names)}"
+        )
+    return dict(zip(names, zip(*body, strict=True), strict=True))
+
+
+def _parquet_columns(path: Path) -> dict[str, Sequence[Any]]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise VitseeError(NO_PYARROW) from None
+    try:
+        table = pq.read_table(path)
+    except pa.ArrowException as error:
+        raise VitseeError(f"{path} is no parquet file: {error}") from None
+    return {name: table.column(name).to_pylist() for name in table.column_names}
+
+
+def _of_columns(read: Callable[[Path], dict[str, Sequence[Any]]]) -> Callable[[Path], Arrays]:
+    def arrays(path: Path) -> Arrays:
+        columns = read(path)
+        ids, labels = ([*map(str, columns[n])] if n in columns else None for n in (ID, LABEL))
+        numbers: dict[str, Array] = {}
+        for name, cells in columns.items():
+            if name in ABOUT:
+                continue
+            try:
+                numbers[name] = np.array(cells, np.float64)
+            except (ValueError, TypeError):
+                text = next(str(cell) for cell in cells if not _is_number(cell))
+                raise VitseeError(
+                    f"{path}: column {name} holds {text[:40]!r}; expected numbers in every column "
+                    f"but {', '.join(ABOUT)}"
+                ) from None
+        lists = {name: values for name, values in numbers.items() if values.ndim > 1}
+        flat = {name: values for name, values in numbers.items() if values.ndim == 1}
+        if flat:
+            lists[path.stem] = np.stack([*flat.values()], 1)
+        return Arrays(lists, ids, labels, {path.stem: [*flat]} if flat else {})
+
+    return arrays
+
+
+def _is_number(cell: Any) -> bool:
+    try:
+        np.float64(cell)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+_TABLES = {".csv": _csv_columns, ".tsv": _csv_columns, ".parquet": _parquet_columns}
+_READERS: dict[str, Callable[[Path], Arrays]] = {
+    **{".npy": _npy, ".npz": _npz, ".pt": _pt, ".pth": _pt, ".safetensors": _safetensors},
+    **{ending: _of_columns(read) for ending, read in _TABLES.items()},
+}

@@ -1,0 +1,315 @@
+"""A store of arrays that were computed elsewhere."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.imports.arrays import Array, Arrays, read_arrays, read_ids
+from vitsee_core.runtime.progress import SILENT, Progress, counting
+from vitsee_core.runtime.versions import result_versions
+from vitsee_stores import Store, StoreWriter, open_store
+from vitsee_stores.errors import VitseeError
+from vitsee_stores.layout import SiteSpec, StorePlan, TokenLayout
+from vitsee_stores.manifest import Samples, few, new_manifest
+from vitsee_stores.url import Place
+
+SLAB = 256
+MEAN, GROUP = "mean", "blocks"  # so that analyses take imported sites by default
+LARGEST = {"float16": 65504.0, "float32": float(np.finfo(np.float32).max)}
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How the tokens of an array (images, tokens, dim) lie.
+
+    prefix: kinds of those before the patches (cls, reg0, ...); grid: rows and columns of the
+    patches, None for a square.
+    """
+
+    prefix: tuple[str, ...] = ()
+    grid: tuple[int, int] | None = None
+
+    def layout(self, name: str, n_tokens: int, size: tuple[int, int] | None) -> TokenLayout:
+        """Of an array. size: of the images in pixels, where it is known.
+
+        Raises:
+            VitseeError: the numbers of tokens differ.
+        """
+        n_patches = n_tokens - len(self.prefix)
+        side = math.isqrt(max(0, n_patches))
+        rows, cols = self.grid or (side, side)
+        if n_patches < 1 or rows * cols != n_patches:
+            found = f"{name} has {n_tokens} tokens an image"
+            given = f"{len(self.prefix)} of --prefix and " if self.prefix else ""
+            wanted = f"{rows} x {cols} of --grid" if self.grid else "a square of patches"
+            raise VitseeError(f"{found}; expected {given}{wanted} (say --prefix cls,... and --grid "
+                              "ROWSxCOLS)")  # fmt: skip
+        stride = None if size is None else (size[0] / rows, size[1] / cols)
+        return TokenLayout(self.prefix, (rows, cols), stride_px=stride)
+
+
+def import_arrays(
+    paths: Sequence[Path],
+    output: Place,
+    *,
+    names: Sequence[str] = (),
+    ids: Path | None = None,
+    like: Store | None = None,
+    tokens: Tokens | None = None,
+    dtype: str = "float32",
+    model: str = "",
+    command: str = "",
+    progress: Progress = SILENT,
+) -> Store:
+    """Write a store of arrays of files, one site each.
+
+    Args:
+        paths: files, see `vitsee_core.imports.arrays`.
+        output: the store.
+        names: of the sites, in order; by default the arrays' own, or the files' names.
+        ids: the images' ids in the arrays' order; by default a file's column id, or `like`'s.
+        like: a store of the same images: the new one has its images in its order, and pairs with
+            it; those that the arrays lack are not valid.
+        tokens: how the tokens of arrays with three axes lie; by default a square without prefix.
+        dtype: of tokens; vectors are float32.
+        model: what computed them; stores that are compared as train and test agree in it.
+        command: for the store's provenance.
+        progress: advanced by one per image.
+
+    Raises:
+        VitseeError: nothing to import, arrays that do not fit each other, the ids or `like`, or
+            numbers that are not finite or beyond `dtype`.
+        StoreError: there is another store at `output`, or it cannot be written.
+    """
+    found = [read_arrays(path) for path in paths]
+    values = _named([values for one in found for values in one.values.items()], names)
+    n_rows = _one_length(values)
+    samples, hashes, sizes, rows = _samples(n_rows, found, ids, like)
+    size = None if like is None else _input_size(like)
+    sites = tuple(
+        _site(name, array, place, len(values), tokens or Tokens(), size, dtype)
+        for place, (name, array) in enumerate(values.items())
+    )
+    plan = StorePlan(len(samples), min(SLAB, len(samples)), "zstd", sites)
+    identity = {
+        "command": "import",
+        "model": {"name": model or paths[0].stem},
+        "arrays": {name: _digest(array) for name, array in values.items()},
+        "order": like.manifest.identity.get("order") if like else "dataset",
+        "seed": like.manifest.identity.get("seed", 0) if like else 0,
+        "tokens": {"default": "all"},
+    }
+    info = {
+        "command": command,
+        "data": {"data": few([str(path) for path in paths])},
+        "versions": result_versions(),
+        "columns": {name: names for one in found for name, names in one.columns.items()},
+    }
+    manifest = new_manifest(
+        identity, plan, samples,
+        model={"name": model or paths[0].stem, "weights": {"source": "imported"}},
+        class_names=_class_names(found, ids) if like is None else like.manifest.class_names,
+        info=info,
+    )  # fmt: skip
+    for site in sites:
+        _check_numbers(site, values[site.name], samples.ids, rows)
+    writer = StoreWriter.create_or_join(output, manifest, samples)
+    with counting(progress, len(samples), "images"):
+        for k in range(plan.n_slabs):
+            some = plan.rows(k)
+            slab = _slab(sites, values, rows[some])
+            valid = rows[some] >= 0
+            slab |= {
+                "valid": valid.astype(np.uint8), "n_valid": np.array(valid.sum(), np.int64),
+                "hash": np.where(valid, hashes[some], 0).astype(np.uint64),
+                "size": np.where(valid[:, None], sizes[some], 0).astype(np.int32),
+            }  # fmt: skip
+            writer.write_slab(k, slab, {"command": command})
+            progress.advance(len(valid))
+    writer.finish()
+    return open_store(output)
+
+
+def _named(values: Sequence[tuple[str, Array]], names: Sequence[str]) -> dict[str, Array]:
+    if names and len(names) != len(values):
+        raise VitseeError(
+            f"--as is given {len(names)} times for {len(values)} arrays "
+            f"({few([name for name, _ in values])}); expected one a site"
+        )
+    named = [(name, array) for name, (_, array) in zip(names, values, strict=True)] if names else (
+        list(values)
+    )  # fmt: skip
+    twice = [name for name, n in Counter(name for name, _ in named).items() if n > 1]
+    if twice:
+        raise VitseeError(f"two arrays would be the site {twice[0]}; name each with --as")
+    return dict(named)
+
+
+def _one_length(values: dict[str, Array]) -> int:
+    lengths = {name: len(array) for name, array in values.items()}
+    if len({*lengths.values()}) > 1:
+        (a, n), (b, m) = next(
+            ((a, n), (b, m)) for a, n in lengths.items() for b, m in lengths.items() if n != m
+        )
+        raise VitseeError(f"{a} has {n} rows and {b} {m}; expected one row an image in all")
+    (n_rows,) = {*lengths.values()}
+    if not n_rows:
+        raise VitseeError(f"{next(iter(values))} has no rows; expected one an image")
+    return n_rows
+
+
+def _samples(
+    n_rows: int, found: Sequence[Arrays], path: Path | None, like: Store | None
+) -> tuple[Samples, NDArray[np.uint64], NDArray[np.int32], NDArray[np.int64]]:
+    """The store's images, their hashes and sizes, and for each the arrays' row, -1 for none."""
+    ids, labels = read_ids(path) if path is not None else (None, None)
+    for one in found if ids is None else ():
+        ids, labels = one.ids or ids, one.labels or labels
+    if ids is not None and len(ids) != n_rows:
+        where = path or "the table"
+        raise VitseeError(f"{where} has {len(ids)} ids for {n_rows} rows; expected one a row")
+    if twice := [name for name, n in Counter(ids or ()).items() if n > 1]:
+        raise VitseeError(f"two rows have the id {twice[0]!r}; expected one row an image")
+    if like is not None:
+        return _as_in(like, n_rows, ids)
+    if ids is None:
+        raise VitseeError("whose rows these are is not said: give --ids FILE, or --like STORE")
+    codes = _codes(labels)[0] if labels is not None else np.full(n_rows, -1, np.int64)
+    rows = np.arange(n_rows, dtype=np.int64)
+    hashes = np.array([_hash(name) for name in ids], np.uint64)
+    samples = Samples(rows, ids, codes, [""] * n_rows, None)
+    return samples, hashes, np.zeros((n_rows, 2), np.int32), rows
+
+
+def _as_in(
+    like: Store, n_rows: int, ids: list[str] | None
+) -> tuple[Samples, NDArray[np.uint64], NDArray[np.int32], NDArray[np.int64]]:
+    """The images of a store in its order, and where their rows are."""
+    theirs = like.samples
+    rows = np.full(len(theirs), -1, np.int64)
+    if ids is None:
+        valid = np.flatnonzero(theirs.valid)
+        if n_rows not in (len(theirs), len(valid)):
+            raise VitseeError(
+                f"{n_rows} rows for {len(theirs)} images of {like.label} ({len(valid)} of them "
+                "valid); expected one an image in its order, or say whose rows they are with --ids"
+            )
+        there = np.arange(len(theirs)) if n_rows == len(theirs) else valid
+        rows[there] = np.arange(n_rows)
+        rows[~theirs.valid] = -1
+    else:
+        place = {name: row for row, name in enumerate(ids)}
+        rows[:] = [place.get(name, -1) for name in theirs.id.tolist()]
+        if (rows < 0).all():
+            raise VitseeError(
+                f"no image of {like.label} has one of these ids: {few(ids)} against "
+                f"{few(theirs.id[:3].tolist())}"
+            )
+    samples = Samples(theirs.index, theirs.id.tolist(), theirs.label, theirs.split.tolist(),
+                      theirs.box)  # fmt: skip
+    return samples, theirs.hash, theirs.size, rows
+
+
+def _codes(labels: Sequence[str]) -> tuple[NDArray[np.int64], list[str] | None]:
+    """Labels as numbers, and names of classes where they are words; empty ones are -1."""
+    if all(text.lstrip("-").isdigit() for text in labels if text):
+        return np.array([int(text) if text else -1 for text in labels], np.int64), None
+    names = sorted({*labels} - {""})
+    code = {name: place for place, name in enumerate(names)} | {"": -1}
+    return np.array([code[text] for text in labels], np.int64), names
+
+
+def _class_names(found: Sequence[Arrays], path: Path | None) -> list[str] | None:
+    labels = read_ids(path)[1] if path is not None else None
+    for one in found if path is None else ():
+        labels = one.labels or labels
+    return None if labels is None else _codes(labels)[1]
+
+
+def _hash(name: str) -> int:
+    """Stands for that of the file, which is not here: images are the same where their ids are."""
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") or 1
+
+
+def _digest(array: Array) -> str:
+    digest = hashlib.sha256(f"{array.dtype.str} {array.shape}".encode())
+    for start in range(0, len(array), SLAB):
+        digest.update(np.ascontiguousarray(array[start : start + SLAB]).data)
+    return digest.hexdigest()
+
+
+def _input_size(store: Store) -> tuple[int, int] | None:
+    size = store.manifest.transform.get("input_size")
+    return (int(size[1]), int(size[2])) if isinstance(size, list) and len(size) == 3 else None
+
+
+def _site(
+    name: str, array: Array, place: int, n_sites: int, tokens: Tokens,
+    size: tuple[int, int] | None, dtype: str,
+) -> SiteSpec:  # fmt: skip
+    if array.ndim > 3:
+        raise VitseeError(
+            f"{name} has {array.ndim} axes; expected (images, dim), or (images, tokens, dim)"
+        )
+    dim = array.shape[-1]
+    spec = SiteSpec(
+        name, part=name.rpartition(".")[2], block=name.rpartition(".")[0] or None,
+        groups=(GROUP, "all"), kind="vector", dim=dim, shape=(dim,), layout=None, depth=place,
+        rel_depth=place / max(1, n_sites - 1), dtype="float32",
+    )  # fmt: skip
+    if array.ndim == 2:
+        return spec
+    layout = tokens.layout(name, array.shape[1], size)
+    shape = (layout.n_tokens, dim)
+    return replace(spec, kind="tokens", shape=shape, layout=layout, dtype=dtype)
+
+
+def _check_numbers(
+    site: SiteSpec, array: Array, ids: Sequence[str], rows: NDArray[np.int64]
+) -> None:
+    """Whether all numbers that the store takes are finite in its types."""
+    most = LARGEST[site.dtype]
+    name = dict(zip(rows.tolist(), ids, strict=True))
+    for start in range(0, len(array), SLAB):
+        some = array[start : start + SLAB].astype(np.float64)
+        wrong = ~(np.abs(some) <= most).reshape(len(some), -1).all(1)
+        for row in (start + np.flatnonzero(wrong)).tolist():
+            if row in name:
+                what = "not finite" if not np.isfinite(array[row]).all() else f"beyond {site.dtype}"
+                raise VitseeError(
+                    f"{site.name}: row {row} ({name[row]}) holds numbers that are {what}; leave "
+                    "that image out, or give --dtype float32"
+                )
+
+
+def _slab(
+    sites: Sequence[SiteSpec], values: dict[str, Array], rows: NDArray[np.int64]
+) -> dict[str, Array]:
+    """What a slab has of all sites; NaN for images that the arrays lack."""
+    slab = dict[str, Array]()
+    for site in sites:
+        x = np.array(values[site.name][np.maximum(rows, 0)], np.float32)
+        x[rows < 0] = np.nan
+        if site.layout is None:
+            slab[f"vectors/{site.name}"] = x
+            continue
+        layout = site.layout
+        assert layout.grid is not None
+        patches = x[:, layout.n_prefix :]
+        grid = patches.reshape(len(x), *layout.grid, site.dim)
+        slab[f"acts/{site.name}/grid"] = grid.astype(site.dtype)
+        slab[f"pooled/{site.name}/mean"] = patches.mean(1, dtype=np.float64).astype(np.float32)
+        if layout.prefix:
+            slab[f"acts/{site.name}/prefix"] = x[:, : layout.n_prefix].astype(site.dtype)
+        if layout.cls is not None:
+            slab[f"pooled/{site.name}/cls"] = x[:, layout.cls]
+    return slab
