@@ -53,6 +53,7 @@ WITHOUT = {
     "erf",
     "explore",
     "export",
+    "import",
     "findings",
     "info",
     "models",
