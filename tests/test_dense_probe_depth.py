@@ -200,7 +200,7 @@ def test_the_labelled_file_equals_png_files(tmp_path: Path) -> None:
         mm = np.nan_to_num(every.read(i)) * 1000
         Image.fromarray(np.rint(mm).astype(np.uint16)).save(depths / f"{i + 1:04d}.png")
     (depths / "a0.png").unlink()
-    tokens = np.float32(np.random.default_rng(0).normal(size=(6, 12, 4)))
+    tokens = np.random.default_rng(0).normal(size=(6, 12, 4)).astype(np.float32)
     store = write_sites(
         tmp_path / "n.zarr", {SITE: (tokens, layout(3, 4))}, sizes=(72, 96),
         ids=[f"{i:04d}.png" for i in range(1, 7)], transform=transform(12, 16),

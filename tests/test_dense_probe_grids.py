@@ -68,10 +68,10 @@ def strided(folder: Path, garbage: float | None = None, mode: str = "squash") ->
     seen: dict[str, Any] = transform(16, 24, mode)
     if mode == "corner":
         seen |= {"short_side": 8, "multiple": STEP}
-    tokens = {}
+    tokens: dict[str, Any] = {}
     for site, step in (("stages.0.out", 4), ("stages.1.out", 8)):
         where = layout(16 // step, 24 // step, step)
-        values = np.float32(rng.normal(size=(n, where.n_body, 5)))
+        values = rng.normal(size=(n, where.n_body, 5)).astype(np.float32)
         for i, size in enumerate(sizes):
             beside = ~place(seen, size).on_image(where).ravel()
             if garbage is not None:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -99,29 +98,9 @@ class BinScores:
         return found
 
 
-class Recipe(Protocol):
-    """What differs between classes and depths."""
-
-    n_outputs: int
-    dropout: float
-    rate: float
-    decay: float
-    second: float  # of AdamW's betas
-    clip: float
-
-    def schedule(self, step: int, steps: int) -> tuple[float, float]:
-        """The share of the rate, and the first of AdamW's betas."""
-
-    def backward(self, batch: Batch, scores: Tensor, step: int) -> float:
-        """The loss; fills the gradient of the scores, a leaf."""
-
-    def finished(self, scores: LinearScores) -> Scores:
-        """What the trained probe says of cells."""
-
-
 @dataclass(frozen=True)
 class ClassRecipe:
-    """Of classes; see `Recipe`."""
+    """Of classes. rate, decay: of AdamW; second: of its betas. clip: of the gradient's norm."""
 
     n_outputs: int
     dropout: float = 0.1
@@ -131,14 +110,16 @@ class ClassRecipe:
     clip: float = math.inf
 
     def schedule(self, step: int, steps: int) -> tuple[float, float]:
-        """The released loop does not advance the rate after its first step."""
+        """The share of the rate, and the first of AdamW's betas. The released loop does not advance
+        the rate after its first step."""
         at, warm_up = max(step - 1, 0), round(steps * 1500 / 40_000)
         if at < warm_up:
             return (1 - (1 - at / warm_up) * (1 - 1e-6)) * (1 - at / steps), 0.9
         return _cosine(1, 0, (at + 1) / steps), 0.9
 
     def backward(self, batch: Batch, scores: Tensor, step: int) -> float:
-        """Image by image: pixels of all classes of a whole batch may not fit into memory."""
+        """The loss; fills the gradient of the scores, a leaf. Image by image: pixels of all classes
+        of a whole batch may not fit into memory."""
         total = 0.0
         for image, labels in enumerate(batch.labels):
             pixels = batch.interpolated(image, scores[image])[None]
@@ -151,12 +132,13 @@ class ClassRecipe:
         return total
 
     def finished(self, scores: LinearScores) -> Scores:
+        """What the trained probe says of cells."""
         return scores
 
 
 @dataclass(frozen=True)
 class DepthRecipe:
-    """Of depths within `limits`, metres; see `Recipe`."""
+    """Of depths within `limits`, metres; see `ClassRecipe`."""
 
     limits: tuple[float, float]
     n_outputs: int = N_BINS
@@ -189,6 +171,9 @@ class DepthRecipe:
 
     def finished(self, scores: LinearScores) -> Scores:
         return BinScores(scores, np.linspace(*self.limits, self.n_outputs))
+
+
+Recipe = ClassRecipe | DepthRecipe
 
 
 def train(

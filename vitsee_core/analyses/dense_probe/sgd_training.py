@@ -154,7 +154,7 @@ class _Stream:
             return torch.from_numpy(np.stack(arrays).astype(kind)).to(device)
 
         every = [one.pixels for one in examples]
-        shown = [own.down.any(0)[:, None] & own.across.any(0) for own in every]
+        shown = [np.outer(own.down.sum(0) > 0, own.across.sum(0) > 0) for own in every]
         if isinstance(self.part.task, Depth):
             labels = tensor([own.labels for own in every])
         else:
