@@ -357,11 +357,11 @@ def test_no_manifest_makes_a_file_run(tmp_path: Path) -> None:
     run("extract", f"{own}:build?depth=1&width=16&img_size=32", *words)
     assert ran.exists()
     ran.unlink()
-    words = ("attn-map", str(out), "--image", "0", "-o", str(tmp_path / "m.csv"))
-    refused = CliRunner().invoke(main, words)
+    again = ("attn-map", str(out), "--image", "0", "-o", str(tmp_path / "m.csv"))
+    refused = CliRunner().invoke(main, again)
     assert refused.exit_code == 1 and "--trust-store if it is your own" in refused.stderr
     assert not ran.exists() and not (tmp_path / "m.csv").exists()
-    run(*words, "--trust-store")
+    run(*again, "--trust-store")
     assert ran.exists()
 
 
