@@ -20,6 +20,7 @@ from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sources import source_of
+from vitsee_core.models.sources.transformers_inputs import refuse_others
 from vitsee_stores import open_store
 
 transformers: Any = pytest.importorskip("transformers")
@@ -272,6 +273,19 @@ def test_images_as_patches(script: ModuleType) -> None:
     odd = load_model(name, random_init=0, model_args=args, img_size=36)
     with pytest.raises(ModelError, match=r"36 x 36 pixels: patches of 8 x 8 pixels do not divide"):
         site_table(odd)
+
+
+def test_what_needs_more_than_images_is_refused() -> None:
+    name = "transformers:Qwen3VLVisionModel"
+    with pytest.raises(ModelError, match="takes hidden_states with grid_thw; expected a model"):
+        load_model(name, random_init=0)
+
+    class Packed(torch.nn.Module):
+        def forward(self, hidden_states: torch.Tensor, grid_thw: torch.Tensor) -> None:
+            """Never called."""
+
+    with pytest.raises(ModelError, match="tower takes hidden_states with grid_thw"):
+        refuse_others(Packed(), "tower")
 
 
 def test_a_grid_by_the_patch_size_that_is_stated() -> None:

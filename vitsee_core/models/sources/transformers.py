@@ -26,7 +26,7 @@ from vitsee_core.models.sources.errors import missing_extra, one_line
 from vitsee_core.models.sources.own_transform import DEFAULT, changed, pair
 from vitsee_core.models.sources.processors import ROUNDED, Processor, processor_config
 from vitsee_core.models.sources.timm_weights import why_unreachable
-from vitsee_core.models.sources.transformers_inputs import adapt
+from vitsee_core.models.sources.transformers_inputs import adapt, refuse_others
 
 PREFIX = "transformers:"
 PIXELS = "pixel_values"
@@ -108,6 +108,7 @@ class TransformersSource(Source):
         else:
             module = drawn(seed, lambda: self._part(_random(kind, config)), self.name)
         size, own = wanted.get("img_size"), _size(getattr(module, "config", config))
+        refuse_others(module, f"{self.name} ({type(module).__name__})")
         taken = self._processed_size or own if size is None else pair(size)
         adapt(module, resized=taken != own)
         return module
@@ -289,6 +290,7 @@ class TransformersSource(Source):
         _, _, part = self.parts
         if part:
             return
+        refuse_others(kind, f"{self.name} ({kind.__name__})")
         remote = self.choices.trust_remote_code and "input_ids" not in _forward(kind)
         if kind.main_input_name != PIXELS and not remote:
             raise ModelError(

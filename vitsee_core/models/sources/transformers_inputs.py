@@ -9,10 +9,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.sources.own_transform import pair
 
 # What of a model's output stands for it: the first that is there.
 OUTPUTS = ("logits", "last_hidden_state", "image_embeds", "feature_maps")
+# What `adapt` makes of images.
+_MADE = ("pixel_attention_mask", "spatial_shapes")
+
+
+def refuse_others(kind: Any, name: str) -> None:
+    """Refuse a class, or a module, that needs more than images (packed patches and their grids, as
+    Qwen-VL's towers do).
+
+    Raises:
+        ModelError: it does.
+    """
+    taken = inspect.signature(kind.forward).parameters.values()
+    plain = [p for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
+    more = [p.name for p in plain[1:] if p.default is p.empty and p.name not in _MADE]
+    if more:
+        raise ModelError(
+            f"{name} takes {plain[0].name} with {', '.join(more)}; expected a model that takes a "
+            "batch of images alone"
+        )
 
 
 def adapt(module: nn.Module, resized: bool) -> None:
