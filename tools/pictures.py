@@ -3,6 +3,8 @@
     vitsee demo --quick -o FOLDER
     python tools/pictures.py FOLDER             # more commands on its stores, then all pictures
     python tools/pictures.py FOLDER --only erf  # one of them
+    vitsee demo --real -o REAL
+    python tools/pictures.py REAL --real        # those of docs/real-vit.md
 
 A minute on two cores. Three pictures are made elsewhere: docs/pca.png needs weights and photographs
 that are not bundled, docs/similarity-chance.png is drawn by tools/similarity_by_chance.py,
@@ -155,6 +157,47 @@ PICTURES = (
     ),
 )
 
+REAL_VIT, LITE = "vit=stores/vit-saliency.zarr", "lite0=stores/lite0.zarr"
+
+
+def _of_real(name: str, words: str, dpi: int = DPI) -> Picture:
+    """By a command of its own on the stores of `vitsee demo --real`."""
+    table = f"more/{name}.csv"
+    return Picture(name, table, (f"{words} -o {table} --force",), dpi=dpi)
+
+
+REAL = (
+    _of_real("real-attn-dist", f"attn-dist {REAL_VIT}"),
+    _of_real(
+        "real-attn-aligned",
+        f"attn-map {REAL_VIT} --kind aligned --sites blocks.1,blocks.3,blocks.6,blocks.11",
+        dpi=70,
+    ),
+    _of_real(
+        "real-attn-cls",
+        f"attn-map {REAL_VIT} --image chelsea.png --sites blocks.0,blocks.3,blocks.8,blocks.10 "
+        "--scale head --trust-store",
+        dpi=70,
+    ),
+    _of_real(
+        "real-pca",
+        f"pca {REAL_VIT} {LITE} --image chelsea.png --image coffee.png --image flower.jpg",
+        dpi=65,
+    ),
+    _of_real(
+        "real-cosine-map",
+        f"cosine-map {REAL_VIT} {LITE} --image chelsea.png --image flower.jpg --scale map",
+        dpi=65,
+    ),
+    _of_real("real-norms", f"norms {REAL_VIT} {LITE} --metric norm --metric norm_histogram"),
+    _of_real(
+        "real-normratio",
+        f"normratio {REAL_VIT} --tokens patches --tokens cls --metric norm_ratio",
+    ),
+    _of_real("real-erf", f"erf {REAL_VIT} {LITE}", dpi=70),
+    _of_real("real-cka", f"cka {REAL_VIT} {LITE} --sites blocks"),
+)
+
 
 def drawn(picture: Picture, folder: Path) -> bytes:
     """The picture's file, of results that are there."""
@@ -171,15 +214,17 @@ def main() -> None:
     """Draw them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="what vitsee demo --quick -o made")
-    parser.add_argument("--only", nargs="+", choices=[p.name for p in PICTURES], metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=[p.name for p in (*PICTURES, *REAL)],
+                        metavar="NAME")  # fmt: skip
     parser.add_argument("--to", type=Path, default=DOCS, help="where they go [docs/]")
     parser.add_argument(
         "--draw", action="store_true", help="of results that are there, without commands"
     )
+    parser.add_argument("--real", action="store_true", help="FOLDER is of vitsee demo --real")
     args = parser.parse_args()
     (args.folder / "more").mkdir(exist_ok=True)
     large = []
-    for picture in PICTURES:
+    for picture in REAL if args.real else PICTURES:
         if args.only and picture.name not in args.only:
             continue
         for line in () if args.draw else picture.commands:

