@@ -21,6 +21,7 @@ import vitsee
 from tests.explored_pages import Page, read_page
 from tests.stores import write_sites
 from vitsee_cli.main import main
+from vitsee_core.explore import tokens
 from vitsee_core.explore.attended import pack_rows, query_cells, query_step
 from vitsee_core.explore.choice import choose_images
 from vitsee_core.explore.coarse import MOST_SIDE, coarse_layout, pooled, pooled_side
@@ -122,7 +123,10 @@ def test_as_few_axes_and_bytes_as_the_error_allows() -> None:
     assert precision.n_bytes == sum(len(zlib.compress(part.tobytes())) for part in parts)
 
 
-def test_all_sites_share_the_bytes_of_a_page_and_one_error() -> None:
+def test_all_sites_share_the_bytes_of_a_page_and_one_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokens, "LEAST_BYTES", 0)
     rng = np.random.default_rng(1)
     white, thin = rng.normal(size=(400, 192)), rng.normal(size=(400, 192)) * 0.5 ** np.arange(192)
     sites = [SiteTokens(x.astype(np.float32), np.ones(400, bool)) for x in (white, thin)]

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from click.testing import CliRunner
-from pictures import ELSEWHERE, MOST_BYTES, PICTURES
+from pictures import ELSEWHERE, MOST_BYTES, PICTURES, REAL
 
 from vitsee_cli.main import main
 
@@ -21,7 +21,7 @@ IN_README = re.findall(r"\]\(docs/([\w-]+)\.png\)", (ROOT / "README.md").read_te
 
 
 def test_each_picture_is_made_by_a_script_and_shown_by_its_page() -> None:
-    made = [picture.name for picture in PICTURES]
+    made = [picture.name for picture in (*PICTURES, *REAL)]
     assert sorted(SHOWN) == sorted([*made, *ELSEWHERE])
     assert sorted(path.stem for path in (ROOT / "docs").glob("*.png")) == sorted(SHOWN)
     assert 8 <= len(IN_README) == len({*IN_README}) and {*IN_README} <= {*SHOWN}

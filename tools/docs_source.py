@@ -22,7 +22,7 @@ from typing import Any
 
 import click
 from click.testing import CliRunner
-from pictures import ELSEWHERE, PICTURES
+from pictures import ELSEWHERE, PICTURES, REAL
 
 import vitsee
 from vitsee_cli import sections
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "docs" / "site"
 GUIDES = (
     "explore", "study", "extraction", "two-libraries", "data", "tables", "intervals", "notebook",
-    "export", "cluster", "dask", "bucket", "faults", "papers",
+    "export", "cluster", "dask", "bucket", "faults", "papers", "real-vit",
 )  # fmt: skip
 # Other files of the repository that are pages of the site, and how they are called there.
 PAGES = {
@@ -236,7 +236,8 @@ def gallery() -> str:
     made = drawn_with()
     parts = [
         "# Gallery",
-        "Commands are those of the folder that `make demo` leaves (`cd demo-out`).",
+        "Commands are those of the folder that `make demo` leaves (`cd demo-out`), of real-vit's "
+        "that of `vitsee demo --real` (`cd real-out`).",
     ]
     for command in captions():
         for words, name in re.findall(PICTURE, written(command)[0]):
@@ -267,7 +268,7 @@ def drawn_with() -> dict[str, str]:
         line.partition(" -o ")[2].split()[0]: line for line in plan.splitlines() if " -o " in line
     }
     found = dict(ELSEWHERE)
-    for picture in PICTURES:
+    for picture in (*PICTURES, *REAL):
         made = [f"vitsee {line}" for line in picture.commands] or [lines[picture.result]]
         found[picture.name] = "\n".join(folded(line.removesuffix(" --force")) for line in made)
     return found

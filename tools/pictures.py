@@ -171,30 +171,30 @@ REAL = (
     _of_real(
         "real-attn-aligned",
         f"attn-map {REAL_VIT} --kind aligned --sites blocks.1,blocks.3,blocks.6,blocks.11",
-        dpi=70,
+        dpi=100,
     ),
     _of_real(
         "real-attn-cls",
         f"attn-map {REAL_VIT} --image chelsea.png --sites blocks.0,blocks.3,blocks.8,blocks.10 "
         "--scale head --trust-store",
-        dpi=70,
+        dpi=100,
     ),
     _of_real(
         "real-pca",
         f"pca {REAL_VIT} {LITE} --image chelsea.png --image coffee.png --image flower.jpg",
-        dpi=65,
+        dpi=120,
     ),
     _of_real(
         "real-cosine-map",
         f"cosine-map {REAL_VIT} {LITE} --image chelsea.png --image flower.jpg --scale map",
-        dpi=65,
+        dpi=120,
     ),
     _of_real("real-norms", f"norms {REAL_VIT} {LITE} --metric norm --metric norm_histogram"),
     _of_real(
         "real-normratio",
         f"normratio {REAL_VIT} --tokens patches --tokens cls --metric norm_ratio",
     ),
-    _of_real("real-erf", f"erf {REAL_VIT} {LITE}", dpi=70),
+    _of_real("real-erf", f"erf {REAL_VIT} {LITE} --sites blocks", dpi=100),
     _of_real("real-cka", f"cka {REAL_VIT} {LITE} --sites blocks"),
 )
 

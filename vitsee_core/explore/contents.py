@@ -68,6 +68,14 @@ class StoreContents:
     answers: Mapping[str, SiteAnswers] | str
     remarks: list[str] = field(default_factory=list)
 
+    @property
+    def attention_bytes(self) -> int:
+        """Of attention before it is deflated, which it is little where heads are even."""
+        if isinstance(self.attention, str):
+            return 0
+        kept = [part for one in self.attention for part in (one.heads, one.patches)]
+        return sum(part.size for part in kept if part is not None)
+
     def describe(self, frames: Sequence[Edges]) -> dict[str, Any]:
         """For the page, as JSON values; see `assets/packed.js`. Texts are made visible."""
         store = self.shown.store

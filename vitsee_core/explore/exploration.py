@@ -19,7 +19,7 @@ from vitsee_core.explore.choice import DIVERSE, choose_images
 from vitsee_core.explore.colours import reference
 from vitsee_core.explore.contents import SiteContents, StoreContents, coarse_remarks, read_sites
 from vitsee_core.explore.page import render
-from vitsee_core.explore.tokens import pack_tokens
+from vitsee_core.explore.tokens import MOST_BYTES, pack_tokens
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.patch_maps.photos import Shown
 from vitsee_core.patch_maps.views import View, grid_sites
@@ -104,14 +104,9 @@ def explore(
     total = sum(len(part.rows) * len(part.sites) for part in parts)
     with counting(progress, total, SITE_IMAGES):
         read = [read_sites(part, seed, progress.advance) for part in parts]
-    packed = iter(pack_tokens([site.tokens for numbers in read for site in numbers]))
     again = (origin or Provenance()) if recompute else None
-    for part, numbers in zip(parts, read, strict=True):
-        own = [
-            SiteContents(site.site, site.layout, next(packed), site.norms, site.scores)
-            for site in numbers
-        ]
-        one = StoreContents(part, own, "", "", coarse_remarks(part))
+    for part in parts:
+        one = StoreContents(part, [], "", "", coarse_remarks(part))
         try:
             one.attention = attention_of(part, again, device, progress)
         except MissingInput as missing:
@@ -121,6 +116,13 @@ def explore(
         except MissingInput as missing:
             one.answers = str(missing)
         contents.append(one)
+    room = MOST_BYTES - sum(one.attention_bytes for one in contents)
+    packed = iter(pack_tokens([site.tokens for numbers in read for site in numbers], room))
+    for one, numbers in zip(contents, read, strict=True):
+        one.sites = [
+            SiteContents(site.site, site.layout, next(packed), site.norms, site.scores)
+            for site in numbers
+        ]
     guide = reference([own.scores for own in read[0]])
     data = None if origin is None else origin.data
     page = render(contents, guide, data, title, selected.left_out)

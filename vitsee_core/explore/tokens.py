@@ -10,8 +10,8 @@ cheap on all axes, most of all on those with little variance, whose numbers defl
 so h is `STEP` times the error that is allowed, which takes the fewest bytes (trained and random
 weights agree), and k the smallest number of axes that stays within it, of 99 of 100 cosines.
 
-A page has `MOST_BYTES` for all tokens. The error allowed is `WITHIN`, or as much more, the same at
-all sites, as this takes.
+A page has `MOST_BYTES` for attention and tokens. The error allowed is `WITHIN`, or as much
+more, the same at all sites, as this takes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from vitsee_core.types import Float, Float32, Integers, Mask
 MOST_DIMS = 256
 WITHIN, COARSER, COARSEST = 0.01, 2**0.5, 0.5  # errors of 99 of 100 cosines that are tried
 STEP = 0.7
-MOST_BYTES = 4_800_000  # deflated; a page of three ViT-B/16 and twelve images is 13 MB then
+MOST_BYTES = 9_600_000  # deflated; with all attention of three ViT-B/16 a page is 13 MB then
+LEAST_BYTES = 3_000_000  # of tokens, however much attention there is
 TRIED, MEASURED = 384, 4096  # tokens whose cosines decide k; whose cosines are compared at the end
 Number = TypeVar("Number", bound=np.generic)
 ALONG, CODE = 32767, 127  # the largest code of each number
@@ -119,12 +120,14 @@ class SiteTokens:
         return PackedTokens(_spread(along, self.counts), _spread(codes, self.counts), step, error)
 
 
-def pack_tokens(sites: Sequence[SiteTokens], most_bytes: float = MOST_BYTES) -> list[PackedTokens]:
-    """The tokens of all sites of a page, within about so many bytes, with one error allowed."""
+def pack_tokens(sites: Sequence[SiteTokens], room: float = MOST_BYTES) -> list[PackedTokens]:
+    """The tokens of all sites of a page with one error allowed, in at most about `room` bytes, or
+    `LEAST_BYTES`."""
+    room = max(room, LEAST_BYTES)
 
     def at(within: float) -> tuple[list[Precision], bool]:
         found = [site.precision(within) for site in sites]
-        return found, sum(own.n_bytes for own in found) <= most_bytes
+        return found, sum(own.n_bytes for own in found) <= room
 
     within = WITHIN
     found, fits = at(within)

@@ -3,6 +3,7 @@ once; and of models of real size on photographs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
