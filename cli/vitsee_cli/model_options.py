@@ -174,8 +174,8 @@ _MODEL_OPTIONS: tuple[Decorator, ...] = (
         "--processor",
         type=click.Choice(["pil", "torchvision"]),
         show_default="as transformers chooses",
-        help="Which image processor of a model of transformers; by how much they differ is up to "
-        "the image.",
+        help="What resizes in the image processor of a model of transformers; the pixels of the "
+        "two differ by a level here and there.",
     ),
     click.option(
         "--transform",

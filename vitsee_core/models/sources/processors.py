@@ -118,8 +118,9 @@ def processor_config(
     resized, cropped = _sizes(record)
     if not any_size and resized is None and cropped is None and record.get("do_resize", True):
         raise ModelError(
-            f"the image processor of {name} resizes to {size}, which is no fixed size; give "
-            "--transform timm, and --img-size where the model's own is not meant"
+            f"the image processor of {name} resizes to {size or 'proportions of the image'}, which "
+            "is no fixed size; give --transform timm, and --img-size where the model's own is not "
+            "meant"
         )
     found = dict(DEFAULT)
     final = cropped or resized
