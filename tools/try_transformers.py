@@ -281,7 +281,7 @@ def release(rows: list[dict[str, Any]], others: dict[str, Any]) -> list[str]:
         differing = []
         for key in COMPARED:
             here, there = (str(r.get(key) or "").partition(" (")[0] for r in (row, other))
-            if here != there:
+            if here != there and (there or key != "reason"):
                 whole = str(other.get(key) or "none")
                 differing.append(f"{key}: {whole if key == 'reason' else there or 'none'}")
         if differing:
