@@ -194,7 +194,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "near a class": (
         "transformers:VitModel",
         {"random_init": 0},
-        "ViTModel)",
+        "(near names of classes: ",
     ),
     "weights that are not there": ("transformers:{}/config-alone", {}, "cannot be loaded"),
 }

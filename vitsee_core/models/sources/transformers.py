@@ -342,7 +342,7 @@ class TransformersSource(Source):
                 f"{self.name} needs code of its repository, which runs with --trust-remote-code "
                 "alone (read it first); expected that, or a model that transformers has itself"
             )
-        if "ignore_mismatched_sizes" in text:
+        if "ignore_mismatched_sizes" in text or "copying a param with shape" in text:
             return ModelError(
                 f"{self.name} cannot be loaded: its weights have other shapes than its config.json "
                 "says; expected a folder or repository whose files belong together"
