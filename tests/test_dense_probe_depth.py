@@ -18,6 +18,8 @@ from vitsee_core.analyses.dense_probe.depth_errors import errors
 from vitsee_core.analyses.dense_probe.neighbour_heads import mean_depths
 from vitsee_core.analyses.dense_probe.truth import eigen_crop
 from vitsee_core.demo.depths import miniatures, write_depths
+from vitsee_core.images.errors import DataError
+from vitsee_core.images.sources import open_source
 from vitsee_core.masks.depth_maps import open_depth_maps
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store
@@ -189,6 +191,26 @@ def test_the_labelled_file_of_nyu(tmp_path: Path) -> None:
     truth = next(miniatures(0, 6)).depths
     np.testing.assert_allclose(maps.read(0), np.where(truth > 0, truth, np.nan), rtol=1e-6)
     assert maps.where(2) == f"depth map 3 of {path}"
+
+
+def test_the_images_of_the_labelled_file(tmp_path: Path) -> None:
+    path = tmp_path / "nyu_depth_v2_labeled.mat"
+    write_nyu_file(path)
+    source = open_source(str(path))
+    assert list(source.ids) == list(open_depth_maps(path).keys)
+    image, value = source.opener.load(2)
+    assert (np.asarray(image) == [one.pixels for one in miniatures(0, 6)][2]).all()
+    assert source.opener.hash(2) == value
+    assert source.opener.size(2) == (72, 96)
+    other = tmp_path / "x.mat"
+    other.write_bytes(b"MATLAB 5.0")
+    with pytest.raises(DataError, match=r"x.mat is no MATLAB file of version 7\.3"):
+        open_source(str(other))
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(other, "w") as file:
+        file["images"] = np.zeros((2, 3), np.uint8)
+    with pytest.raises(DataError, match=r"has no uint8 'images' of .*found: images"):
+        open_source(str(other))
 
 
 def test_the_labelled_file_equals_png_files(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from vitsee_core.images.sources.libraries import (
     refuse_iterable,
 )
 from vitsee_core.images.sources.lists import open_list, shards_listed
+from vitsee_core.images.sources.nyu import open_nyu
 from vitsee_core.images.sources.parquet import open_parquet
 from vitsee_core.images.sources.remote import GLOBS, find_remote
 from vitsee_core.images.sources.tars import open_tars
@@ -33,9 +34,9 @@ from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_stores.url import is_url
 
 _EXPECTED = (
-    "an image folder, a .csv, .tsv or .txt list, an .npz file, .zip, .tar or .parquet files (also "
-    "as 'shards/{0000..0063}.tar', 'shards/*.parquet', or at s3://, gs://, az://, https://, "
-    "hf://datasets/), torch/NAME, hfds/NAME, demo:train or demo:test"
+    "an image folder, a .csv, .tsv or .txt list, an .npz file, NYU's .mat, .zip, .tar or .parquet "
+    "files (also as 'shards/{0000..0063}.tar', 'shards/*.parquet', or at s3://, gs://, az://, "
+    "https://, hf://datasets/), torch/NAME, hfds/NAME, demo:train or demo:test"
 )
 _UNPACK = {".gz": "gunzip", ".tgz": "gunzip", ".zst": "zstd -d", ".bz2": "bunzip2", ".xz": "unxz"}
 _OPENERS: dict[str, Callable[[Asked, Found], ImageSource]] = {
@@ -43,6 +44,7 @@ _OPENERS: dict[str, Callable[[Asked, Found], ImageSource]] = {
     ".tsv": lambda asked, found: open_list(found.path, asked.data),
     ".txt": lambda asked, found: open_list(found.path, asked.data),
     ".npz": lambda asked, found: open_npz(found.path, asked.data),
+    ".mat": lambda asked, found: open_nyu(found.path, asked.data),
     ".zip": lambda asked, found: open_zips(found.paths, asked.data),
     ".tar": open_tars,
     ".parquet": open_parquet,

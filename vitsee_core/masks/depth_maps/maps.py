@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.masks.depth_maps.nyu_file import NyuFile, is_hdf5
+from vitsee_core.images.sources.nyu import is_hdf5
+from vitsee_core.masks.depth_maps.nyu_file import NyuFile
 from vitsee_core.masks.depth_maps.png_depths import PngDepths
 from vitsee_core.types import Float32
 from vitsee_stores.errors import VitseeError

@@ -1,7 +1,6 @@
-"""The labelled file of NYU Depth V2, `nyu_depth_v2_labeled.mat`: MATLAB 7.3, which is HDF5.
+"""The depths of the labelled file of NYU Depth V2; see `images.sources.nyu`, where its images are.
 
 Its `depths` are (height, width, images) in MATLAB's order, so (images, width, height) in HDF5's.
-Image i of 1, 2, ... is called by its number in four digits: `0001`.
 """
 
 from __future__ import annotations
@@ -14,20 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.images.sources.nyu import nyu_ids, open_hdf5
 from vitsee_stores.errors import VitseeError
 
 DEPTHS = "depths"
-_SIGNATURE = b"\x89HDF\r\n\x1a\n"
-_USER_BLOCK = 512  # MATLAB's header before HDF5 begins
-
-
-def is_hdf5(path: Path) -> bool:
-    """Whether a file is HDF5, with or without MATLAB's header."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        begin = file.read(_USER_BLOCK + len(_SIGNATURE))
-    return _SIGNATURE in (begin[: len(_SIGNATURE)], begin[_USER_BLOCK:])
 
 
 @dataclass(frozen=True)
@@ -45,7 +34,7 @@ class NyuFile:
         Raises:
             VitseeError: h5py is missing, or the file is damaged or of another kind.
         """
-        with _opened(str(path)) as file:
+        with open_hdf5(str(path)) as file:
             values = file.get(DEPTHS)
             shape = getattr(values, "shape", None)
             if shape is None or len(shape) != 3 or values.dtype.kind != "f":
@@ -57,7 +46,7 @@ class NyuFile:
 
     @cached_property
     def keys(self) -> list[str]:
-        return [f"{i + 1:04d}" for i in range(self.n)]
+        return nyu_ids(self.n)
 
     @property
     def deepest(self) -> float:
@@ -68,22 +57,8 @@ class NyuFile:
 
     def metres(self, i: int) -> NDArray[Any]:
         """See `DepthFiles`."""
-        with _opened(self.name) as file:
+        with open_hdf5(self.name) as file:
             try:
                 return np.asarray(file[DEPTHS][i]).T
             except OSError as error:
                 raise VitseeError(f"{self.where(i)} cannot be read: {error}") from None
-
-
-def _opened(name: str) -> Any:
-    try:
-        import h5py
-    except ImportError:
-        raise VitseeError(
-            f"{name} needs the package h5py; run: pip install 'vitsee[depth]'"
-        ) from None
-    try:
-        return h5py.File(name, "r")
-    except OSError as error:
-        what = " ".join(str(error).split())
-        raise VitseeError(f"{name} cannot be read as HDF5: {what}") from None
