@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli.values import parse_path
-from vitsee_stores.errors import VitseeError, reason
+from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from vitsee_core.study.steps import Setting
@@ -47,12 +46,9 @@ def _read_file(ctx: click.Context, _param: click.Parameter, path: Path | None) -
     unknown option."""
     if path is None:
         return
-    try:
-        found = tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise VitseeError(f"{path} cannot be read: {reason(error)}") from None
-    except ValueError as error:
-        raise VitseeError(f"{path} is no TOML: {error}") from None
+    from vitsee_core.study.recipe_file import read_toml
+
+    found = read_toml(path, str(path))
     params = [param for param in ctx.command.params if param.name not in NO_KEYS]
     known = {param.opts[-1].removeprefix("--"): param for param in params}
     defaults: dict[str, Any] = {}

@@ -192,13 +192,21 @@ def read_recipe(name: str) -> RecipeFile:
         RecipeError: the file cannot be read, or is no recipe.
     """
     place: Any = Path(name).expanduser() if name.endswith(SUFFIX) else BUNDLED / f"{name}{SUFFIX}"
+    return _Reader(name).recipe(read_toml(place, name))
+
+
+def read_toml(place: Any, name: str) -> dict[str, Any]:
+    """A TOML file, of a path or a resource. name: in messages.
+
+    Raises:
+        RecipeError: it cannot be read, or is something else.
+    """
     try:
-        found = tomllib.loads(place.read_text("utf-8"))
+        return tomllib.loads(place.read_text("utf-8"))
     except OSError as error:
         raise RecipeError(f"{name} cannot be read: {reason(error)}") from None
     except ValueError as error:
         raise RecipeError(f"{name} is no TOML: {error}") from None
-    return _Reader(name).recipe(found)
 
 
 @dataclass(frozen=True)
