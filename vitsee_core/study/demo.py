@@ -22,6 +22,12 @@ QUICK = (
 )  # fmt: skip
 # Of the bundled models: how they pool, what they were taught by.
 FULL_MODELS = ("vit", "resnet", "vit-gap", "vit-masked")
+# Of timm, from its hub: taught by labels, by itself, and a CNN.
+PRETRAINED = {
+    "vit": "vit_base_patch16_224.augreg_in21k_ft_in1k",
+    "dino": "vit_small_patch16_224.dino",
+    "resnet": "resnet50.a1_in1k",
+}
 
 
 def demo_study(folder: Path, *, quick: bool = False) -> Study:
@@ -38,10 +44,11 @@ def demo_study(folder: Path, *, quick: bool = False) -> Study:
 
 
 def real_study(folder: Path, models: Mapping[str, Path], photographs: Path) -> Study:
-    """Of what `vitsee_core.real` made: all analyses that take no labels."""
+    """Of what `vitsee_core.real` made, with no models of timm's own: all analyses that take no
+    labels."""
     return Study(
         folder=folder,
-        models={name: f"local-dir:{place}" for name, place in models.items()},
+        models={name: f"local-dir:{place}" for name, place in models.items()} or PRETRAINED,
         data=str(photographs),
         images=len(PHOTOGRAPHS),
     )

