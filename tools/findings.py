@@ -63,7 +63,8 @@ of your own models.
 
 Of no paper: do the solvers of dense probes agree on which layer is best? Kendall's tau between
 them, over all layers of the demo's models and of EfficientNet-lite0, with what it is worth at
-this size, stands [where they are explained](analyses/dense-probe.md#do-solvers-agree-on-which-layer-is-best).
+this size, stands
+[where they are explained](analyses/dense-probe.md#do-solvers-agree-on-which-layer-is-best).
 Within the demo's ViT they hardly agree (its layers are alike), in the network trained on ImageNet
 they do: 0.77 to 0.92 for all pairs of ridge, balanced ridge, logistic, k-NN and Hummingbird.
 """
