@@ -483,7 +483,7 @@ def test_refused_searches(tmp_path: Path) -> None:
          {"queries": [extra("alien", queries, identity=other_model)]}),
         (StoreMismatch, "alien2 .* extract the distractors with the same model",
          {"distractors": [extra("alien2", ["x"], identity=other_model)]}),
-        (StoreMismatch, r"different transforms \(crop_pct: None against 0.9\)",
+        (StoreMismatch, r"different transforms \(transform: not known against known\)",
          {"queries": [extra("smaller", queries, identity=smaller)]}),
         (StoreMismatch, "ox has q and qq of the stores of queries; expected one",
          {"queries": [extra("q", queries), extra("qq", queries)]}),

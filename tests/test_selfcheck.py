@@ -73,7 +73,7 @@ ARCHITECTURES: dict[str, tuple[str, Any, dict[str, Any], int | None, int | None]
     "resnet-basic": ("resnet10t", 64, CONVNET, 4, 0),
     "resnet-bottleneck": ("resnet26", 64, {"layers": [1, 2, 1, 1]}, 5, 0),
     "seresnet": ("seresnet18", 64, {"layers": [1, 1, 1, 1]}, 4, 0),
-    "resnext": ("resnext26ts", 64, CONVNET, 0, 0),
+    "resnext": ("resnext26ts", 64, CONVNET, 8, 0),
     "resnetv2": ("resnetv2_18", 64, CONVNET, 8, 0),
     "bit": ("resnetv2_50x1_bit", 64, CONVNET, 16, 0),
     "convnext": ("test_convnext2", 64, CONVNET, 4, 0),
@@ -98,7 +98,7 @@ ARCHITECTURES: dict[str, tuple[str, Any, dict[str, Any], int | None, int | None]
     "hiera": ("hiera_tiny_224", 64, {"embed_dim": 24, "stages": (1, 1, 2, 1)}, None, None),
     "maxvit": ("test_maxvit", 64, CONVNET, 0, 0),
     "coatnet": ("test_coatnet", 64, CONVNET, None, None),
-    "regnet": ("regnetx_002", 64, CONVNET, 0, 0),
+    "regnet": ("regnetx_002", 64, CONVNET, 13, 0),
     "vgg": ("vgg11", 32, {"mlp_ratio": 0.02}, 0, 0),
     "densenet": ("densenet121", 64, {"block_config": (1, 2, 1, 1)}, 0, 0),
     "xcit": ("xcit_nano_12_p8_224", 32, {"depth": 2}, 0, 0),
@@ -106,7 +106,7 @@ ARCHITECTURES: dict[str, tuple[str, Any, dict[str, Any], int | None, int | None]
     "mvit": ("mvitv2_tiny", 64, CONVNET, None, None),
     "crossvit": ("crossvit_tiny_240", None, {"depth": ([1, 1, 0],)}, None, None),
     "inception": ("inception_v3", 96, CONVNET, 0, 0),
-    "repvgg": ("test_byobnet", 64, CONVNET, 0, 0),
+    "repvgg": ("test_byobnet", 64, CONVNET, 4, 0),
 }
 
 

@@ -406,7 +406,8 @@ def test_the_demo_ends_with_the_path_of_the_report(
     assert done.stdout == f"{tmp_path}/out/report.html\n"
     results = {path.stem for path in (tmp_path / "out" / "results").glob("*.csv")}
     assert results == {
-        "attn-dist", "propagate", "keypoints", "retrieve-buildings", "cluster-objects", "saliency"
+        "attn-dist", "propagate", "keypoints", "retrieve-buildings", "cluster-objects", "saliency",
+        "dense-probe",
     }  # fmt: skip
     page = (tmp_path / "out" / "report.html").read_text()
     assert all(f">{name}.csv<" in page for name in results)

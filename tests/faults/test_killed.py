@@ -116,7 +116,9 @@ def test_what_a_killed_extraction_started_ends(
     while any(map(runs, started)):
         assert time.monotonic() < until
         time.sleep(0.01)
-    assert set(Path("/dev/shm").glob("*")) <= before
+    left = set(Path("/dev/shm").glob("*")) - before
+    # joblib's are of tests that run beside this one: extract has none of these.
+    assert {place.name for place in left if not place.name.startswith("sem.loky-")} == set()
     ended("left nothing running")
 
 

@@ -11,7 +11,7 @@ from vitsee_core import demo
 from vitsee_core.real.photographs import PHOTOGRAPHS
 from vitsee_core.study.recipe_file import read_recipe
 from vitsee_core.study.recipe_plan import plan_recipe
-from vitsee_core.study.steps import Plan, Step, Study
+from vitsee_core.study.steps import STORES, Plan, Step, Study
 
 IMAGES, QUICK_IMAGES = 1000, 500
 QUICK_MODELS = ("vit", "resnet")
@@ -70,6 +70,7 @@ def tour(study: Study) -> list[Step]:
     store = study.store(label)
     table, drawn = study.result("models"), study.result("cka-vit-resnet")
     array, picture = study.folder / "pooled.npy", study.folder / "cka-dark.svg"
+    theirs = study.folder / STORES / "imported.zarr"
     again, found = study.folder / "cka-again.csv", study.folder / "findings.csv"
     return [
         Step("models", ("models", name, "-o", str(table), "--force"), (), (table,)),
@@ -78,6 +79,8 @@ def tour(study: Study) -> list[Step]:
         Step("validate", ("validate", str(store))),
         Step("export", ("export", str(store), "pooled", "-o", str(array), "--force"),
              (store,), (array,)),
+        Step("import", ("import", str(array), "--like", str(store), "-o", str(theirs)),
+             (array, store), (theirs,)),
         Step("findings", ("findings", str(store), "--only", "distance-rises", "-o", str(found),
                           "--force"), (store,), (found,)),
         Step("cache", ("cache", "ls", str(store))),
