@@ -40,23 +40,23 @@ SHORT = (
     ),
     (
         "extraction",
-        "vit_small_patch16_224, 160 images in batches of 32, blocks",
+        "vit_small_patch16_224, 128 images in batches of 32, blocks",
         "extraction of ViT-S/16, written to disk, against the bare model: activations, residuals",
     ),
     (
         "extraction",
-        "vit_small_patch16_224, 160 images in batches of 32, + attention",
+        "vit_small_patch16_224, 128 images in batches of 32, + attention",
         "the same with every attention summary",
     ),
     ("knn", "4000 among 20000", "k-NN of 4,000 among 20,000 images, against scikit-learn's cosine"),
     (
         "probe",
-        "probes of 2 layers, against scikit-learn's Ridge over 20 l2",
+        "probes of 4 layers, against scikit-learn's Ridge over 20 l2",
         "ridge probes at 20 l2, against a loop of `Ridge`",
     ),
     (
         "probe",
-        "probes of 2 layers, against scikit-learn's RidgeCV",
+        "probes of 4 layers, against scikit-learn's RidgeCV",
         "ridge probes whose l2 is chosen, against `RidgeCV`",
     ),
     (
