@@ -336,7 +336,7 @@ def test_wrong_solvers_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("distance", ["cosine", "l2"])
 def test_capi_chooses_k_and_distance(tmp_path: Path, distance: str) -> None:
-    """As CAPI does: standardised patches, a tenth of the images by their mean IoU, then all."""
+    """CAPI standardises patches, chooses k on a tenth of the images, and refits on all."""
     train, masks = made(tmp_path, 20)
     test, others = made(tmp_path, 5, name="b", seed=1)
     choice: dict[str, Any] = {"masks": [masks, others], "preset": "capi", "sites": [SITE]}

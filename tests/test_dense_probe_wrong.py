@@ -1,4 +1,4 @@
-"""What a user gets wrong: one line each, which names the file, and nothing on stdout."""
+"""Wrong inputs of dense-probe: each gets one line on stderr that names the file."""
 
 from __future__ import annotations
 

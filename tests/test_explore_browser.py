@@ -200,7 +200,7 @@ def test_heads_are_marked_in_the_block_that_is_shown(browser: Browser, page: Pag
 
 
 def test_a_screen_reader_has_a_name_for_everything(browser: Browser, two: Path) -> None:
-    """As the browser's own tree for such programs has it, in every view."""
+    """Every control has a name in the accessibility tree, in every view."""
     browser.look(1280)
     spoken = {"button", "slider", "radio", "checkbox", "link", "image", "img", "region",
               "Canvas", "DisclosureTriangle", "application", "table"}  # fmt: skip

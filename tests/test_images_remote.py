@@ -42,7 +42,7 @@ TRANSFORM = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is uploaded: a folder of images, shards, parquet files."""
+    """The data to upload: a folder of images, tar shards and parquet files."""
     made = tmp_path_factory.mktemp("data")
     write_folder(made / "folder", IMAGES)
     write_shards(made / "shards", IMAGES, 8)

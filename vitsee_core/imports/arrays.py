@@ -121,11 +121,11 @@ def _pt(path: Path) -> Arrays:
 
 
 def _safetensors(path: Path) -> Arrays:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
 
     try:
-        with safe_open(path, "np") as file:
-            return Arrays({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        return Arrays(load_file(path))
     except (SafetensorError, TypeError) as error:
         raise VitseeError(f"{path} is no .safetensors file of numbers: {error}") from None
 

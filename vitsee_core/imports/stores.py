@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.images.decoding import hash64
+from vitsee_core.images.folders import class_labels
 from vitsee_core.imports.arrays import Array, Arrays, read_arrays, read_ids
 from vitsee_core.runtime.progress import SILENT, Progress, counting
 from vitsee_core.runtime.versions import result_versions
@@ -92,7 +96,7 @@ def import_arrays(
     found = [read_arrays(path) for path in paths]
     values = _named([values for one in found for values in one.values.items()], names)
     n_rows = _one_length(values)
-    samples, hashes, sizes, rows = _samples(n_rows, found, ids, like)
+    samples, hashes, sizes, rows, class_names = _images(n_rows, found, ids, like)
     size = None if like is None else _input_size(like)
     sites = tuple(
         _site(name, array, place, len(values), tokens or Tokens(), size, dtype)
@@ -116,7 +120,7 @@ def import_arrays(
     manifest = new_manifest(
         identity, plan, samples,
         model={"name": model or paths[0].stem, "weights": {"source": "imported"}},
-        class_names=_class_names(found, ids) if like is None else like.manifest.class_names,
+        class_names=class_names,
         info=info,
     )  # fmt: skip
     for site in sites:
@@ -166,10 +170,17 @@ def _one_length(values: dict[str, Array]) -> int:
     return n_rows
 
 
-def _samples(
-    n_rows: int, found: Sequence[Arrays], path: Path | None, like: Store | None
-) -> tuple[Samples, NDArray[np.uint64], NDArray[np.int32], NDArray[np.int64]]:
-    """The store's images, their hashes and sizes, and for each the arrays' row, -1 for none."""
+class _Images(NamedTuple):
+    """The images of the store: hashes, sizes, and the row of each in the arrays, -1 for none."""
+
+    samples: Samples
+    hashes: NDArray[np.uint64]
+    sizes: NDArray[np.int32]
+    rows: NDArray[np.int64]
+    class_names: list[str] | None
+
+
+def _images(n_rows: int, found: Sequence[Arrays], path: Path | None, like: Store | None) -> _Images:
     ids, labels = read_ids(path) if path is not None else (None, None)
     for one in found if ids is None else ():
         ids, labels = one.ids or ids, one.labels or labels
@@ -182,16 +193,15 @@ def _samples(
         return _as_in(like, n_rows, ids)
     if ids is None:
         raise VitseeError("whose rows these are is not said: give --ids FILE, or --like STORE")
-    codes = _codes(labels)[0] if labels is not None else np.full(n_rows, -1, np.int64)
+    codes, names = class_labels(labels or [""] * n_rows)
     rows = np.arange(n_rows, dtype=np.int64)
-    hashes = np.array([_hash(name) for name in ids], np.uint64)
+    # There are no files to hash: images are the same where their ids are.
+    hashes = np.array([hash64(os.fsencode(name)) for name in ids], np.uint64)
     samples = Samples(rows, ids, codes, [""] * n_rows, None)
-    return samples, hashes, np.zeros((n_rows, 2), np.int32), rows
+    return _Images(samples, hashes, np.zeros((n_rows, 2), np.int32), rows, names)
 
 
-def _as_in(
-    like: Store, n_rows: int, ids: list[str] | None
-) -> tuple[Samples, NDArray[np.uint64], NDArray[np.int32], NDArray[np.int64]]:
+def _as_in(like: Store, n_rows: int, ids: list[str] | None) -> _Images:
     """The images of a store in its order, and where their rows are."""
     theirs = like.samples
     rows = np.full(len(theirs), -1, np.int64)
@@ -215,29 +225,7 @@ def _as_in(
             )
     samples = Samples(theirs.index, theirs.id.tolist(), theirs.label, theirs.split.tolist(),
                       theirs.box)  # fmt: skip
-    return samples, theirs.hash, theirs.size, rows
-
-
-def _codes(labels: Sequence[str]) -> tuple[NDArray[np.int64], list[str] | None]:
-    """Labels as numbers, and names of classes where they are words; empty ones are -1."""
-    if all(text.lstrip("-").isdigit() for text in labels if text):
-        return np.array([int(text) if text else -1 for text in labels], np.int64), None
-    names = sorted({*labels} - {""})
-    code = {name: place for place, name in enumerate(names)} | {"": -1}
-    return np.array([code[text] for text in labels], np.int64), names
-
-
-def _class_names(found: Sequence[Arrays], path: Path | None) -> list[str] | None:
-    labels = read_ids(path)[1] if path is not None else None
-    for one in found if path is None else ():
-        labels = one.labels or labels
-    return None if labels is None else _codes(labels)[1]
-
-
-def _hash(name: str) -> int:
-    """Stands for that of the file, which is not here: images are the same where their ids are."""
-    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
-    return int.from_bytes(digest, "little") or 1
+    return _Images(samples, theirs.hash, theirs.size, rows, like.manifest.class_names)
 
 
 def _digest(array: Array) -> str:

@@ -27,7 +27,7 @@ def analysis_names() -> list[str]:
 
 
 def models_and_recipes() -> list[str]:
-    """What may stand first."""
+    """Recipes and models, for completion of the first argument."""
     from vitsee_core.study.recipe_file import bundled_recipes
 
     return [*bundled_recipes(), *model_names()]
