@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from findings import ABOUT, TABLE, VERDICTS, page
+from findings import ABOUT, REAL_TABLE, TABLE, VERDICTS, page
 from findings_measure import FIELD_IMAGES, IMAGES, TRAIN_IMAGES, Family, OtherSeed, needs
 
 from tests.test_localize import loop_cka, write
@@ -23,6 +23,7 @@ from vitsee_core.findings import estimates as of
 from vitsee_core.findings.finding import DEPENDS, Finding, verdict
 from vitsee_core.findings.model_tables import ModelTables
 from vitsee_core.findings.papers import FINDINGS
+from vitsee_core.real.photographs import PHOTOGRAPHS
 from vitsee_core.tables.results import Table
 from vitsee_stores import TokenLayout, open_store
 from vitsee_stores.errors import MissingInput
@@ -109,9 +110,9 @@ def test_rows_without_value_or_replicates_are_refused() -> None:
     with pytest.raises(ValueError, match="without a value"):
         of.mean(table(rows), np.array([True, True]))
     assert values(of.mean(table(rows), np.array([True, False]))) == [1, 2, 0]
-    with pytest.raises(ValueError, match="no rows"):
+    with pytest.raises(ValueError, match="no row is of"):
         of.mean(table(rows), np.array([False, False]))
-    with pytest.raises(ValueError, match="no rows"):
+    with pytest.raises(ValueError, match="too few images"):
         of.mean(Table({"value": np.ones(2)}), np.array([True, True]))
 
 
@@ -224,7 +225,7 @@ def test_focus_beside_the_query() -> None:
         for value in of_heads
     ]
     assert values(of.offset_focus(table(rows)))[0] == pytest.approx(0.6)
-    with pytest.raises(ValueError, match="no rows"):
+    with pytest.raises(ValueError, match="no row is of"):
         of.offset_focus(table(rows), offset=3)
 
 
@@ -318,6 +319,22 @@ def test_the_table_has_no_other_findings() -> None:
     assert {row["verdict"] for row in rows_of_table()} <= {*VERDICTS}
 
 
+def test_real_weights_have_a_value_and_verdict_of_the_findings_as_they_are() -> None:
+    known = {finding.name: finding for finding in FINDINGS}
+    with REAL_TABLE.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert sum(bool(row["value"]) for row in rows) > 10
+    for row in rows:
+        finding = known[row["name"]]
+        for name in ("section", "claim", "source", "statistic", "unit"):
+            assert row[name] == getattr(finding, name)
+        if row["value"]:
+            assert int(row["n_blocks"]) == len(PHOTOGRAPHS)
+            assert row["verdict"] == verdict(float(row["low"]), float(row["high"]))
+        else:
+            assert row["reason"]
+
+
 def test_the_committed_page_is_what_the_script_prints() -> None:
     command = [sys.executable, str(ROOT / "tools" / "findings.py"), "--print"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -347,20 +364,27 @@ def test_a_row_on_the_page() -> None:
     found = of.Estimate(0.5, np.array([0.4, 0.5, 0.6]))
     empty = dict.fromkeys(("value", "low", "high", "value_seed1"), "")
 
+    def row(*estimates: of.Estimate | None) -> dict[str, str]:
+        made = FINDINGS[0].row(*estimates)
+        return empty | {name: str(value) for name, value in made.items()}
+
     def shown(*estimates: of.Estimate | None) -> str:
-        row = FINDINGS[0].row(*estimates)
-        return page([empty | {name: str(value) for name, value in row.items()}])
+        return page([row(*estimates)], {})
 
     text = shown(found, found)
     here = "+0.500 (+0.003 to +0.997)"
-    assert f"| {here} | {here} | CKA | **holds** |" in text
-    assert "| holds | 1 |" in text and "| not trained | 0 |" in text
+    assert f"| {here} | {here} | **holds** | – | CKA |" in text
+    assert "| holds | 1 | 0 |" in text and "| not trained | 0 | 0 |" in text
+    assert "| does not apply | 0 | 1 |" in text
     text = shown(found, of.negative(found))
-    assert f"| {here} | -0.500 (-0.997 to -0.003) | CKA | **{DEPENDS}** |" in text
+    assert f"| {here} | -0.500 (-0.997 to -0.003) | **{DEPENDS}** | – | CKA |" in text
     assert f"| {DEPENDS} | 1 |" in text
     assert f"| {DEPENDS} |" in shown(found, of.Estimate(0.5, np.array([0.3, 0.5, 0.7])))
-    assert f"| {here} |  | CKA | **holds** |" in shown(found)
-    assert "|  |  | CKA | **not trained** |" in shown(None)
+    assert f"| {here} |  | **holds** | – | CKA |" in shown(found)
+    assert "|  |  | **not trained** | – | CKA |" in shown(None)
+    text = page([row(None)], {FINDINGS[0].name: row(of.negative(found))})
+    assert "| **not trained** | -0.500 (-0.997 to -0.003): **does not hold** | CKA |" in text
+    assert "| does not hold | 0 | 1 |" in text and "| does not apply | 0 | 0 |" in text
 
 
 class Echo:

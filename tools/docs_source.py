@@ -54,6 +54,7 @@ PAGES = {
     "docs/releasing.md": "releasing",
     "CHANGES.md": "changes",
 }
+TABLES = ("findings.csv", "findings-real.csv")
 ABOUT = ("docs/findings.md", "docs/studies.md", "docs/scale.md", "docs/performance.md")
 # Code that a page of the site says in words: of a module, and where on the page.
 SPOKEN = {
@@ -77,7 +78,8 @@ def build(folder: Path) -> None:
     shutil.copytree(SITE, folder)
     for picture in sorted((ROOT / "docs").glob("*.png")):
         _copy(picture, folder / "pictures" / picture.name)
-    _copy(ROOT / "docs" / "findings.csv", folder / "findings.csv")
+    for name in TABLES:
+        _copy(ROOT / "docs" / name, folder / name)
     for name in GUIDES:
         _write(folder / "guide" / f"{name}.md", page_of(f"docs/guide/{name}.md"))
     for file, name in PAGES.items():
@@ -128,7 +130,7 @@ def place_in_site(place: Path) -> str | None:
         return f"/{place.parent.name}/{place.name}"
     if folder in SPOKEN:
         return SPOKEN[folder].format(place.stem.replace("_", "-"))
-    return "/findings.csv" if name == "docs/findings.csv" else None
+    return f"/{place.name}" if folder == "docs" and place.name in TABLES else None
 
 
 def written(command: str) -> tuple[str, str]:

@@ -1,4 +1,5 @@
-"""Writes docs/findings.md from docs/findings.csv, which tools/findings_measure.py writes.
+"""Writes docs/findings.md from docs/findings.csv and docs/findings-real.csv, which
+tools/findings_measure.py writes.
 
 python tools/findings.py            # writes the page
 python tools/findings.py --print    # to stdout, which a test compares with the page
@@ -17,20 +18,23 @@ from vitsee_core.findings.finding import DEPENDS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TABLE = DOCS / "findings.csv"
+REAL_TABLE = DOCS / "findings-real.csv"
 PAGE = DOCS / "findings.md"
 Row = Mapping[str, str]
 VERDICTS = {
-    "holds": "the interval lies above 0, with both seeds of the ViT where it takes part",
+    "holds": "the interval lies above 0, of the demo's with both seeds of the ViT",
     "does not hold": "it lies below 0, with both",
     "undecided": "it contains 0, with both",
     DEPENDS: "the two seeds of the ViT have different verdicts",
     "not trained": "a model that it needs does not ship with vitsee yet",
 }
+NOT_LABELS = {"repeating"}  # of models that labels taught, which the real ViT is not
 HEAD = """\
 # What the papers found, and what the demo's models show
 
-Written by `python tools/findings.py` from [findings.csv](findings.csv), which `python
-tools/findings_measure.py FOLDER` writes; do not edit it.
+Written by `python tools/findings.py` from [findings.csv](findings.csv) and
+[findings-real.csv](findings-real.csv), which `python tools/findings_measure.py FOLDER` writes; do
+not edit it.
 """
 ABOUT = """\
 What Raghu et al. 2021, Walmer et al. 2023 and Dosovitskiy et al. 2021 found of layers and heads is
@@ -54,6 +58,16 @@ measured again with `vit-seed1` in its place, a ViT of other initial weights and
 given where both agree. The other models have one seed. Intervals are not corrected for the number
 of findings: of thirty that are truly 0, one or two miss it by chance.
 
+**Real weights** is the same statistic on a ViT-S/14 of 22 million parameters (its tensors' names say
+DINOv2; trained on for saliency, so that it stands for no other model) and, for the CNN, on
+EfficientNet-lite0, an ImageNet classifier, both at 224 pixels, from [a real ViT, layer by
+layer](guide/real-vit.md). The images are sixteen photographs, and intervals are over these sixteen:
+wide for CKA, narrow for what each photograph shows alone. A dash stands where a finding does not
+apply: it compares with a twin that was trained otherwise (on less data, without skips, with another
+pooling), takes labels or keypoints, or a grid or a number of images that these do not have. It is
+one ViT and one CNN, so that of these a verdict says nothing of ViTs. Your own models:
+`vitsee findings vit.zarr cnn.zarr`.
+
 Not measured here: whatever compares models of several sizes, or before and after fine-tuning
 (Raghu et al., Fig. 13, App. G); a single token against all tokens pooled (Fig. 11 right); the order
 of position embeddings (Dosovitskiy et al., Fig. 7 center: [weights](analyses/weights.md) shows it);
@@ -73,47 +87,55 @@ they do: 0.77 to 0.92 for all pairs of ridge, balanced ridge, logistic, k-NN and
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--print", action="store_true", help="to stdout")
-    parser.add_argument("--table", type=Path, default=TABLE)
     args = parser.parse_args()
-    with args.table.open(newline="") as file:
-        text = page(list(csv.DictReader(file)))
+    text = page(_read(TABLE), {row["name"]: row for row in _read(REAL_TABLE)})
     if args.print:
         sys.stdout.write(text)
     else:
         PAGE.write_text(text)
 
 
-def page(rows: Sequence[Row]) -> str:
-    """The page."""
-    parts = [HEAD, ABOUT, counts(rows)]
+def _read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def page(rows: Sequence[Row], real: Mapping[str, Row]) -> str:
+    """The page. real: by the findings' names, those that were looked for on weights of real size."""
+    real = {name: row for name, row in real.items() if row["value"] and name not in NOT_LABELS}
+    parts = [HEAD, ABOUT, counts(rows, real)]
     for title in dict.fromkeys(row["section"] for row in rows):
-        parts.append(section(title, [row for row in rows if row["section"] == title]))
+        parts.append(section(title, [row for row in rows if row["section"] == title], real))
     return "\n".join(parts)
 
 
-def counts(rows: Sequence[Row]) -> str:
+def counts(rows: Sequence[Row], real: Mapping[str, Row]) -> str:
     """How many findings have which verdict."""
-    lines = ["| verdict | findings | |", "|---|---|---|"]
+    lines = ["| verdict | demo's models | real weights | |", "|---|---|---|---|"]
     for name, meaning in VERDICTS.items():
-        n = sum(row["verdict"] == name for row in rows)
-        lines.append(f"| {name} | {n} | {meaning} |")
+        n, n_real = (sum(row["verdict"] == name for row in of) for of in (rows, real.values()))
+        lines.append(f"| {name} | {n} | {n_real} | {meaning} |")
+    lines.append(f"| does not apply | 0 | {len(rows) - len(real)} | see above |")
     return "\n".join([*lines, ""])
 
 
-def section(title: str, rows: Sequence[Row]) -> str:
+def section(title: str, rows: Sequence[Row], real: Mapping[str, Row]) -> str:
     """A heading, a table of numbers, and what was computed."""
     lines = [f"## {title}", ""]
-    lines.append("| | finding | here (95 % interval) | other seed | unit | verdict |")
-    lines.append("|---|---|---|---|---|---|")
+    names = ("", "finding", "here (95 % interval)", "other seed", "verdict", "real weights", "unit")
+    lines.append(f"| {' | '.join(names)} |".replace("|  |", "| |"))
+    lines.append("|---" * len(names) + "|")
     for row in rows:
         here, other = (measured(row, suffix) for suffix in ("", "_seed1"))
+        shown = real.get(row["name"])
         cells = (
             f"`{row['name']}`",
             row["claim"],
             here,
             other,
-            row["unit"],
             f"**{row['verdict']}**",
+            "–" if shown is None else f"{measured(shown)}: **{shown['verdict']}**",
+            row["unit"],
         )
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "What is computed:", ""]
@@ -123,7 +145,7 @@ def section(title: str, rows: Sequence[Row]) -> str:
     return "\n".join([*lines, ""])
 
 
-def measured(row: Row, suffix: str) -> str:
+def measured(row: Row, suffix: str = "") -> str:
     """`+0.212 (+0.201 to +0.224)`, empty where there is no value."""
     if not row[f"value{suffix}"]:
         return ""

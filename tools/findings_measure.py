@@ -1,10 +1,12 @@
 """Measures the findings of docs/findings.md on the demo's models: docs/findings.csv.
 
     python tools/findings_measure.py FOLDER    # for its stores; what is there is not made again
+    python tools/findings_measure.py FOLDER --real real-out    # of vitsee demo --real
     python tools/findings.py                   # the page
 
 Some fifteen minutes on two cores and 4 GB of disk. A model that the demo does not
-have gives rows without numbers.
+have gives rows without numbers. With --real it is the column of weights of real size instead,
+docs/findings-real.csv, in two minutes.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from findings import TABLE
+from findings import REAL_TABLE, TABLE
 
 from vitsee_core import demo
 from vitsee_core.analyses import keypoints
@@ -24,12 +26,16 @@ from vitsee_core.extraction.keywords import extract
 from vitsee_core.findings.finding import Finding
 from vitsee_core.findings.model_tables import ModelTables
 from vitsee_core.findings.papers import FINDINGS
+from vitsee_core.findings.verdicts import run
+from vitsee_core.real.making import PHOTOS, WEIGHTS
+from vitsee_core.real.photographs import PHOTOGRAPHS
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store
 
 IMAGES = 1000
 TRAIN_IMAGES = 1000
 FIELD_IMAGES = 320
+REAL = {"vit": "vit-saliency", "resnet": "lite0"}
 SEEDS = {"vit": "vit-seed1", "vit-seed1": "vit"}
 NUMBERS = ("value", "std", "low", "high")
 
@@ -91,11 +97,27 @@ def needs(finding: Finding) -> set[str]:
     return {*finding.models, *(SEEDS if "vit" in finding.models else ())}
 
 
+def of_real_weights(folder: Path, made: Path) -> Table:
+    """The findings of the models in `made`, a folder of `vitsee demo --real`. A photograph is a
+    slab, so that every interval is over photographs."""
+    stores = []
+    for role, name in REAL.items():
+        sites = ["blocks", "norms", "residual", *(["hidden", "heads"] if role == "vit" else [])]
+        model, path = f"local-dir:{made / WEIGHTS / name}", folder / f"{role}.zarr"
+        options = {"slab": 1, "erf": len(PHOTOGRAPHS), "inputs": True, "sites": sites}
+        stores.append(extract(model, str(made / PHOTOS), path, **options))
+    return run(*stores)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--real", type=Path, metavar="FOLDER", help="of vitsee demo --real")
     args = parser.parse_args()
     warnings.simplefilter("error", RuntimeWarning)
+    if args.real is not None:
+        of_real_weights(args.folder / "real", args.real).to_csv(REAL_TABLE, force=True)
+        return
     family, there = Family(args.folder), demo.models()
     rows = []
     for finding in FINDINGS:

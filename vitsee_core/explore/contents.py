@@ -81,7 +81,7 @@ class StoreContents:
         store = self.shown.store
         return {
             "name": visible(store.label),
-            "model": visible(str(store.manifest.model.get("name", ""))),
+            "model": visible(_without_folders(str(store.manifest.model.get("name", "")))),
             "weights": visible(weights_name(store.manifest.model)),
             "remarks": [visible(line) for line in self.remarks],
             "sites": [self._site(own, frames) for own in self.sites],

@@ -65,8 +65,10 @@ def combined(table: Table, rows: Rows, how: Callable[[Float], Float]) -> Estimat
         ValueError: no row is chosen, or one has no value, or no replicates.
     """
     chosen = table.take(np.flatnonzero(rows))
-    if not len(chosen) or chosen.replicates is None:
-        raise ValueError("no rows, or none with replicates")
+    if not len(chosen):
+        raise ValueError("no row is of the layers or heads that it is about")
+    if chosen.replicates is None:
+        raise ValueError("no interval: there are too few images, or too few slabs of them")
     values = np.column_stack([chosen["value"].astype(np.float64), chosen.replicates])
     # Trailing blocks that no row has: the table was made of stores with more of them.
     values = values[:, ~np.isnan(values).all(0)]
