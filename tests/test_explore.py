@@ -25,7 +25,7 @@ from vitsee_core.explore import tokens
 from vitsee_core.explore.attended import pack_rows, query_cells, query_step
 from vitsee_core.explore.choice import choose_images
 from vitsee_core.explore.coarse import MOST_SIDE, coarse_layout, pooled, pooled_side
-from vitsee_core.explore.contents import short_name, within
+from vitsee_core.explore.contents import short_name, within, without_folders
 from vitsee_core.explore.guidance import definition_of, panels
 from vitsee_core.explore.tokens import (
     MOST_BYTES,
@@ -430,6 +430,14 @@ def test_queries_are_in_the_middle_of_their_squares(grid: tuple[int, int]) -> No
     assert (max(grid) - 1) // max(1, step - 1) >= 8 or step == 1, "as fine as that allows"
     for k, cell in enumerate(cells):
         assert (cell // grid[1] // step, cell % grid[1] // step) == divmod(k, cols)
+
+
+def test_a_page_does_not_show_where_the_weights_lie() -> None:
+    assert without_folders("local-dir:/home/me/weights/dino") == "local-dir:dino"
+    assert without_folders("/home/me/model.py:build") == "model.py:build"
+    assert without_folders("vit_small_patch16_224.dino") == "vit_small_patch16_224.dino"
+    assert without_folders("hf-hub:timm/vit") == "hf-hub:timm/vit"
+    assert without_folders("https://host/model.pt") == "https://host/model.pt"
 
 
 def test_places_and_names() -> None:

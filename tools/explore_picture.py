@@ -1,7 +1,8 @@
 """Draws docs/explore.png: what a page of `vitsee explore` shows, in a headless Chromium.
 
-    vitsee demo --quick -o FOLDER
-    PYTHONPATH=. python tools/explore_picture.py FOLDER/explore.html docs/explore.png
+    vitsee demo --real -o real-out
+    vitsee explore vit=real-out/stores/vit-saliency.zarr real-out/stores/lite0.zarr -o explore.html
+    PYTHONPATH=. python tools/explore_picture.py explore.html docs/explore.png
 
 The page's own "Save PNG" draws the same view larger.
 """
@@ -14,25 +15,27 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pictures import COLOURS, METHOD, MOST_BYTES
+from pictures import COLOURS, MOST_BYTES
 from PIL import Image
 
 from tests.browser import Browser
 from tests.explored_pages import read_page
 
 WIDTH, HEIGHT = 1120, 800
-CLASS, PATCH, LAYER = "Bag", 35, 6
+IMAGE, PATCH, LAYER = "chelsea", 74, 18
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("page", type=Path)
     parser.add_argument("output", type=Path)
+    parser.add_argument("--image", default=IMAGE, help="part of its name")
+    parser.add_argument("--patch", type=int, default=PATCH, help="counted by rows")
+    parser.add_argument("--layer", type=int, default=LAYER, help="as the page's address has it")
     args = parser.parse_args()
     about = read_page(args.page).about
-    label = next((k for k, name in about["labels"].items() if name == CLASS), "0")
-    image = next((i for i, one in enumerate(about["images"]) if str(one["label"]) == label), 0)
-    data = picture(args.page, f"#image={image}&patch={PATCH}&layer={LAYER}")
+    image = next(i for i, one in enumerate(about["images"]) if args.image in str(one["id"]))
+    data = picture(args.page, f"#image={image}&patch={args.patch}&layer={args.layer}")
     args.output.write_bytes(data)
     print(f"{args.output}: {len(data) / 1000:.0f} kB")
     if len(data) > MOST_BYTES:
@@ -56,7 +59,7 @@ def picture(page: Path, state: str) -> bytes:
         with Image.open(whole) as opened:
             part = opened.convert("RGB").crop((0, 0, opened.width, int(height) - 12))
     out = io.BytesIO()
-    part.quantize(COLOURS, METHOD).save(out, "png", optimize=True)
+    part.quantize(COLOURS, Image.Quantize.MEDIANCUT, kmeans=8).save(out, "png", optimize=True)
     return out.getvalue()
 
 

@@ -81,7 +81,7 @@ class StoreContents:
         store = self.shown.store
         return {
             "name": visible(store.label),
-            "model": visible(_without_folders(str(store.manifest.model.get("name", "")))),
+            "model": visible(without_folders(str(store.manifest.model.get("name", "")))),
             "weights": visible(weights_name(store.manifest.model)),
             "remarks": [visible(line) for line in self.remarks],
             "sites": [self._site(own, frames) for own in self.sites],
@@ -181,6 +181,11 @@ def within(edges: Edges, frame: Edges) -> list[float]:
     y, x = ((edge - top) / height for edge in edges[::2]), ((e - left) / width for e in edges[1::2])
     (y0, y1), (x0, x1) = y, x
     return [round(edge, DIGITS) for edge in (y0, x0, y1, x1)]
+
+
+def without_folders(name: str) -> str:
+    """A model's name for a page that others will see: of a path on this machine the last part."""
+    return re.sub(r"(^|:)/(?!/)(?:[^/:]+/)*", r"\1", name)
 
 
 def short_name(site: str, block: str) -> str:
