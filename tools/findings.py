@@ -58,14 +58,14 @@ measured again with `vit-seed1` in its place, a ViT of other initial weights and
 given where both agree. The other models have one seed. Intervals are not corrected for the number
 of findings: of thirty that are truly 0, one or two miss it by chance.
 
-**Real weights** is the same statistic on a ViT-S/14 of 22 million parameters (its tensors' names say
-DINOv2; trained on for saliency, so that it stands for no other model) and, for the CNN, on
+**Real weights** is the same statistic on a ViT-S/14 of 22 million parameters (its tensors' names
+say DINOv2; trained on for saliency, so that it stands for no other model) and, for the CNN, on
 EfficientNet-lite0, an ImageNet classifier, both at 224 pixels, from [a real ViT, layer by
-layer](guide/real-vit.md). The images are sixteen photographs, and intervals are over these sixteen:
-wide for CKA, narrow for what each photograph shows alone. A dash stands where a finding does not
-apply: it compares with a twin that was trained otherwise (on less data, without skips, with another
-pooling), takes labels or keypoints, or a grid or a number of images that these do not have. It is
-one ViT and one CNN, so that of these a verdict says nothing of ViTs. Your own models:
+layer](guide/real-vit.md). The images are sixteen photographs, and intervals are over these
+sixteen: wide for CKA, narrow for what each photograph shows alone. A dash stands where a finding
+does not apply: it compares with a twin that was trained otherwise (on less data, without skips,
+with another pooling), takes labels or keypoints, or a grid or a number of images that these do not
+have. It is one ViT and one CNN, so that of these a verdict says nothing of ViTs. Your own models:
 `vitsee findings vit.zarr cnn.zarr`.
 
 Not measured here: whatever compares models of several sizes, or before and after fine-tuning
@@ -101,7 +101,7 @@ def _read(path: Path) -> list[dict[str, str]]:
 
 
 def page(rows: Sequence[Row], real: Mapping[str, Row]) -> str:
-    """The page. real: by the findings' names, those that were looked for on weights of real size."""
+    """The page. real: rows of the weights of real size, by the findings' names."""
     real = {name: row for name, row in real.items() if row["value"] and name not in NOT_LABELS}
     parts = [HEAD, ABOUT, counts(rows, real)]
     for title in dict.fromkeys(row["section"] for row in rows):
