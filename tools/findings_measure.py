@@ -104,7 +104,12 @@ def of_real_weights(folder: Path, made: Path) -> Table:
     for role, name in REAL.items():
         sites = ["blocks", "norms", "residual", *(["hidden", "heads"] if role == "vit" else [])]
         model, path = f"local-dir:{made / WEIGHTS / name}", folder / f"{role}.zarr"
-        options = {"slab": 1, "erf": len(PHOTOGRAPHS), "inputs": True, "sites": sites}
+        options: dict[str, Any] = {
+            "slab": 1,
+            "erf": len(PHOTOGRAPHS),
+            "inputs": True,
+            "sites": sites,
+        }
         stores.append(extract(model, str(made / PHOTOS), path, **options))
     return run(*stores)
 

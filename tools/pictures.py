@@ -30,9 +30,8 @@ from vitsee_core.tables.files import write_files
 
 DOCS = Path(__file__).parents[1] / "docs"
 ELSEWHERE = {
-    "explore": "vitsee demo --real -o real-out\n"
-    "cd real-out/stores\n"
-    "vitsee explore vit=vit-saliency.zarr lite0.zarr -o explore.html\n"
+    "explore": "# in the folder of vitsee demo --real\n"
+    "vitsee explore vit=stores/vit-saliency.zarr stores/lite0.zarr -o explore.html\n"
     "PYTHONPATH=. python tools/explore_picture.py explore.html docs/explore.png",
     "pca": "# not bundled: weights, photographs\nvitsee pca lite0.zarr -o pca.csv --png pca.png",
     "similarity-chance": "python tools/similarity_by_chance.py docs/similarity-chance.png",
