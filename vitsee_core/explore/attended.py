@@ -38,9 +38,9 @@ HEADS, PATCHES = "heads", "patches"
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """Of one block. heads: (images, heads, cells) from the class token, or without one the mean
-    over spatial queries; patches: (images, queries, cells), the mean over heads; None where the
-    store has none."""
+    """The attention of one block. heads: (images, heads, cells) from the class token, or without
+    one the mean over spatial queries; patches: (images, queries, cells), the mean over heads; None
+    where the store has none."""
 
     block: StoredAttention
     heads: Float32
@@ -50,7 +50,7 @@ class BlockAttention:
 def attention_of(
     shown: Shown, origin: Provenance | None, device: str, progress: Progress
 ) -> list[BlockAttention]:
-    """Of every block of a store that has attention over a grid.
+    """The attention of every block of a store that has one over a grid.
 
     Args:
         shown: which images.

@@ -33,7 +33,7 @@ SAMPLE, NEIGHBOURS = 5000, 10
 def choose_images(
     stores: Sequence[Store], last: SiteSpec, names: Sequence[str], n: int, pick: str, seed: int
 ) -> list[list[int]]:
-    """Of each store the rows of the images to show, the same images in the same order.
+    """Each store's rows of the images to show, the same images in the same order.
 
     Args:
         stores: one or more.

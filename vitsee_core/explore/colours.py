@@ -34,8 +34,8 @@ class Scores:
 
 
 def scores_of(shown: Shown, layout: TokenLayout, x: Float32, counts: Mask) -> Scores | None:
-    """Of patches (images, cells, dim); None where fewer than two count, or with fewer channels
-    than colours have.
+    """Scores of patches (images, cells, dim); None where fewer than two count, or with fewer
+    channels than colours have.
 
     Args:
         shown: which images.

@@ -37,8 +37,8 @@ DIGITS = 5  # of places on an image
 
 @dataclass(frozen=True)
 class SiteNumbers:
-    """Of one site, before its tokens are packed. layout: of the shown patches; norms: (images,
-    patches), NaN where a patch does not count."""
+    """What is shown of one site, its tokens not packed yet. layout: of the shown patches; norms:
+    (images, patches), NaN where a patch does not count."""
 
     site: SiteSpec
     layout: TokenLayout
@@ -49,7 +49,7 @@ class SiteNumbers:
 
 @dataclass(frozen=True)
 class SiteContents:
-    """Of one site; as `SiteNumbers`."""
+    """What is shown of one site, its tokens packed; see `SiteNumbers`."""
 
     site: SiteSpec
     layout: TokenLayout
@@ -60,7 +60,7 @@ class SiteContents:
 
 @dataclass
 class StoreContents:
-    """Of one store. attention, answers: what there is, or why there is none."""
+    """What is shown of one store. attention, answers: what there is, or why there is none."""
 
     shown: Shown
     sites: list[SiteContents]
@@ -70,7 +70,7 @@ class StoreContents:
 
     @property
     def attention_bytes(self) -> int:
-        """Of attention before it is deflated, which it is little where heads are even."""
+        """Bytes of attention before it is deflated, which saves little where heads are even."""
         if isinstance(self.attention, str):
             return 0
         kept = [part for one in self.attention for part in (one.heads, one.patches)]

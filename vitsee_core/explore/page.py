@@ -91,7 +91,8 @@ def _about(contents: Sequence[StoreContents]) -> list[str]:
 
 
 def _classes(contents: Sequence[StoreContents]) -> list[dict[str, str]]:
-    """Of each store, class -> name, of those that its classifier answers and that have a name."""
+    """Class -> name for each store, for the classes that its classifier answers and that have
+    one."""
     found = []
     for one in contents:
         names = one.shown.store.class_names or []

@@ -20,7 +20,7 @@ QUALITY = 82
 def describe_images(
     parts: Sequence[Shown], frames: Sequence[Edges], data: str | None
 ) -> list[dict[str, Any]]:
-    """Of each image its id, label (-1 for none), aspect, and the address of its picture, "" where
+    """Each image's id, label (-1 for none), aspect, and the address of its picture, "" where
     it cannot be had, with the edges it has on the frame. data: where the images are now."""
     first = parts[0]
     seen = max(max(part.view.input_size) for part in parts)

@@ -38,8 +38,9 @@ ALONG, CODE = 32767, 127  # the largest code of each number
 
 @dataclass(frozen=True)
 class CosineError:
-    """Of packed against stored features. p99: 99 of 100 cosines are within it; largest: of all that
-    were compared; n_pairs: so many, of pairs of the shown tokens, in an image and across images."""
+    """How far cosines of packed features are from those of the stored ones. p99: 99 of 100 are
+    within it; largest: of all that were compared; n_pairs: how many were, in an image and across
+    images."""
 
     p99: float
     largest: float
@@ -48,9 +49,9 @@ class CosineError:
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """Of a site, over the shown images. along: (tokens,) a as codes; codes: (k, tokens) the c, axis
-    by axis, which deflates better; step: h; tokens are counted image by image. Those that do not
-    count have 0 everywhere."""
+    """The tokens of a site over the shown images. along: (tokens,) a as codes; codes: (k, tokens)
+    the c, axis by axis, which deflates better; step: h; tokens are counted image by image. Those
+    that do not count have 0 everywhere."""
 
     along: NDArray[np.int16]
     codes: NDArray[np.int8]
@@ -78,7 +79,7 @@ class SiteTokens:
     """
 
     def __init__(self, x: Float32, counts: Mask, seed: int = 0) -> None:
-        """Of tokens.
+        """Pack tokens.
 
         Args:
             x: (tokens, dim); rows that do not count may hold anything.

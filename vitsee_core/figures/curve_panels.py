@@ -83,7 +83,7 @@ class CurveGrid:
         return found
 
     def finish(self, panels: Sequence[Panel]) -> None:
-        """Of several groups: name each panel's, and give the panels of a metric one y axis."""
+        """With several groups: name each panel's, and give the panels of a metric one y axis."""
         if len(self.groups) == 1:
             return
         of_metric: dict[str, list[Axes]] = {}

@@ -130,8 +130,8 @@ def _bounds(rows: Table) -> tuple[Any, Any]:
 
 
 def _intervals(among: Table, by: Sequence[str]) -> tuple[dict[Curve, float], bool | None]:
-    """Of the curves that have intervals: how far each is moved to the right, and whether they are
-    bands in all panels; None where they are so many that none is drawn."""
+    """How far each curve that has intervals is moved to the right, and whether intervals are bands
+    in all panels; None where they are so many that none is drawn."""
     among = among.take(_real(among) & np.isfinite(_bounds(among)[0]))
     metrics = among.groups("metric") if "metric" in among.columns else [("", among)]
     ends: dict[str, dict[Curve, float]] = {}  # of the curves of each group of stores

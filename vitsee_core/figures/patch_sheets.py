@@ -315,7 +315,7 @@ def draw_colours(table: Table) -> Figure:
 
 
 def _colours(table: Table, rows: Table, store: str, site: str) -> Colours:
-    """Of a layer: from the notes, else from the scores in the table."""
+    """The colours of a layer: from the notes, else from the scores in the table."""
     notes = table.notes.get("colours", {}).get(store, {}).get(site)
     if notes is not None:
         return Colours.read(notes)

@@ -74,7 +74,7 @@ class MapPanel:
         return np.concatenate([self.prefix_values.ravel(), *self.bodies])
 
     def ticks(self) -> Ticks:
-        """Of the columns."""
+        """The ticks of the columns."""
         axis = SiteAxis.of([(self.store, site) for site in self.sites], {})
         return axis.ticks(MOST_TICKS)
 

@@ -42,7 +42,7 @@ class Tokens:
     grid: tuple[int, int] | None = None
 
     def layout(self, name: str, n_tokens: int, size: tuple[int, int] | None) -> TokenLayout:
-        """Of an array. size: of the images in pixels, where it is known.
+        """The layout of an array's tokens. size: of the images in pixels, where it is known.
 
         Raises:
             VitseeError: the numbers of tokens differ.

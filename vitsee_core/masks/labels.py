@@ -24,32 +24,27 @@ class Segment(NamedTuple):
 
 
 class MaskSource(Protocol):
-    """Masks by number, each with the name of an image.
-
-    name: of the source, as the user gave it. keys: the masks' names, matched with the images'.
-    rules: how pixels become labels, for a sidecar. categories: the names that segments may have;
-    empty where that is not known before all is read. void: what makes a pixel void, in words.
-    """
+    """Masks by number, each with the name of an image."""
 
     @property
     def name(self) -> str:
-        """See the class."""
+        """The source's name, as the user gave it."""
 
     @property
     def keys(self) -> list[str]:
-        """See the class."""
+        """The masks' names, matched with the images'."""
 
     @property
     def rules(self) -> dict[str, str]:
-        """See the class."""
+        """How pixels become labels, for a sidecar."""
 
     @property
     def categories(self) -> list[str]:
-        """See the class."""
+        """The names that segments may have; empty where that is not known before all is read."""
 
     @property
     def void(self) -> str:
-        """See the class."""
+        """What makes a pixel void, in words."""
 
     def where(self, i: int) -> str:
         """The mask's file, or its place in one, for a message."""

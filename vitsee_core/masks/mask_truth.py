@@ -122,7 +122,8 @@ class _Image(NamedTuple):
 
 @dataclass(frozen=True)
 class _TokenLabels:
-    """Of one image: group -> (tokens,); whether its mask has foreground and void pixels."""
+    """The labels of one image: group -> (tokens,); whether its mask has foreground and void
+    pixels."""
 
     masks: MaskSource
     recipe: Recipe
@@ -149,11 +150,11 @@ def _tell(store: Store, n: int, counts: Mapping[str, int]) -> None:
 
 
 class Named(Protocol):
-    """Masks by the names of their images. name: of their source."""
+    """Masks by the names of their images."""
 
     @property
     def name(self) -> str:
-        """See the class."""
+        """The name of their source."""
 
     @property
     def keys(self) -> Sequence[str]:

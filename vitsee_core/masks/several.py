@@ -18,12 +18,12 @@ class SeveralMasks:
 
     @property
     def name(self) -> str:
-        """Of all of them."""
+        """The names of all sources."""
         return ", ".join(source.name for source in self.sources)
 
     @cached_property
     def keys(self) -> list[str]:
-        """Of all of them."""
+        """The keys of all sources."""
         return [key for source in self.sources for key in source.keys]
 
     @property
@@ -37,7 +37,7 @@ class SeveralMasks:
 
     @property
     def categories(self) -> list[str]:
-        """Of all of them, if all are known."""
+        """The categories of all sources, if all are known."""
         known = [source.categories for source in self.sources]
         return list(dict.fromkeys(name for one in known for name in one)) if all(known) else []
 

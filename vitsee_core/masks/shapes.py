@@ -57,8 +57,8 @@ def coder(name: str) -> Any:
 
 
 def _inside(outlines: Sequence[Any], size: Size) -> Pixels:
-    """Of the union of outlines, x and y in turn. Those of one or two points enclose nothing: they
-    are left out (pycocotools would take four numbers for a box)."""
+    """The pixels in the union of outlines, x and y in turn. Those of one or two points enclose
+    nothing: they are left out (pycocotools would take four numbers for a box)."""
     checked = [_check_outline(np.asarray(outline, np.float64), size) for outline in outlines]
     checked = [outline for outline in checked if len(outline) >= FEWEST]
     if not checked:
@@ -87,7 +87,7 @@ def _check_outline(points: NDArray[np.float64], size: Size) -> NDArray[np.float6
 
 
 def _from_runs(counts: Sequence[Any], size: Size) -> Pixels:
-    """Of run lengths down the columns, background first."""
+    """The pixels of run lengths down the columns, background first."""
     runs = np.array(counts, np.float64)  # before any is taken for a length
     if runs.ndim != 1 or not (runs >= 0).all() or (runs != np.floor(runs)).any():
         raise ValueError("its run lengths are no whole numbers from 0 on")

@@ -114,7 +114,7 @@ def _scaled(names: Mapping[str, Any]) -> bool:
 
 
 def _masked(names: Mapping[str, Any]) -> Layout | None:
-    """Of models that were trained on masked images."""
+    """The layout of models that were trained on masked images."""
     if {"decoder_embed.weight", "decoder_pos_embed"} <= names.keys():
         return MAE
     if "rel_pos_bias.relative_position_bias_table" in names:

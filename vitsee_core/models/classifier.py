@@ -38,10 +38,10 @@ class _Keeper:
         self.tokens[site.name] = torch.cat(parts, 1).double().cpu().numpy()
 
     def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
-        """Nothing is asked for."""
+        """Branches are not captured."""
 
     def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
-        """Nothing is asked for."""
+        """Attention is not captured."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Classifiers:
     _found: dict[str, Classifier | MissingInput] = field(default_factory=dict)
 
     def __call__(self, store: Store) -> Classifier:
-        """Of a store: what it keeps, else its model's, built again.
+        """The classifier that a store keeps, else its model's, built again.
 
         Raises:
             MissingInput: neither can be had; with both reasons.

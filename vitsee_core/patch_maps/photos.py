@@ -99,7 +99,7 @@ def describe_sheet(parts: Sequence[Shown], data: str | None) -> dict[str, Any]:
 
 
 def frames_of(parts: Sequence[Shown]) -> list[Edges]:
-    """Of each image the part that is drawn: what any of the models saw of it."""
+    """The part of each image that is drawn: what any of the models saw of it."""
     n = len(parts[0].rows)
     return [union([part.view.seen(part.rows[k]) for part in parts]) for k in range(n)]
 

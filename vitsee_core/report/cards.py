@@ -117,7 +117,7 @@ class Group:
 
     @property
     def answers(self) -> list[Answer]:
-        """Of the results of the first one's kind, each store's once."""
+        """The answers of the results of the first one's kind, each store's once."""
         found: dict[str, Answer] = {}
         for card in self.alike:
             for answer in card.answers:
@@ -242,7 +242,7 @@ def _label(result: Result) -> str:
 
 
 def _variant(result: Result, stores: Sequence[str]) -> str:
-    """Of `cluster-objects.csv`, `objects`: what the file's name says beside command and models."""
+    """What a file's name says beside command and models: `objects` of `cluster-objects.csv`."""
     if _kind(result):
         return _kind(result).replace("-", " ")
     name = result.file.path.name

@@ -30,7 +30,7 @@ class Overview:
 
 
 def overview(materials: Materials, title: str) -> Overview:
-    """Of a study its models and images; of another folder its name and what lies in it."""
+    """A study's models and images, or another folder's name and what lies in it."""
     study = read_study(materials.folder)
     names = [str(name) for name in study.get("models") or ()]
     images = _images(materials, study)

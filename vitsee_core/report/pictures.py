@@ -35,7 +35,7 @@ class Picture:
 
 
 class Addresses:
-    """Of PNG images: those of an earlier page, others packed by threads from the start on."""
+    """Addresses of PNG images: those of an earlier page, others packed by threads at once."""
 
     def __init__(self, earlier: Mapping[str, str], results: Sequence[Result]) -> None:
         """earlier: digest -> address. results: whose pictures will be asked for."""

@@ -86,7 +86,7 @@ class StoredRuns(Runs):
 
     @property
     def _scale(self) -> Float32:
-        """Of the pixels of a patch."""
+        """The scale of the pixels of a patch."""
         assert isinstance(self.stack, PatchPixels) and self.stack.scale is not None
         return self.stack.scale
 

@@ -44,8 +44,8 @@ def demo_study(folder: Path, *, quick: bool = False) -> Study:
 
 
 def real_study(folder: Path, models: Mapping[str, Path], photographs: Path) -> Study:
-    """Of what `vitsee_core.real` made, with no models of timm's own: all analyses that take no
-    labels."""
+    """All analyses that take no labels, of what `vitsee_core.real` made; without models, of timm's
+    own."""
     return Study(
         folder=folder,
         models={name: f"local-dir:{place}" for name, place in models.items()} or PRETRAINED,

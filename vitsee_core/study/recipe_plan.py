@@ -59,7 +59,7 @@ def plan_recipe(recipe: RecipeFile, study: Study, places: Mapping[str, Path] | N
 
 
 def n_images(step: Step) -> int:
-    """Of how many images an extraction is, 0 where they are not there yet."""
+    """How many images an extraction is of, 0 where they are not there yet."""
     given = dict(pairwise(step.words))
     try:
         labels = open_source(given["--data"]).labels

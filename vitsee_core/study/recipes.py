@@ -96,8 +96,8 @@ def _cka(study: Study, models: Models) -> Iterator[Step]:
 def _more_cka(
     study: Study, models: Models, pairs: Sequence[Sequence[SurveyedModel]]
 ) -> Iterator[Step]:
-    """Of sites within blocks (Raghu et al. 2021, Figs. 1, 2, 12; Walmer et al. 2023, Figs. 20 to
-    23)."""
+    """CKA of sites within blocks (Raghu et al. 2021, Figs. 1, 2, 12; Walmer et al. 2023, Figs. 20
+    to 23)."""
     for model in models:
         if "norms" in model.more_groups:
             yield step(study, "cka", f"norms-{model.label}", [model.label], "--sites", "norms")

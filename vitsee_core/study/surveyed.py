@@ -114,7 +114,7 @@ def _with_grid(sites: Sequence[SiteSpec]) -> int:
 
 
 def _bytes(sites: Sequence[SiteSpec], *, pooled: bool) -> int:
-    """Of one image."""
+    """Bytes of one image."""
     total = 0
     for site in sites:
         grid = site.layout.grid if site.layout else None

@@ -38,7 +38,7 @@ OWN = "own"  # the query of a model where no cell is asked for
 
 
 def draw_models_of_images(table: Table, scale: str) -> Figure:
-    """Of one map per store, image and query: a line per image, its picture and a column per store
+    """One map per store, image and query: a line per image, its picture and a column per store
     (Walmer et al. 2023, Fig. 13); the rollouts, which are of no head, are in the table alone. Of
     more: per image its picture with each store's rollout, then each store's heads side by side
     (Figs. 11, 12). Call it inside a function decorated with `styled`."""

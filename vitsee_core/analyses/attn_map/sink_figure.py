@@ -98,7 +98,7 @@ def _colours(table: Table) -> dict[str, str]:
 
 
 def _limits(table: Table) -> tuple[float, float]:
-    """Of the scores: from even attention (or below, for medians) to above the threshold."""
+    """The colours' range: from even attention (or below, for medians) to above the threshold."""
     rows = table.where(metric="sink_max")
     high = np.nanmax(np.append(rows["high"].astype(float), rows["value"].astype(float)), initial=0)
     return 0.85 * EVEN, 1.25 * max(float(high), TIMES)

@@ -46,7 +46,7 @@ class _Tokens:
     cells: Integers
 
     def map_bytes(self, how: Estimator) -> int:
-        """Of its maps and their replicates."""
+        """Bytes of its maps and their replicates."""
         copies = 3 * 21 if how.kind != "minibatch" else 3 * ((how.repeats or 20) + 1)
         return 8 * copies * len(self.names) * self.layout.n_body
 

@@ -93,7 +93,7 @@ def draw_norms(table: Table) -> Figure:
 
 
 def _draw_kinds(table: Table) -> Figure:
-    """Of a table without patches: norms of other tokens over depth."""
+    """Norms of the other tokens over depth, of a table without patches."""
     norms = table.where(metric=["norm", "norm_median"])
     norms = norms.take(~norms.given("row"))
     grid = CurveGrid.of(1, norms)

@@ -180,7 +180,7 @@ def _open_folder(asked: Asked, path: Path) -> ImageSource:
 
 
 def _of_folder(found: Found) -> Found:
-    """Of all files of a folder its images, or else the archives of one kind."""
+    """The images among all files of a folder, or else its archives of one kind."""
     names = [name for name in found.names if not any(p.startswith(".") for p in name.split("/"))]
     images = [name for name in names if is_image(PurePosixPath(name).name)]
     tars = [name for name in names if re.search(r"\.(tar|tgz)$|\.tar\.", name.lower())]

@@ -17,32 +17,27 @@ IGNORED = 255  # a pixel without a class; so there are at most 255 classes, 0 to
 
 
 class ClassMaps(Protocol):
-    """Class maps by number, each with the name of an image.
-
-    name: of the source, as the user gave it. keys: the maps' names, matched with the images'.
-    classes: names by class, empty where the source names none. layout: whose files these are, in
-    words. rules: how pixels become classes, for a sidecar.
-    """
+    """Class maps by number, each with the name of an image."""
 
     @property
     def name(self) -> str:
-        """See the class."""
+        """The source's name, as the user gave it."""
 
     @property
     def keys(self) -> Sequence[str]:
-        """See the class."""
+        """The maps' names, matched with the images'."""
 
     @property
     def classes(self) -> Sequence[str]:
-        """See the class."""
+        """Names by class, empty where the source names none."""
 
     @property
     def layout(self) -> str:
-        """See the class."""
+        """Whose files these are, in words."""
 
     @property
     def rules(self) -> dict[str, str]:
-        """See the class."""
+        """How pixels become classes, for a sidecar."""
 
     def where(self, i: int) -> str:
         """The map's file, or its place in one, for a message."""
@@ -63,27 +58,27 @@ class JointMaps:
 
     @property
     def name(self) -> str:
-        """Of all of them."""
+        """The names of all sources."""
         return ", ".join(source.name for source in self.sources)
 
     @cached_property
     def keys(self) -> list[str]:
-        """Of all of them."""
+        """The keys of all sources."""
         return [key for source in self.sources for key in source.keys]
 
     @property
     def classes(self) -> Sequence[str]:
-        """Of each of them."""
+        """The classes, which every source has."""
         return self.sources[0].classes
 
     @property
     def layout(self) -> str:
-        """Of all of them."""
+        """The layouts of all sources."""
         return ", ".join(dict.fromkeys(source.layout for source in self.sources))
 
     @property
     def rules(self) -> dict[str, str]:
-        """Of each of them."""
+        """The rules, which every source has."""
         return self.sources[0].rules
 
     def where(self, i: int) -> str:

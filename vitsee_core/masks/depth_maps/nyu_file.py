@@ -29,7 +29,7 @@ class NyuFile:
 
     @classmethod
     def open(cls, path: Path) -> NyuFile:
-        """Of a file.
+        """Open a file.
 
         Raises:
             VitseeError: h5py is missing, or the file is damaged or of another kind.

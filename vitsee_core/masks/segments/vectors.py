@@ -39,7 +39,7 @@ class Weights:
 
     @classmethod
     def of(cls, segments: Sequence[Sparse]) -> Weights:
-        """Of these, in their order."""
+        """The weights of these segments, in their order."""
         starts = np.cumsum([0, *(len(tokens) for tokens, _ in segments)])
         tokens = np.concatenate([tokens for tokens, _ in segments]).astype(np.int32)
         return cls(starts, tokens, np.concatenate([values for _, values in segments]))
@@ -70,7 +70,7 @@ class SegmentFeatures:
 
     @property
     def store(self) -> Store:
-        """Of the images."""
+        """The store of the images."""
         return self.patches.store
 
     @property
@@ -80,7 +80,7 @@ class SegmentFeatures:
 
     @property
     def layout(self) -> TokenLayout | None:
-        """Of the site's tokens."""
+        """The layout of the site's tokens."""
         return self.patches.layout
 
     @property

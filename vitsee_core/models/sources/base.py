@@ -208,7 +208,7 @@ class Source(ABC):
         """What a store's identity compares: the same for equal sites."""
 
     def class_names(self, module: nn.Module) -> list[str] | None:
-        """Of the logits, where they are known."""
+        """The names of the logits' classes, where they are known."""
         return None
 
     def pretrained_record(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
