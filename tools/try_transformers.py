@@ -34,7 +34,7 @@ from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
-from vitsee_core.models.sources.transformers import PIXELS, library
+from vitsee_core.models.sources.transformers_classes import PIXELS, library
 
 ATTENTION = 1e-6
 MOST = 40_000_000  # parameters

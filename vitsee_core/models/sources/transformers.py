@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -22,16 +21,22 @@ from torch import nn
 
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.sources.base import OWN_TRANSFORM, Choices, Source, drawn
-from vitsee_core.models.sources.errors import missing_extra, one_line
+from vitsee_core.models.sources.errors import one_line
 from vitsee_core.models.sources.own_transform import DEFAULT, changed, pair
 from vitsee_core.models.sources.processors import ROUNDED, Processor, processor_config
 from vitsee_core.models.sources.timm_weights import why_unreachable
+from vitsee_core.models.sources.transformers_classes import (
+    backend,
+    check_input,
+    class_names,
+    library,
+    random_model,
+    remote_class,
+    size_of,
+)
 from vitsee_core.models.sources.transformers_inputs import adapt, refuse_others
 
 PREFIX = "transformers:"
-PIXELS = "pixel_values"
-# In a configuration these say that the model takes several images at once.
-_OF_VIDEOS = ("num_frames", "frames_per_clip", "tubelet_size")
 
 
 class TransformersSource(Source):
@@ -102,12 +107,14 @@ class TransformersSource(Source):
             )
         config = self._configured(wanted)
         kind = self._class(config)
-        self._check_input(kind, config)
+        if not self.parts[2]:
+            who = f"{self.name} ({kind.__name__})"
+            check_input(kind, config, who, remote=self.choices.trust_remote_code)
         if pretrained:
             module = drawn(seed, lambda: self._pretrained(kind, config), self.name)
         else:
-            module = drawn(seed, lambda: self._part(_random(kind, config)), self.name)
-        size, own = wanted.get("img_size"), _size(getattr(module, "config", config))
+            module = drawn(seed, lambda: self._part(random_model(kind, config)), self.name)
+        size, own = wanted.get("img_size"), size_of(getattr(module, "config", config))
         refuse_others(module, f"{self.name} ({type(module).__name__})")
         taken = self._processed_size or own if size is None else pair(size)
         adapt(module, resized=taken != own)
@@ -123,7 +130,7 @@ class TransformersSource(Source):
         unsaid = any(given.get(key) is None for key in ("mean", "std"))
         self.assumes = self._processor is None and unsaid
         channels = getattr(config, "num_channels", 3)
-        size = self._processed_size or _size(config) or stated["input_size"][1:]
+        size = self._processed_size or size_of(config) or stated["input_size"][1:]
         stated["input_size"] = (channels if isinstance(channels, int) else 3, *size)
         return changed(stated, img_size, given, self.name)
 
@@ -206,7 +213,7 @@ class TransformersSource(Source):
         if not self._is_class:
             try:
                 found = library().AutoImageProcessor.from_pretrained(
-                    place, revision=revision, **_backend(wanted), **self._access
+                    place, revision=revision, **backend(wanted), **self._access
                 )
             except (AttributeError, OSError, ValueError, ImportError, KeyError, TypeError):
                 found = None
@@ -275,7 +282,7 @@ class TransformersSource(Source):
                     return found
         remote = (getattr(config, "auto_map", None) or {}).get("AutoModel")
         if remote and self.choices.trust_remote_code:
-            return _remote_class(remote, place, self.parts[1])
+            return remote_class(remote, place, self.parts[1])
         mapping = library().MODEL_MAPPING
         if type(config) not in mapping:
             raise ModelError(
@@ -284,24 +291,6 @@ class TransformersSource(Source):
             )
         found = mapping[type(config)]
         return found[0] if isinstance(found, tuple) else found
-
-    def _check_input(self, kind: Any, config: Any) -> None:
-        """Refuse what does not take a batch of images."""
-        _, _, part = self.parts
-        if part:
-            return
-        refuse_others(kind, f"{self.name} ({kind.__name__})")
-        remote = self.choices.trust_remote_code and "input_ids" not in _forward(kind)
-        if kind.main_input_name != PIXELS and not remote:
-            raise ModelError(
-                f"{self.name} ({kind.__name__}) takes {kind.main_input_name}; expected a model of "
-                f"{PIXELS}: name its tower behind #, as in #vision_model"
-            )
-        if own := next((key for key in _OF_VIDEOS if hasattr(config, key)), None):
-            raise ModelError(
-                f"{self.name} ({kind.__name__}) takes videos (its configuration has {own}); "
-                "expected a model of single images"
-            )
 
     def _pretrained(self, kind: Any, config: Any) -> nn.Module:
         place, revision, part = self.parts
@@ -363,75 +352,3 @@ ASSUMED = (
     "has no image processor: assumed are ImageNet's mean and standard deviation (for others: "
     "--img-mean, --img-std)"
 )
-
-
-def library() -> Any:
-    """transformers.
-
-    Raises:
-        ModelError: it is not installed.
-    """
-    try:
-        import transformers
-    except ImportError as error:
-        raise missing_extra("transformers", "transformers") from error
-    found: Any = transformers
-    found.logging.set_verbosity_error()
-    found.logging.disable_progress_bar()
-    return found
-
-
-def class_names() -> list[str]:
-    """The classes of models that transformers has an image processor for."""
-    auto: Any = library().models.auto
-    models = auto.modeling_auto.MODEL_MAPPING_NAMES
-    processors = auto.image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES
-    found = [models.get(kind) for kind in processors]
-    return sorted({name for name in found if isinstance(name, str)})
-
-
-def _backend(wanted: str | None) -> dict[str, Any]:
-    """The argument that chooses a processor's backend; transformers 4 has another."""
-    if wanted is None:
-        return {}
-    if int(library().__version__.partition(".")[0]) < 5:
-        return {"use_fast": wanted == "torchvision"}
-    return {"backend": wanted}
-
-
-def _remote_class(name: str, place: str, revision: str | None) -> Any:
-    """A class of a repository's own code, which runs."""
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    return get_class_from_dynamic_module(name, place, revision=revision)
-
-
-def _forward(kind: Any) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(kind.forward).parameters
-
-
-def _random(kind: Any, config: Any) -> nn.Module:
-    for how in ("sdpa", "eager"):
-        config._attn_implementation = how
-        try:
-            module: nn.Module = kind(config)
-            return module
-        except ValueError as error:
-            if how == "eager" or "scaled_dot_product" not in str(error):
-                raise
-    raise AssertionError("eager attention is always there")
-
-
-def _size(config: Any) -> tuple[int, int] | None:
-    """Rows and columns that a configuration states."""
-    size = getattr(config, "image_size", None)
-    if isinstance(size, Mapping):
-        size = size.get("height"), size.get("width")
-    if isinstance(size, int):
-        return size, size
-    patch, n_patches = getattr(config, "patch_size", None), getattr(config, "num_patches", None)
-    if size is None and isinstance(n_patches, int) and isinstance(patch, int):
-        return math.isqrt(n_patches) * patch, math.isqrt(n_patches) * patch  # of its positions
-    if isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(n, int) for n in size):
-        return size[0], size[1]
-    return None
