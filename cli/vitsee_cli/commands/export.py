@@ -11,9 +11,11 @@ from vitsee_cli import console, options
 from vitsee_cli.sections import STORES
 from vitsee_cli.values import StorePath, parse_path, parse_store
 from vitsee_core.features.exporting import DTYPES, ENDINGS, export, samples_table
+from vitsee_core.features.saev_shards import export_saev
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.tables.files import check_new_files
 from vitsee_core.tables.formats import ending_of, table_ending
+from vitsee_stores.errors import VitseeError
 
 QUESTION = STORES
 
@@ -27,7 +29,17 @@ QUESTION = STORES
     metavar="FILE",
     type=parse_path,
     required=True,
-    help="Where to: .npy, .safetensors, or .parquet (one vector per image, with its id and label).",
+    help="Where to: .npy, .safetensors, or .parquet (one vector per image, with its id and label); "
+    "with --format saev a folder.",
+)
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(("file", "saev")),
+    default="file",
+    show_default=True,
+    help="saev: activation shards (protocol 2.1) of one or several sites, to train sparse "
+    "autoencoders on.",
 )
 @click.option(
     "--samples",
@@ -37,14 +49,16 @@ QUESTION = STORES
     "[default: no table]",
 )
 @options.tokens_option(
-    None, options.FEATURE_TOKENS, show_default="cls where there is one, else mean"
+    None,
+    options.FEATURE_TOKENS,
+    show_default="cls where there is one, else mean; saev: cls and patches",
 )
 @click.option(
     "--dtype",
     type=click.Choice(DTYPES),
     default="stored",
     show_default=True,
-    help="stored: float16 for tokens, float32 for pooled vectors, as in the store.",
+    help="stored: float16 for tokens, float32 for pooled vectors, as in the store; saev: float32.",
 )
 @options.force_option
 @options.images_option
@@ -56,6 +70,7 @@ def command(
     store: StorePath,
     site: str,
     output: Path,
+    kind: str,
     samples: Path | None,
     tokens: str | None,
     dtype: str,
@@ -67,22 +82,33 @@ def command(
 
     For tools that read no stores: one array (images, dim), or (images, tokens, dim) where several
     tokens are chosen, in the store's order, written slab by slab in bounded memory. What it is of
-    goes into FILE.json. Images that could not be read are left out.
+    goes into FILE.json. Images that could not be read are left out. With --format saev: a folder
+    saev/shards/HASH below -o, which saev's loaders take.
 
     \b
       $ vitsee export b16.zarr pooled -o pooled.npy --samples pooled.csv
       $ vitsee export b16.zarr blocks.8.out --tokens patches -o block8.safetensors
       $ vitsee export b16.zarr blocks.-1.out --tokens cls -o cls.parquet
+      $ vitsee export b16.zarr blocks.8.out,blocks.11.out --format saev -o shards/
     """
-    ending_of(output, ENDINGS, "the export")
+    if kind == "file":
+        ending_of(output, ENDINGS, "the export")
+    elif dtype == "float16":
+        raise VitseeError("--dtype float16 with --format saev; its shards are float32")
     if samples is not None:
         table_ending(samples)
-        check_new_files([output, samples], force=force)
+        check_new_files([samples, *([output] if kind == "file" else [])], force=force)
     (opened,) = options.open_stores((store,), allow_partial=allow_partial)
     execution = Execution(progress=console.Reporter("export"), **frame)
-    shape = export(
-        opened, site, output, tokens=tokens, dtype=dtype, force=force, execution=execution
-    )
+    if kind == "saev":
+        line = str(
+            export_saev(opened, [site], output, tokens=tokens, force=force, execution=execution)
+        )
+    else:
+        shape = export(
+            opened, site, output, tokens=tokens, dtype=dtype, force=force, execution=execution
+        )
+        line = f"{output}: {' x '.join(map(str, shape))}"
     if samples is not None:
         samples_table(opened, execution).write(samples, force=force)
-    console.out(f"{output}: {' x '.join(map(str, shape))}")
+    console.out(line)
