@@ -30,6 +30,7 @@ OTHERS = {
     "cluster": [[*VIT, "--k", "2"]],
     "cosine-map": [[*VIT, "cnn.zarr"], [*VIT, "--at", "0,1", "--to", "3"], [*VIT, "--offsets"]],
     "dense-probe": [["train.zarr", *VIT, "--masks", "maps", "--show", "1", "--per-class"]],
+    "effect": [[*VIT, "cut.zarr"], [*VIT, "cut.zarr", "--sites", "none"]],
     "keypoints": [["pairs.zarr", "--pairs", "pairs"]],
     "knn": [["train.zarr", *VIT, "--k", "3", "--per-class"]],
     "lens": [["cnn.zarr", "--patches"]],
@@ -87,6 +88,7 @@ def write_everything(path: Path) -> None:
     runs = {
         "vit.zarr": [*vit, *all_of_it, "--attention", "full", "--data", path / "data"],
         "cnn.zarr": [*cnn, "--data", path / "data"],
+        "cut.zarr": [*vit, "--data", path / "data", "--ablate-skip", "blocks.0"],
         "train.zarr": [*vit, "--data", path / "other"],
         "videos.zarr": [*vit, *whole, *frames, "--order", "dataset", "--crop-mode", "squash"],
         "pairs.zarr": [*vit, *whole, *uncropped, "--data", path / "pairs" / "JPEGImages"],

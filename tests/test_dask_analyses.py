@@ -282,7 +282,7 @@ def test_a_pair_of_stores(two: DaskMap, store: Store, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------- every kind of analysis
 
 
-GRAMS = ("cka", "similarity")
+GRAMS = ("cka", "effect", "similarity")
 
 
 class Locked(Tally):
@@ -319,6 +319,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Store:
         ("attn_map", {"kind": "aligned"}),
         ("cka", {}),
         ("cluster", {"n_seeds": 1}),
+        ("effect", {}),
         ("erf", {}),
         ("head_types", {}),
         ("lens", {}),
@@ -339,8 +340,9 @@ def test_work_and_results_travel(
     run = importlib.import_module(f"vitsee_core.analyses.{name}").run
     seen, expected = Locked(), Locked()
     caches = [{"cache": tmp_path / w} if name in GRAMS else {} for w in ("here", "there")]
-    here = run(whole, progress=expected, **caches[0], **options)
-    there = run(whole, map=pickled, progress=seen, **caches[1], **options)
+    stores = [whole] * (2 if name == "effect" else 1)
+    here = run(*stores, progress=expected, **caches[0], **options)
+    there = run(*stores, map=pickled, progress=seen, **caches[1], **options)
     numbers = [n for n in here.columns if here[n].dtype.kind == "f"]
     assert equal(here, there, *(numbers if name == "localize" else ()))
     if name != "localize":  # sites are counted there, and here tiles of images

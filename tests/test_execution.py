@@ -21,6 +21,7 @@ from vitsee_core.analyses import (
     cka,
     cluster,
     cosine_map,
+    effect,
     head_types,
     knn,
     normratio,
@@ -86,6 +87,7 @@ WORK = {
     "cosine-map by offset": (
         *(cosine_map.run, lambda f: labelled(f)[:1], {"sites": "embed", "offsets": True}),
     ),
+    "effect": (effect.run, lambda f: 2 * labelled(f), {"sites": "embed", "no_cache": True}),
     "head-types": (head_types.run, heads, {}),
     "knn": (knn.run, lambda f: labelled(f, 2), {"sites": "embed", "ks": (3,)}),
     "norms": (norms.run, lambda f: labelled(f)[:1], {"sites": "embed"}),

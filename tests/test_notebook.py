@@ -74,7 +74,7 @@ def test_every_analysis_takes_paths(name: str, tmp_path: Path) -> None:
         elif name == "keypoints":
             run(missing, pairs=tmp_path)
         else:
-            run(*[missing] * (2 if name in ("knn", "probe", "cka_heads") else 1))
+            run(*[missing] * (2 if name in ("knn", "probe", "cka_heads", "effect") else 1))
 
 
 def test_an_analysis_from_a_path(make_store: MakeStore) -> None:

@@ -40,6 +40,13 @@ DPI = 130  # what README shows: a page is about 900 pixels wide
 COLOURS, METHOD = 256, Image.Quantize.MAXCOVERAGE  # rare colours too, as of a line
 MOST_BYTES = 150_000
 VIT, RESNET = "vit=stores/vit.zarr", "resnet=stores/resnet.zarr"
+# Of effect: no skip around these sublayers, and other weights.
+CHANGES = {
+    "no-skip-0-mlp": "--ablate-skip blocks.0.mlp",
+    "no-skip-2-mlp": "--ablate-skip blocks.2.mlp",
+    "no-skip-5-attn": "--ablate-skip blocks.5.attn",
+    "random": "--random-init 0",
+}
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,19 @@ PICTURES = (
         "lens",
         "more/lens.csv",
         (f"lens {VIT} {RESNET} --patches -o more/lens.csv --force",),
+    ),
+    Picture(
+        "effect",
+        "more/effect.csv",
+        (
+            *(
+                f"extract demo:vit {change} --data demo:test --images 500 --attention none "
+                f"--no-residual -o stores/{name}.zarr"
+                for name, change in CHANGES.items()
+            ),
+            f"effect {VIT} {' '.join(f'stores/{name}.zarr' for name in CHANGES)} "
+            "-o more/effect.csv --force",
+        ),
     ),
     Picture(
         "cosine-map",

@@ -79,7 +79,7 @@ def plan(study: Study, models: Sequence[SurveyedModel], *, labelled: bool) -> Pl
     for command, offering in able.items():
         steps = list(recipe_of(command).steps(study, offering))
         if not steps:
-            found.left_out[command] = "it compares models of two kinds, with and without attention"
+            found.left_out[command] = recipe_of(command).alone
         found.analyses += steps
     found.analyses += _best(study, found.analyses)
     if study.takes(BEST) and not any(s.command == BEST for s in found.analyses):

@@ -31,13 +31,14 @@ class Recipe:
     """keeps: what extract has to keep; wants: what the data has to have (`LABELS`, `TRAIN`, or what
     `asks` names); steps: of the models that offer what the analysis needs; asks: its option,
     without which no study can run it, or that stands for labels, and what it names; least: images,
-    with fewer of which it has no value."""
+    with fewer of which it has no value; alone: why no step may be left for the models."""
 
     steps: Callable[[Study, Models], Iterator[Step]]
     keeps: tuple[str, ...] = (TOKENS,)
     wants: tuple[str, ...] = ()
     asks: tuple[str, str] = ("", "")
     least: int = 1
+    alone: str = ""
 
 
 def step(
@@ -214,6 +215,14 @@ def _token_probes(study: Study, models: Models) -> Iterator[Step]:
     yield from each("probe", *own, *mean, variant="mean")(study, models)
 
 
+def _effect(study: Study, models: Models) -> Iterator[Step]:
+    """Variants of a model (`NAME?OPTION=VALUE`) against the first of the same name."""
+    for first in models:
+        same = [m for m in models if m.name.partition("?")[0] == first.name.partition("?")[0]]
+        if same[0] is first and len(same) > 1:
+            yield step(study, "effect", first.label, _labels(same), "--replicates")
+
+
 def _explore(study: Study, models: Models) -> Iterator[Step]:
     """A page; of so many images that it stays small."""
     stores = [study.store(model.label) for model in models]
@@ -231,7 +240,14 @@ RECIPES: dict[str, Recipe] = {
     "head-types": Recipe(each("head-types"), (ATTENTION,)),
     "cka": Recipe(_cka, least=CKA_IMAGES),
     "similarity": Recipe(_similarity, least=CKA_IMAGES),
-    "cka-heads": Recipe(_cka_heads, (ATTENTION, HEADS, TOKENS), least=CKA_IMAGES),
+    "cka-heads": Recipe(
+        *(_cka_heads, (ATTENTION, HEADS, TOKENS)),
+        least=CKA_IMAGES,
+        alone="it compares models of two kinds, with and without attention",
+    ),
+    "effect": Recipe(
+        _effect, least=CKA_IMAGES, alone="it compares variants of a model (NAME?random-init=0)"
+    ),
     "normratio": Recipe(_normratio, (RESIDUAL,)),
     "localize": Recipe(_localize, (TOKENS, PIXELS), least=CKA_IMAGES),
     "erf": Recipe(_erf, (FIELDS,)),

@@ -19,7 +19,7 @@ _HIGHER = re.compile(
     | mp@\d+(_(easy|medium|hard))?
     | pck(_point|_image)?@.+
     | jf | j | f | [jf]_recall
-    | lens_top1 | lens_agreement
+    | lens_top1 | lens_agreement | agreement
     | miou | pixel_accuracy | iou_class | boundary_iou | a1
     """,
     re.VERBOSE,
@@ -29,7 +29,7 @@ _OF_THIS_SIZE = re.compile(
     r"rankme|effective_rank|alpha|twonn|nc1|nc2_norms|nc2_angles|procrustes|svcca|gulp|ridge_r2"
 )
 OF_THIS_SIZE = "the value at this number of images; that of more images may lie outside"
-_LOWER = re.compile(r"lens_rank | [jf]_decay | rmse | abs_rel", re.VERBOSE)
+_LOWER = re.compile(r"lens_rank | [jf]_decay | rmse | abs_rel | kl", re.VERBOSE)
 
 
 def asked_for(metrics: Sequence[str], known: Iterable[str], analysis: str) -> list[str]:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 
 from vitsee_core.analyses.lens.lens_figure import draw_lens
+from vitsee_core.labels.own_classes import why_not_own
 from vitsee_core.models.classifiers import Classifiers
 from vitsee_core.models.head_weights import Classifier
 from vitsee_core.models.provenance import Provenance
@@ -213,7 +214,7 @@ class _Store:
         self.head, self.n_classes = head, head.n_classes
         mask = rows.mask & store.valid
         self.labels = block_labels(int(mask.sum()), None if store.shuffled else execution.seed)
-        self.remark = self._remark(mask)
+        self.remark = why_not_own(store, mask, self.n_classes)
         asked = {*metrics} & {*OF_LABELS}
         if self.remark and asked:
             raise VitseeError(f"{self.remark}: no {', '.join(sorted(asked))}")
@@ -223,19 +224,6 @@ class _Store:
         if not {"logits", self.head.site} & {*store.sites}:
             have.remove("lens_agreement")
         self.metrics = [metric for metric in have if metric in (metrics or METRICS)]
-
-    def _remark(self, mask: Any) -> str:
-        """Why labels give no metrics; "" if they do."""
-        labels = self.store.samples.label[mask]
-        n = len(self.store.class_names or ()) or int(labels.max(initial=-1)) + 1
-        if not (labels >= 0).any():
-            return f"{self.store.label} has no labels"
-        if n != self.n_classes:
-            return (
-                f"{self.store.label} has labels of {n} classes, its classifier {self.n_classes}: "
-                "not the same classes"
-            )
-        return ""
 
     def __call__(self, site: SiteSpec) -> list[dict[str, Any]]:
         spec = self.store.site(site.name)

@@ -1,0 +1,384 @@
+"""Effect: what changed, against the same model unchanged?
+
+A base and changed stores of the same images (ablated, with an intervention, of other weights), each
+compared with the base. Of the outputs, for logits u of the base and v of the changed model:
+
+- `top1`: images whose label has the largest logit, where the labels are the head's classes;
+  `top1_difference`: changed less base, with McNemar's exact test of the images that only one of
+  both has right (McNemar 1947);
+- `agreement`: images with the same largest logit;
+- `kl`: KL(softmax u || softmax v) = sum_c p_c log(p_c / q_c) in nats, mean over images.
+
+Of each site that both hold:
+
+- `cka`: debiased linear CKA, as in `vitsee cka`;
+- `cosine`: mean over tokens of the cosine of a token with the same token in the base, mean over
+  images. A token that is 0 in one of both counts 0, in both 1. None where the tokens or channels
+  are not the same.
+
+CKA is of the similarities between images, which survive a rotation of the features; the cosine is
+of each image's own features and survives neither that nor an added constant.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+
+from vitsee_core.analyses.effect.changes import (
+    AGREEMENT,
+    COSINE,
+    KL,
+    ONLY_BASE,
+    ONLY_CHANGED,
+    RIGHT,
+    RIGHT_BASE,
+    ReadChange,
+)
+from vitsee_core.analyses.effect.effect_figure import draw_effect
+from vitsee_core.features import SiteFeatures, choose_features
+from vitsee_core.labels.own_classes import why_not_own
+from vitsee_core.runtime.arguments import analysis
+from vitsee_core.runtime.execution import DEFAULT, Execution
+from vitsee_core.runtime.options import FLOW, SITES, Offers
+from vitsee_core.runtime.progress import counting
+from vitsee_core.runtime.store_selection import select_each, sites_of
+from vitsee_core.similarity import Estimator, GramOptions, Representation, hsic, summarise
+from vitsee_core.similarity import options as pairwise
+from vitsee_core.similarity.hsic import without_value
+from vitsee_core.statistics.block_means import BlockMean, BlockMeans
+from vitsee_core.statistics.jackknife import METHOD as BLOCKS
+from vitsee_core.statistics.jackknife import Blocks
+from vitsee_core.statistics.paired_shares import METHOD as PAIRED
+from vitsee_core.statistics.paired_shares import TEST, difference_interval, mcnemar
+from vitsee_core.statistics.shares import METHOD as SHARES
+from vitsee_core.statistics.shares import wilson
+from vitsee_core.statistics.value_columns import Cells
+from vitsee_core.tables.columns import SITE, VALUES, site_columns
+from vitsee_core.tables.headlines import Answer, by_store, extremes, measured
+from vitsee_core.tables.replicates import WORD
+from vitsee_core.tables.results import Table
+from vitsee_stores import require_paired
+from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
+from vitsee_stores.manifest import few
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vitsee_stores import SiteSpec, Store
+
+log = logging.getLogger(__name__)
+
+QUESTION = FLOW
+HELP = """
+Measure what a change does to a model, over all images.
+
+BASE and each CHANGED are stores of the same images: of a model, and of the same model without a
+layer, with an intervention, or with other weights. What it costs: top-1 of the model's own head,
+with McNemar's exact test of the paired difference; images with the same answer; KL(base || changed)
+of the outputs. Where it shows: at each site CKA and the mean cosine of tokens with the base.
+
+  $ vitsee extract vit_base_patch16_224 --data val --images 2000 -o b16.zarr
+  $ vitsee extract vit_base_patch16_224 --data val --images 2000 --ablate-skip 5 -o skip5.zarr
+  $ vitsee effect b16.zarr skip5.zarr -o effect.csv --png effect.png
+  $ vitsee effect b16.zarr skip*.zarr --sites none > outputs.csv
+
+--sites none: outputs alone. Top-1 is left out where labels are not the classes of the head.
+"""
+MEANING = {
+    "store": "CHANGED; BASE in its own row of top1",
+    "base": "what store is compared with",
+    "p": "of top1_difference: McNemar's exact test",
+    "n_only_base": "images that the base alone has right",
+    "n_only_changed": "that the changed model alone has right",
+}
+NEEDS = ("sites",)
+READING = (
+    "What each change does, beside each other. Above, the outputs: accuracy lost or gained, images "
+    "with the same answer, divergence of the predicted probabilities. Below, how far each layer "
+    "still resembles the unchanged model's: layers before the change have 1, and a curve that "
+    "recovers says that later layers repair it. A large effect needs a control of the same size."
+)
+SOURCE = "McNemar 1947; Kornblith et al. 2019"
+AT_A_GLANCE = "cka"
+COLUMNS = (
+    *(*SITE, "base", *VALUES, "p"),
+    *("n_images", "n_only_base", "n_only_changed"),
+)
+LOGITS = "logits"
+NOT_NEGATIVE, COSINES = (0.0, np.inf), (-1.0, 1.0)
+OUTPUTS_OF = "extract with --sites head, or a model with a classifier"
+
+
+@analysis
+def run(
+    base: Store,
+    *changed: Store,
+    sites: Annotated[
+        Sequence[str],
+        replace(SITES, help=f"{SITES.help} none: outputs alone.", or_none=True),
+    ] = ("blocks",),
+    tokens: Annotated[str, pairwise.TOKENS] = "all",
+    estimator: Annotated[str | None, pairwise.ESTIMATOR] = None,
+    cache: Annotated[Path | None, pairwise.CACHE] = None,
+    no_cache: Annotated[bool, pairwise.NO_CACHE] = False,
+    execution: Annotated[
+        Execution,
+        Offers("images seed device jobs memory", dask="slabs and Gram matrices"),
+    ] = DEFAULT,
+) -> Table:
+    """One row per changed store and metric of the outputs, and per site for `cka` and `cosine`.
+
+    Columns: see `COLUMNS`. `top1` has a row for the base, too, whose `base` is empty. Shares from 0
+    to 1, `kl` in nats. `std` is the jackknife's standard error over blocks of images; `low`, `high`
+    the 95 % interval over images. `p`, `n_only_base`, `n_only_changed`: of `top1_difference` alone.
+    Only images that all stores could read count.
+
+    Memory: a slab of both stores at one site; of CKA see `similarity.hsic`.
+
+    Args:
+        base: the unchanged model's.
+        changed: of the same images in the same order.
+
+    Raises:
+        StoreMismatch: other images, another order, or outputs of another number of classes.
+        MissingInput: a store lacks the tokens, or nothing can be compared.
+        SiteError: no such site, or none that both stores hold.
+        VitseeError: no changed store, or too few images.
+    """
+    if not changed:
+        raise VitseeError("no changed store to compare with the base; expected one or more")
+    chosen = execution.rows(base)
+    mask = chosen.mask & base.valid
+    for store in changed:
+        mask = mask & require_paired(base, store)
+    images = replace(chosen, mask=mask)
+    blocks = Blocks.of(base, mask, execution.seed)
+    remarks: list[str] = []
+    pairs = _pairs((base, *changed), sites)
+    outputs = {store.label: _outputs(base, store, remarks) for store in changed}
+    if not pairs and not any(outputs.values()):
+        raise MissingInput(f"nothing to compare: {'; '.join(remarks)}")
+    reason = next((why_not_own(base, mask, own[0].dim) for own in outputs.values() if own), "")
+    if reason:
+        remarks.append(f"no top1: {reason}")
+    works = [
+        ReadChange(outputs[store.label], not reason, _alike(base, store, pairs, tokens, remarks))
+        for store in changed
+    ]
+    grams = GramOptions(cache, not no_cache, execution.device, execution.memory, execution.map)
+    how = Estimator(estimator or "auto")
+    cka, notes = _cka(base, changed, pairs, tokens, execution, remarks, how, grams)
+    for remark in remarks:
+        log.info("%s", remark)
+    rows: list[Cells] = []
+    own_top1: list[Cells] = []
+    with counting(execution.progress, images.n * len(changed)):
+        for store, work in zip(changed, works, strict=True):
+            make = partial(BlockMeans, work, blocks)
+            total = execution.fold((base, store), make, images, slab_bytes=work.slab_bytes)
+            found = total.result()
+            own_top1 = own_top1 or list(_base_top1(base, found))
+            about = {"base": base.label}
+            rows += [about | row for row in _output_rows(store, found)]
+            rows += [about | row for row in cka.get(store.label, ())]
+            rows += [
+                about | site_columns(store, store.sites[site]) | {"metric": COSINE}
+                | mean.cells(COSINES)
+                for (metric, site), mean in found.items() if metric == COSINE
+            ]  # fmt: skip
+    notes = {
+        "base": base.label,
+        "interval": {
+            "top1, agreement": SHARES,
+            "top1_difference": PAIRED,
+            "kl, cosine": f"delete-a-block jackknife over images: {BLOCKS}",
+            **({"cka": notes["spread"]} if notes else {}),
+        },
+        "p": TEST,
+        "tokens": tokens,
+        "seed": execution.seed,
+        "images": {"rows": int(mask.sum()), "chosen": chosen.how},
+        WORD: {store.label: blocks.describe() for store in (base, *changed)},
+        **({"cka": notes} if notes else {}),
+        "remarks": remarks,
+    }
+    return Table.from_rows([*own_top1, *rows], COLUMNS, notes)
+
+
+def plot(table: Table) -> Figure:
+    """From the table alone; see `effect_figure.draw_effect`."""
+    return draw_effect(table)
+
+
+def _pairs(stores: Sequence[Store], sites: Sequence[str]) -> dict[str, list[SiteSpec]]:
+    """Label -> the sites of the base that a changed store holds, too.
+
+    Raises:
+        SiteError: there is none.
+    """
+    if not sites:
+        return {}
+    try:
+        selected = select_each(stores, sites, sites_of)
+    except SiteError as error:
+        raise SiteError(f"{error} (--sites none compares the outputs alone)") from None
+    base, *others = selected.members
+    pairs = {}
+    for store, own in others:
+        names = {site.name for site in own}
+        pairs[store.label] = [site for site in base[1] if site.name in names]
+        if not pairs[store.label]:
+            raise SiteError(
+                f"{store.label} has none of the sites of {base[0].label}, "
+                f"{few([site.name for site in base[1]])}; it has {few(sorted(names))} "
+                "(--sites none compares the outputs alone)"
+            )
+    return pairs
+
+
+def _outputs(
+    base: Store, changed: Store, remarks: list[str]
+) -> tuple[SiteFeatures, SiteFeatures] | None:
+    """The logits of both; None, with a remark, where one keeps none.
+
+    Raises:
+        StoreMismatch: they are of other classes.
+    """
+    for store in (base, changed):
+        if LOGITS not in store.sites:
+            remark = f"no outputs: {store.label} keeps no logits ({OUTPUTS_OF})"
+            remarks += [remark] if remark not in remarks else []
+            return None
+    ours, theirs = (choose_features(s, s.sites[LOGITS]) for s in (base, changed))
+    if ours.dim != theirs.dim:
+        raise StoreMismatch(
+            f"{base.label} has outputs of {ours.dim} classes, {changed.label} of {theirs.dim}; "
+            "expected the same classes"
+        )
+    return ours, theirs
+
+
+def _alike(
+    base: Store,
+    changed: Store,
+    pairs: dict[str, list[SiteSpec]],
+    tokens: str,
+    remarks: list[str],
+) -> tuple[tuple[SiteFeatures, SiteFeatures], ...]:
+    """The features of the sites whose tokens correspond; the others are left out with a remark."""
+    found, left = [], []
+    for site in pairs.get(changed.label, ()):
+        both = [choose_features(s, s.sites[site.name], tokens) for s in (base, changed)]
+        names = [[token.name for token in own.tokens] for own in both]
+        if names[0] == names[1] and both[0].dim == both[1].dim:
+            found.append((both[0], both[1]))
+        else:
+            left.append(site.name)
+    if left:
+        remarks.append(
+            f"{changed.label}: no cosine at {few(left)}, whose tokens or channels are not those of "
+            f"{base.label}"
+        )
+    return tuple(found)
+
+
+def _cka(
+    base: Store,
+    changed: Sequence[Store],
+    pairs: dict[str, list[SiteSpec]],
+    tokens: str,
+    execution: Execution,
+    remarks: list[str],
+    estimator: Estimator,
+    options: GramOptions,
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
+    """Label -> a row of CKA for each site; and what is to be said of them."""
+    if not pairs:
+        return {}, {}
+    sites = {site.name: site for own in pairs.values() for site in own}
+    ours = [Representation(base, site, tokens) for site in sites.values()]
+    sides = [(store, site) for store in changed for site in pairs[store.label]]
+    theirs = [Representation(store, store.sites[site.name], tokens) for store, site in sides]
+    h = hsic(
+        ours,
+        theirs,
+        estimator=estimator,
+        images=execution.images,
+        seed=execution.seed,
+        options=options,
+        progress=execution.progress,
+    )
+    of_both = [(f"{r.store.label} {r.site.name}" for r in side) for side in (ours, theirs)]
+    for names, own in zip(of_both, (h.rows, h.cols), strict=True):
+        remarks += without_value([*names], own)
+    similarity, places = summarise(h), {name: i for i, name in enumerate(sites)}
+    found: dict[str, list[dict[str, Any]]] = {store.label: [] for store in changed}
+    for j, (store, site) in enumerate(sides):
+        at = (places[site.name], j)
+        numbers = {"value": similarity.cka, "std": similarity.std}
+        numbers |= {"low": similarity.low, "high": similarity.high}
+        found[store.label].append(
+            site_columns(store, store.sites[site.name])
+            | {"metric": "cka", "spread": h.spread, "n_images": h.n_images}
+            | {name: float(of[at]) for name, of in numbers.items()}
+            | {WORD: None if similarity.without is None else similarity.without[:, *at]}
+        )
+    return found, h.notes
+
+
+def _base_top1(base: Store, found: dict[tuple[str, str], BlockMean]) -> list[Cells]:
+    """The base's own row, if there is one."""
+    mean = found.get((RIGHT_BASE, ""))
+    return [] if mean is None else [site_columns(base, base.sites[LOGITS]) | _top1(mean)]
+
+
+def _top1(mean: BlockMean) -> Cells:
+    return {"metric": "top1", **mean.cells_between(wilson(mean.value, mean.n))}
+
+
+def _output_rows(store: Store, found: dict[tuple[str, str], BlockMean]) -> list[Cells]:
+    """Rows about a changed store's outputs."""
+    of = {metric: mean for (metric, site), mean in found.items() if not site}
+    if not of:
+        return []
+    rows: list[Cells] = []
+    if RIGHT in of:
+        fewer, more = (round(of[name].total) for name in (ONLY_BASE, ONLY_CHANGED))
+        n = of[RIGHT].n
+        difference = BlockMean(of[RIGHT].sums - of[RIGHT_BASE].sums, of[RIGHT].counts)
+        rows.append(_top1(of[RIGHT]))
+        rows.append(
+            {"metric": "top1_difference"}
+            | difference.cells_between(difference_interval(more, fewer, n))
+            | {"p": mcnemar(more, fewer), "n_only_base": fewer, "n_only_changed": more}
+        )
+    same = of[AGREEMENT]
+    rows.append({"metric": AGREEMENT, **same.cells_between(wilson(same.value, same.n))})
+    rows.append({"metric": KL, **of[KL].cells(NOT_NEGATIVE)})
+    place = site_columns(store, store.sites[LOGITS])
+    return [place | row for row in rows]
+
+
+def headline(table: Table) -> list[Answer]:
+    """Of each changed store the loss of accuracy, the share of unchanged answers and the
+    divergence, and the site that changed most."""
+    said: dict[str, list[str]] = {}
+    texts = {
+        "top1_difference": "top-1 changed by {}",
+        AGREEMENT: "the same class in {}",
+        KL: "KL {} nats",
+    }
+    for metric, text in texts.items():
+        for store, rows in by_store(table, metric=metric):
+            said.setdefault(store, []).append(text.format(measured(rows)))
+    for store, rows in by_store(table, metric="cka"):
+        i = extremes(rows)[0]
+        said.setdefault(store, []).append(f"lowest CKA {measured(rows, i)} at {rows['site'][i]}")
+    return [(store, ", ".join(parts)) for store, parts in said.items()]
