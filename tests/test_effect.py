@@ -303,8 +303,9 @@ def test_one_line_says_what_is_wrong(two: tuple[Store, Store], tmp_path: Path) -
         assert "\n" not in str(caught.value)
 
     refused(VitseeError, "no changed store to compare with the base", base)
+    few = {name: x[:12] for name, x in made.items()}
     refused(StoreMismatch, "do not pair: 30 images against 12",
-            base, store(tmp_path / "few.zarr", {k: v[:12] for k, v in made.items()}, LABELS[:12]))  # fmt: skip
+            base, store(tmp_path / "few.zarr", few, LABELS[:12]))  # fmt: skip
     refused(StoreMismatch, "the id in row 0",
             base, store(tmp_path / "other.zarr", made, hash_offset=99))  # fmt: skip
     refused(StoreMismatch, "the label in row 0 is 0 against 2",
