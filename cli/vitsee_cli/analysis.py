@@ -105,12 +105,16 @@ def run_analysis(
     _check_memory(opened, parameters.get("memory"))
     progress = console.Reporter(click.get_current_context().info_name or "vitsee")
     given = parameters if dask is None else absolute(parameters)
-    with spread_over(dask, progress) as own:
-        table = run(*opened, **given, **own, progress=progress)
+    described = {**parameters, "allow_partial": allow_partial}
+    with (
+        kept_beside(outputs, opened, {**described, "dask": dask is not None}) as keep,
+        spread_over(dask, progress) as own,
+    ):
+        table = run(*opened, **given, **own, **keep, progress=progress)
     sidecar = describe_run(
         opened,
         command=console.command_line(),
-        parameters={**parameters, "allow_partial": allow_partial},
+        parameters=described,
     )
     if drawing:
         sidecar["figure"] = dict(drawing)
@@ -120,6 +124,35 @@ def run_analysis(
         return plot(table, **(drawing or {}))
 
     write_results(table, outputs, figure=figure, sidecar=sidecar, stdout=sys.stdout)
+    if kept := keep.get("keep"):
+        kept.remove()
+
+
+@contextmanager
+def kept_beside(
+    outputs: Outputs, stores: Sequence[Store], parameters: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """The keyword `keep` of an analysis, if its table has a file: beside it half of long work is
+    kept, and a command that is stopped reports so."""
+    if outputs.csv is None:
+        yield {}
+        return
+    from vitsee_core.runtime.kept_sums import KeptSums
+    from vitsee_core.tables.sidecars import describe_work
+
+    context = click.get_current_context()
+    name = context.info_name or ""
+    folder = outputs.csv.with_name(f"{outputs.csv.name}.partial")
+    kept = KeptSums(folder, lambda: describe_work(name, stores, parameters, leave_out=folder))
+    if outputs.force and context.find_root() is context.parent:  # a study always forces its steps
+        kept.remove()
+    try:
+        yield {"keep": kept}
+    except KeyboardInterrupt:
+        if kept.status:
+            line = f"{kept.status} is kept; repeat the command to go on"
+            context.meta[console.RESUMES] = line
+        raise
 
 
 def _check_memory(stores: Sequence[Store], memory: int | None) -> None:

@@ -231,6 +231,12 @@ class Reporter:
                 self._display.rate.add(count, size_bytes)
                 self._display.show()
 
+    def skip(self, count: int) -> None:
+        """Count this many as done before the start, so that the rate is that of this run."""
+        with self._lock:
+            if self._display is not None:
+                self._display.rate.done += count
+
     def stop(self) -> None:
         """End after success or failure; the last state stays on the screen."""
         with self._lock:

@@ -59,6 +59,9 @@ class Together:
     def advance(self, count: int, size_bytes: int = 0) -> None:
         self.progress.advance(count, size_bytes)
 
+    def skip(self, count: int) -> None:
+        self.progress.skip(count)
+
     def stop(self) -> None:
         """Nothing: another round may follow."""
 

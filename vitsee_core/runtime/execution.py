@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+from vitsee_core.runtime.kept_sums import KeptSums
 from vitsee_core.runtime.machine import memory_bytes
 from vitsee_core.runtime.progress import SILENT, Progress, Tally
 from vitsee_core.runtime.streaming import A, Map, Rows, choose_rows, fold, thread_map
@@ -34,6 +35,7 @@ class Execution:
     # distributes work over processes instead of `jobs` threads, see `dask_map`
     map: Map | None = None
     progress: Progress = SILENT  # receives progress reports
+    keep: KeptSums | None = None  # where half of long work is kept, and continued from
 
     @property
     def budget(self) -> int:
@@ -88,13 +90,15 @@ class Execution:
             slab_bytes=slab_bytes,
             map=self.map,
             progress=self.progress,
+            keep=self.keep,
         )
 
     def spread(
         self, work: Callable[[Execution, T], R], items: Iterable[T], *, unit: str = ""
     ) -> Iterator[R]:
         """Apply `work(execution, item)` to every item, results in order. Runs serially here, or on
-        the workers of `map`, each single-threaded; progress is forwarded.
+        the workers of `map`, each single-threaded; progress is forwarded. With `keep`, results of
+        long work are kept, and those that a run before this one kept are not computed again.
 
         Args:
             work: picklable; returns something small.
@@ -102,12 +106,19 @@ class Execution:
             unit: set this if `work` starts and stops progress itself, which another process cannot:
                 items are counted instead, under this plural.
         """
-        if self.map is None:
+        if self.keep is not None:
+            yield from self._spread_kept(work, list(items), unit)
+        elif self.map is None:
             yield from (work(self, item) for item in items)
-            return
-        items = list(items)
+        else:
+            yield from self._over_workers(work, list(items), unit)
+
+    def _over_workers(
+        self, work: Callable[[Execution, T], R], items: list[T], unit: str, done: int = 0
+    ) -> Iterator[R]:
+        assert self.map is not None
         if unit:
-            self.progress.start(len(items), unit=unit)
+            self.progress.start(done + len(items), done, unit)
         try:
             for result, tally in self.map(_Alone(work, self), items):
                 self.progress.advance(1 if unit else tally.count, tally.size_bytes)
@@ -115,6 +126,28 @@ class Execution:
         finally:
             if unit:
                 self.progress.stop()
+
+    def _spread_kept(
+        self, work: Callable[[Execution, T], R], items: list[T], unit: str
+    ) -> Iterator[R]:
+        assert self.keep is not None
+        kept = self.keep.next_sum([self.width], unit or "pieces", len(items))
+        _, found = kept.resume() or (0, [])
+        results: list[R] = found
+        yield from results
+        rest, done = items[len(results) :], len(results)
+        if self.map is not None:
+            new = self._over_workers(work, rest, unit, done)
+        else:
+            keep, at = self.keep, kept.number
+            new = (
+                work(replace(self, keep=keep.inside(at, i)), item)
+                for i, item in enumerate(rest, done)
+            )
+        for result in new:
+            results.append(result)
+            kept.offer(len(results), lambda: results, last=len(results) == len(items))
+            yield result
 
     def each(self, work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
         """Apply `work(item)` to every item, results in order, for many items of milliseconds: on
@@ -133,8 +166,8 @@ class Execution:
             yield from results
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Without map and progress; if the map's processes share this machine, with their share of
-        the memory."""
+        """Without map, progress and keep; if the map's processes share this machine, with their
+        share of the memory."""
         if self.map is None:
             jobs, memory = self.jobs, self.memory
         else:

@@ -41,6 +41,10 @@ class NotebookProgress:
             if time.monotonic() - self._shown > EVERY:
                 self._show()
 
+    def skip(self, count: int) -> None:
+        """See `Progress`."""
+        self.advance(count)
+
     def stop(self) -> None:
         """See `Progress`."""
         with self._lock:

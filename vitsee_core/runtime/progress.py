@@ -21,6 +21,9 @@ class Progress(Protocol):
         """That many more are done, with this many bytes written or read; may be called from any
         thread."""
 
+    def skip(self, count: int) -> None:
+        """That many were done before this run: they count, but not for the rate."""
+
     def stop(self) -> None:
         """The phase ended, successfully or not."""
 
@@ -31,6 +34,8 @@ class Silent:
     def start(self, total: int, done: int = 0, unit: str = "images") -> None: ...
 
     def advance(self, count: int, size_bytes: int = 0) -> None: ...
+
+    def skip(self, count: int) -> None: ...
 
     def stop(self) -> None: ...
 

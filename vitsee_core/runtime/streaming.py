@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import builtins
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.runtime.kept_sums import KeptFold, KeptSums
 from vitsee_core.runtime.machine import counted
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.types import Mask
@@ -146,6 +147,7 @@ def fold(
     slab_bytes: int = 0,
     map: Map | None = None,
     progress: Progress = SILENT,
+    keep: KeptSums | None = None,
 ) -> A:
     """The accumulator of all slabs of a store, or of two paired stores in step.
 
@@ -163,24 +165,28 @@ def fold(
         map: distributes the calls, e.g. the `map` of a `ProcessPoolExecutor`; processes reopen the
             stores by their paths.
         progress: advanced by the number of rows of each finished slab.
+        keep: where the sum of a long fold is kept, and continued from.
 
     Raises:
         StoreMismatch: a pair with different images.
     """
-    total = None
-    parts = each_slab(
-        stores,
-        _Fill(make),
-        rows=rows if rows is not None else choose_rows(_tuple(stores)[0], images, seed),
-        jobs=jobs if memory is None or not slab_bytes else min(jobs, max(1, memory // slab_bytes)),
-        map=map,
-        progress=progress,
-    )
-    for part in parts:
+    opened = _tuple(stores)
+    rows = rows if rows is not None else choose_rows(opened[0], images, seed)
+    items = _pieces(opened, rows)
+    done, total, kept = 0, None, None
+    if keep is not None and items:
+        kept = KeptFold(keep, make, opened, rows.mask, len(items))
+        done, total = kept.resume()
+        progress.skip(sum(_n_chosen(rows, place) for place, _ in items[:done]))
+    width = jobs if memory is None or not slab_bytes else min(jobs, max(1, memory // slab_bytes))
+    for part in _work_on(opened, _Fill(make), items[done:], rows, width, map, progress):
         if total is None:
             total = part
         else:
             total.merge(part)
+        done += 1
+        if kept is not None:
+            kept.offer(done, total)
     return make() if total is None else total
 
 
@@ -199,15 +205,35 @@ def each_slab(
     Arguments and errors as for `fold`, which adds the merge.
     """
     opened = _tuple(stores)
+    yield from _work_on(opened, work, _pieces(opened, rows), rows, jobs, map, progress)
+
+
+def _pieces(opened: tuple[Store, ...], rows: Rows) -> list[tuple[slice, Mask]]:
+    """The rows of each slab with a row that counts, and which of them do."""
     counted = rows.mask & (require_paired(*opened) if len(opened) == 2 else opened[0].valid)
     # If slab sizes differ, pieces are the larger slabs: a chunk is read whole.
     plan = max((store.plan for store in opened), key=lambda plan: plan.slab)
     places = [plan.rows(k) for k in range(plan.n_slabs)]
-    items = [(place, counted[place]) for place in places if counted[place].any()]
+    return [(place, counted[place]) for place in places if counted[place].any()]
+
+
+def _work_on(
+    opened: tuple[Store, ...],
+    work: Callable[..., R],
+    items: Sequence[tuple[slice, Mask]],
+    rows: Rows,
+    jobs: int,
+    map: Map | None,
+    progress: Progress,
+) -> Iterator[R]:
     work_on: Map = map or thread_map(jobs if len(items) > 1 else 1)
     for (place, _), result in zip(items, work_on(_SlabWork(opened, work), items), strict=True):
         yield result
-        progress.advance(int(rows.mask[place].sum()))
+        progress.advance(_n_chosen(rows, place))
+
+
+def _n_chosen(rows: Rows, place: slice) -> int:
+    return int(rows.mask[place].sum())
 
 
 def _tuple(stores: Store | tuple[Store, Store]) -> tuple[Store, ...]:

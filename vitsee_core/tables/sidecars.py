@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
 from vitsee_core.runtime.execution import Execution
-from vitsee_core.runtime.versions import result_versions
+from vitsee_core.runtime.machine import memory_bytes
+from vitsee_core.runtime.versions import result_versions, worker_versions
 from vitsee_core.tables.formats import Columns, plain_json
 from vitsee_stores.weights_names import weights_name
 
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from vitsee_stores import Store
 
 PYTHON = "python"  # the key of a call in Python
+MOST_FILES = 20_000  # of a folder that an option names, whose times tell whether it changed
 OF_EXECUTION = ("images", "seed", "jobs", "memory", "device")
 
 
@@ -62,6 +67,61 @@ def describe_run(
         "versions": result_versions(),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def describe_work(
+    command: str, stores: Iterable[Store], parameters: Mapping[str, Any], *, leave_out: Path
+) -> dict[str, Any]:
+    """Everything that decides what a command computes, to tell whether half of its work belongs to
+    it: parameters, the files that they name, what the stores hold, versions, this machine's memory.
+
+    Args:
+        command: its name.
+        stores: in its order.
+        parameters: after defaults.
+        leave_out: a folder that is not among the files.
+    """
+    plain = {name: _plain(value) for name, value in parameters.items()}
+    return {
+        "command": [command, plain],
+        "files": {name: _files(Path(name), leave_out) for name in _texts(plain) if name},
+        "stores": [
+            [
+                store.label,
+                store.manifest.store_id,
+                store.revision,
+                store.manifest.samples_fingerprint,
+            ]
+            for store in stores
+        ],
+        "versions": dict(worker_versions()),
+        "memory": memory_bytes(),
+    }
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in plain values, as each may name a file."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for own in value.values() if isinstance(value, dict) else value:
+            yield from _texts(own)
+
+
+def _files(path: Path, leave_out: Path) -> list[Any]:
+    """Name, size and time of a file, or of those below a folder, `MOST_FILES` at most; empty if
+    there is none."""
+    try:
+        if not path.is_dir():
+            named = [path] if path.is_file() else []
+        else:
+            below = (Path(at, n) for at, _, names in os.walk(path) for n in names)
+            there = (file for file in below if leave_out not in file.parents)
+            named = sorted(itertools.islice(there, MOST_FILES))
+        status = [(file, file.stat()) for file in named]
+    except (OSError, ValueError):
+        return ["cannot be read"]
+    return [[str(file), own.st_size, own.st_mtime_ns] for file, own in status]
 
 
 def attributes_of(store: Store) -> dict[str, Any]:

@@ -31,6 +31,9 @@ class StoppableProgress:
             raise Stopped
         self._progress.advance(count, size_bytes)
 
+    def skip(self, count: int) -> None:
+        self._progress.skip(count)
+
     def stop(self) -> None:
         self._progress.stop()
 
