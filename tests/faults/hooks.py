@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from typing import Any
 
 from vitsee_core.extraction import claimed
+from vitsee_core.runtime import kept_sums
 from vitsee_stores import leases as claims
 from vitsee_stores import objects
 from vitsee_stores import temp_files as owners
@@ -20,6 +22,18 @@ def look_often() -> None:
 def retry_soon() -> None:
     """Do not wait long before an object store is asked again."""
     objects.WAIT_SECONDS = 0.01
+
+
+def keep_often() -> None:
+    """Half of a sum is kept after every slab, and slabs take a moment."""
+    kept_sums.EVERY, kept_sums.COST = 0.0, float("inf")
+    offer = kept_sums.KeptSum.offer
+
+    def slowly(kept: kept_sums.KeptSum, *args: Any, **more: Any) -> None:
+        offer(kept, *args, **more)
+        time.sleep(0.1)
+
+    kept_sums.KeptSum.offer = slowly  # type: ignore[method-assign]
 
 
 def lose_soon() -> None:

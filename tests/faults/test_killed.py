@@ -24,6 +24,8 @@ from tests.faults.trials import (
     seeds,
 )
 from tests.processes import Server
+from tests.random_stores import tokens_site, write
+from vitsee_stores.layout import StorePlan, TokenLayout
 
 QUICKLY = "tests.faults.hooks:look_often"
 
@@ -83,6 +85,44 @@ def test_a_gram_pass_killed_again_and_again(
     done = run.run(*words)
     assert (done.code, done.stdout) == (0, clean[0]), done.stderr
     assert {path.suffix for path in cache.iterdir()} == {".tiles", ".json"}
+
+
+@pytest.mark.fault("a sum over slabs killed")
+@pytest.mark.parametrize("spread", [(), ("--jobs", "2")], ids=str)
+@seeds(1)
+def test_a_sum_killed_again_and_again(
+    run: Server, tmp_path: Path, seed: int, spread: tuple[str, ...], ended: Ends
+) -> None:
+    """It goes on where it was, and gives the bytes of one that nobody killed."""
+    rng, path = random.Random(seed), tmp_path / "s.zarr"
+    site = tokens_site("blocks.0.out", TokenLayout((), (2, 2), stride_px=(16.0, 16.0)), dim=8)
+    write(path, StorePlan(240, 8, "none", (site,)))
+    words = ["spectrum", path, "--tokens", "all", *spread]
+    whole, table = tmp_path / "whole.csv", tmp_path / "r.csv"
+    done = run.run(*words, "-o", whole)
+    assert done.code == 0, done.stderr
+    kept = table.with_name("r.csv.partial")
+    how = []
+    for sent in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
+        begun = changed(lambda: sorted(p.stat().st_mtime_ns for p in kept.glob("*.npz")))
+        process = run.start(*words, "-o", table, before="tests.faults.hooks:keep_often")
+        until = time.monotonic() + 60
+        while not begun() and process.running() and time.monotonic() < until:
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.2))
+        stopped = process.kill(sent)
+        how.append(stopped.code)
+        ended("ended before the signal" if stopped.code == 0 else "went on")
+        assert stopped.code in (0, -signal.SIGKILL, 75), stopped.stderr
+        if stopped.code == 0:
+            break
+        assert not table.exists()
+    if how[-1] != 0:
+        done = run.run(*words, "-o", table)
+        assert done.code == 0, done.stderr
+        assert "goes on after slab" in done.stderr
+    assert table.read_bytes() == whole.read_bytes()
+    assert not kept.exists()
 
 
 @pytest.mark.fault("one of two cka on one cache killed")

@@ -1,0 +1,326 @@
+"""Half of long work on disk: kept, continued to the bit, and read without running code."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.every_command import TABLES
+from vitsee_cli.main import main
+from vitsee_core.runtime import kept_sums
+from vitsee_core.runtime.kept_sums import KeptSum, KeptSums, state_of
+from vitsee_core.runtime.plain_state import NotPlain, read_plain, write_plain
+from vitsee_core.statistics.moments import Moments, SlabMoments
+
+# Commands whose work adds up over slabs, or is spread over sites.
+SUMS = ("attn-dist", "cka-heads", "dense-probe", "saliency", "spectrum")
+SPREAD = ("cluster", "knn", "localize", "probe", "retrieve")
+OTHERS = ("attn-map", "cosine-map", "keypoints", "lens", "norms", "pca", "propagate", "spatial")
+
+
+def written(value: Any) -> bytes:
+    file = io.BytesIO()
+    write_plain(file, value)
+    return file.getvalue()
+
+
+def test_plain_data_comes_back_as_it_was() -> None:
+    moments = Moments()
+    moments.add(np.random.default_rng(0).normal(size=(5, 3)))
+    value = {
+        ("blocks.0", True): [1, 2.5, None, "text", float("inf"), -0.0, 10**30],
+        "arrays": (np.arange(6.0).reshape(2, 3).T, np.float32(0.1), np.array(["a", "bc"])),
+        3: {"set": {1, 2}, "frozen": frozenset({"x"}), "slice": slice(1, None)},
+        "objects": np.array([["a", None], [1, 2.0]], object),
+        "nested": np.array([None, (1, [2])], object),
+        "moments": moments,
+    }
+    back = read_plain(io.BytesIO(written(value)))
+    assert list(back) == list(value) and back["blocks.0", True] == value["blocks.0", True]
+    assert str(back["blocks.0", True][5]) == "-0.0"
+    for one, other in zip(back["arrays"], value["arrays"], strict=True):
+        assert type(one) is type(other) and np.array_equal(one, other)
+        assert one.dtype == other.dtype
+    assert back["arrays"][0].flags.f_contiguous  # products of it have the same bits
+    assert back[3] == value[3]
+    assert back["objects"].tolist() == value["objects"].tolist()
+    assert back["nested"][1] == (1, [2])
+    assert type(back["moments"]) is Moments
+    assert np.array_equal(back["moments"].summary().low, moments.summary().low)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [len, lambda: 0, object(), Path("x"), b"x", SlabMoments(len), io.BytesIO(), KeyError("x")],
+)
+def test_what_is_not_plain_is_refused(value: Any) -> None:
+    with pytest.raises(NotPlain):
+        written(["before", value])
+
+
+def test_large_states_are_refused_before_they_are_written() -> None:
+    file = io.BytesIO()
+    with pytest.raises(NotPlain, match=r"8\.0 kB, of 4\.0 kB at most"):
+        write_plain(file, np.zeros(1000), most=4000)
+    assert not file.getvalue()
+
+
+def made_by_hand(tree: Any, **arrays: Any) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, tree=np.frombuffer(json.dumps(tree).encode(), np.uint8), **arrays)
+    return file.getvalue()
+
+
+ran: list[str] = []
+
+
+class Trap:
+    """Runs code when a pickle of it is read."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return ran.append, ("pickle",)
+
+
+def hostile() -> dict[str, bytes]:
+    compressed = io.BytesIO()
+    np.savez_compressed(compressed, tree=np.frombuffer(b"1", np.uint8))
+    whole = written([1, np.arange(1000.0)])
+    flipped = bytearray(whole)
+    flipped[whole.index(np.arange(1000.0).tobytes()[16:64])] ^= 1
+    return {
+        "a function": made_by_hand({"object": "os:system", "state": {}}),
+        "a class of others": made_by_hand({"object": "subprocess:Popen", "state": {}}),
+        "a function of ours": made_by_hand(
+            {"object": "vitsee_core.runtime.streaming:fold", "state": {}}
+        ),
+        "a module that is not loaded": made_by_hand({"object": "vitsee_core.x:Y", "state": {}}),
+        "another word": made_by_hand({"call": ["os:system"]}),
+        "several words": made_by_hand({"array": 0, "slice": []}),
+        "a pickle in an array": made_by_hand({"array": 0}, a0=np.array([Trap()], object)),
+        "a pickle": pickle.dumps(Trap()),
+        "no such array": made_by_hand({"array": 7}),
+        "deep": made_by_hand(None).replace(b"null", b"[" * 4),
+        "compressed": compressed.getvalue(),
+        "cut": whole[:-100],
+        "a flipped bit": bytes(flipped),
+        "empty": b"",
+        "a zip of something else": _zip_of_text(),
+    }
+
+
+def _zip_of_text() -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("tree.npy", "text")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("what", hostile())
+def test_no_code_runs_when_a_file_is_read(what: str) -> None:
+    with pytest.raises(NotPlain):
+        read_plain(io.BytesIO(hostile()[what]))
+    assert not ran
+
+
+def test_what_all_accumulators_share_is_not_kept() -> None:
+    """Two empty ones share the function; what each made itself is the sum."""
+    made = [SlabMoments(len) for _ in range(3)]
+    made[0]._moments["x"] = Moments()
+    assert list(state_of(*made)) == ["_moments"]
+    made[0]._read = int  # as another process gives it back: not the same object
+    assert list(state_of(*made)) == ["_moments"]
+
+
+def sums_in(folder: Path) -> KeptSums:
+    return KeptSums(folder / "r.csv.partial", lambda: ["command"])
+
+
+def test_nothing_is_written_before_the_first_interval(tmp_path: Path) -> None:
+    kept = sums_in(tmp_path).next_sum(["about"], "slabs", 3)
+    assert kept.resume() is None
+    for done in (1, 2, 3):
+        kept.offer(done, lambda: pytest.fail("made"), last=done == 3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_interval_grows_with_what_writing_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writing of 2 s follows 200 s of work, one of a moment 30 s."""
+    now = [0.0]
+    monkeypatch.setattr(kept_sums.time, "monotonic", lambda: now[0])
+    kept = sums_in(tmp_path).next_sum([], "slabs", 1000)
+    kept.resume()
+    found, takes = [], 2.0
+
+    def state() -> list[int]:
+        found.append(now[0])
+        now[0] += takes
+        return [1]
+
+    for done in range(1, 600):
+        now[0] += 1
+        kept.offer(done, state)
+    assert found[0] == 30.0 and np.allclose(np.diff(found), 202, atol=1.5)
+
+
+def test_another_key_is_replaced_with_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kept_sums, "EVERY", 0.0)
+    kept = sums_in(tmp_path).next_sum(["one"], "slabs", 3)
+    kept.resume()
+    kept.offer(1, lambda: [1])
+    assert sums_in(tmp_path).next_sum(["one"], "slabs", 3).resume() == (1, [1])
+    assert (tmp_path / "r.csv.partial" / "1.npz").exists()
+    for about, total in ((["two"], 3), (["one"], 4)):
+        kept.offer(1, lambda: [1])
+        assert sums_in(tmp_path).next_sum(about, "slabs", total).resume() is None
+        assert "another command, store, setting or version; the work begins anew" in caplog.text
+        assert not (tmp_path / "r.csv.partial").exists()
+        caplog.clear()
+        kept._next = 0.0
+
+
+def test_a_damaged_file_is_replaced_with_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "r.csv.partial"
+    folder.mkdir()
+    (folder / "1.npz").write_bytes(b"half")
+    (folder / "notes.txt").write_text("mine")
+    assert sums_in(tmp_path).next_sum([], "slabs", 3).resume() is None
+    assert "1.npz cannot be read" in caplog.text
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+def test_a_full_disk_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kept_sums, "EVERY", 0.0)
+    monkeypatch.setattr(kept_sums, "COST", float("inf"))
+
+    def full(file: Any, value: Any) -> None:
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(kept_sums, "write_plain", full)
+    kept = sums_in(tmp_path).next_sum([], "slabs", 3)
+    kept.resume()
+    for done in (1, 2, 3):
+        kept.offer(done, lambda: [1])
+    assert caplog.text.count("half of the work is not kept (no space left on device)") == 1
+    assert not list((tmp_path / "r.csv.partial").iterdir())
+
+
+# ---------------------------------------------------------------- commands
+
+
+class Kept:
+    """Commands that write after every slab, and are stopped after a number of writings."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(kept_sums, "EVERY", 0.0)
+        monkeypatch.setattr(kept_sums, "COST", float("inf"))
+        self.left, offer = 10**9, KeptSum.offer
+
+        def stopping(kept: KeptSum, *args: Any, **kwargs: Any) -> None:
+            before = kept.sums.root.status
+            offer(kept, *args, **kwargs)
+            if kept.sums.root.status != before:
+                self.left -= 1
+                if self.left <= 0:
+                    raise KeyboardInterrupt("SIGTERM")
+
+        monkeypatch.setattr(KeptSum, "offer", stopping)
+
+    def run(self, *words: object, writings: int = 10**9) -> Result:
+        self.left = writings
+        return CliRunner().invoke(main, [*map(str, words)])
+
+    def check(self, words: tuple[object, ...], table: Path, most: int = 60) -> int:
+        """The bytes of a command stopped after each of its writings are those of one that ran
+        through; how often it was stopped."""
+        partial = table.with_name(f"{table.name}.partial")
+        whole = table.with_name("whole.csv")
+        done = self.run(*words, "-o", whole, "--force")
+        assert done.exit_code == 0, done.output
+        assert not whole.with_name("whole.csv.partial").exists()
+        for stops in range(most):
+            ended = self.run(*words, "-o", table, writings=1)
+            assert ("goes on after" in ended.stderr) == (stops > 0), ended.output
+            if ended.exit_code == 0:
+                break
+            assert ended.exit_code == 75, ended.output
+            assert "is kept; repeat the command to go on" in ended.stderr
+            assert partial.is_dir() and not table.exists()
+        assert table.read_bytes() == whole.read_bytes()
+        assert not partial.exists()
+        return stops
+
+
+@pytest.fixture
+def kept(everything: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
+    return Kept(everything, monkeypatch)
+
+
+def test_a_dense_probe_goes_on_to_the_bit(kept: Kept, tmp_path: Path) -> None:
+    """In its training pass, in its test pass, and after it."""
+    words = ("dense-probe", "vit.zarr", "--masks", "maps", "--holdout", "0.4", "--per-class")
+    assert kept.check(words, tmp_path / "r.csv") == 4  # two passes over two slabs
+
+
+def test_others_begin_anew(kept: Kept, tmp_path: Path, everything: Path) -> None:
+    """Another option, a changed file, --force: nothing of the old sum is used."""
+    table, partial = tmp_path / "r.csv", tmp_path / "r.csv.partial"
+    maps = shutil.copytree(everything / "maps", tmp_path / "maps")
+    words = ["dense-probe", "vit.zarr", "--masks", maps, "--holdout", "0.4", "-o", table]
+    assert kept.run(*words, writings=2).exit_code == 75
+    again = kept.run(*words, "--l2", "1", writings=1)
+    assert again.exit_code == 75 and "is not used: it is of another command" in again.stderr
+    assert kept.run(*words, writings=1).exit_code == 75
+    mask = next(maps.rglob("*.png"))
+    mask.write_bytes(mask.read_bytes() + b"\0")
+    changed = kept.run(*words, writings=1)
+    assert changed.exit_code == 75 and "is not used: it is of another" in changed.stderr
+    forced = kept.run(*words, "--force", writings=1)
+    assert forced.exit_code == 75 and "goes on" not in forced.stderr
+    assert kept.run(*words).exit_code == 0 and not partial.exists()
+
+
+def test_short_commands_write_nothing(
+    everything: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(everything)
+    monkeypatch.setattr(KeptSums, "write", lambda *args: pytest.fail("written"))
+    done = CliRunner().invoke(main, ["attn-dist", "vit.zarr", "-o", str(tmp_path / "r.csv")])
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [*SUMS, *SPREAD, *OTHERS])
+def test_every_command_goes_on_to_the_bit(kept: Kept, tmp_path: Path, command: str) -> None:
+    stops = [
+        kept.check((command, *words), tmp_path / f"{number}.csv")
+        for number, words in enumerate(TABLES[command])
+    ]
+    assert sum(stops) or command in OTHERS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["dense-probe", "spectrum", "cluster"])
+def test_work_of_dasks_workers_goes_on_to_the_bit(kept: Kept, tmp_path: Path, command: str) -> None:
+    pytest.importorskip("distributed")
+    words = (command, *TABLES[command][0], "--dask", "local:1")
+    assert kept.check(words, tmp_path / "r.csv") > 1
