@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import shutil
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,11 +22,20 @@ from vitsee_core.runtime import kept_sums
 from vitsee_core.runtime.kept_sums import KeptSum, KeptSums, state_of
 from vitsee_core.runtime.plain_state import NotPlain, read_plain, write_plain
 from vitsee_core.statistics.moments import Moments, SlabMoments
+from vitsee_stores import Slab
 
 # Commands whose work adds up over slabs, or is spread over sites.
 SUMS = ("attn-dist", "cka-heads", "dense-probe", "saliency", "spectrum")
 SPREAD = ("cluster", "knn", "localize", "probe", "retrieve")
 OTHERS = ("attn-map", "cosine-map", "keypoints", "lens", "norms", "pca", "propagate", "spatial")
+
+
+def read_nothing(slab: Slab) -> dict[str, Any]:
+    return {}
+
+
+def read_again(slab: Slab) -> dict[str, Any]:
+    return {}
 
 
 def written(value: Any) -> bytes:
@@ -37,7 +47,7 @@ def written(value: Any) -> bytes:
 def test_plain_data_comes_back_as_it_was() -> None:
     moments = Moments()
     moments.add(np.random.default_rng(0).normal(size=(5, 3)))
-    value = {
+    value: dict[Any, Any] = {
         ("blocks.0", True): [1, 2.5, None, "text", float("inf"), -0.0, 10**30],
         "arrays": (np.arange(6.0).reshape(2, 3).T, np.float32(0.1), np.array(["a", "bc"])),
         3: {"set": {1, 2}, "frozen": frozenset({"x"}), "slice": slice(1, None)},
@@ -61,7 +71,16 @@ def test_plain_data_comes_back_as_it_was() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [len, lambda: 0, object(), Path("x"), b"x", SlabMoments(len), io.BytesIO(), KeyError("x")],
+    [
+        len,
+        lambda: 0,
+        object(),
+        Path("x"),
+        b"x",
+        SlabMoments(read_nothing),
+        io.BytesIO(),
+        KeyError("x"),
+    ],
 )
 def test_what_is_not_plain_is_refused(value: Any) -> None:
     with pytest.raises(NotPlain):
@@ -134,10 +153,10 @@ def test_no_code_runs_when_a_file_is_read(what: str) -> None:
 
 def test_what_all_accumulators_share_is_not_kept() -> None:
     """Two empty ones share the function; what each made itself is the sum."""
-    made = [SlabMoments(len) for _ in range(3)]
+    made = [SlabMoments(read_nothing) for _ in range(3)]
     made[0]._moments["x"] = Moments()
     assert list(state_of(*made)) == ["_moments"]
-    made[0]._read = int  # as another process gives it back: not the same object
+    made[0]._read = read_again  # as another process gives it back: not the same object
     assert list(state_of(*made)) == ["_moments"]
 
 
@@ -158,7 +177,7 @@ def test_the_interval_grows_with_what_writing_costs(
 ) -> None:
     """A writing of 2 s follows 200 s of work, one of a moment 30 s."""
     now = [0.0]
-    monkeypatch.setattr(kept_sums.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     kept = sums_in(tmp_path).next_sum([], "slabs", 1000)
     kept.resume()
     found, takes = [], 2.0

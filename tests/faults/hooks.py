@@ -33,7 +33,7 @@ def keep_often() -> None:
         offer(kept, *args, **more)
         time.sleep(0.1)
 
-    kept_sums.KeptSum.offer = slowly  # type: ignore[method-assign]
+    kept_sums.KeptSum.offer = slowly  # type: ignore[assignment, method-assign]
 
 
 def lose_soon() -> None:
