@@ -1,0 +1,137 @@
+"""The figure of logit attribution: what each sublayer adds, their running sum, and heads. From the
+columns of `vitsee logit-attribution`'s table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vitsee_core.figures.panels import (
+    Grid,
+    bars_at_ends,
+    handles_of,
+    legend_below,
+    note_count,
+    stack,
+)
+from vitsee_core.figures.plotting import COLOURS, GREY, ink, reference_line, styled
+from vitsee_core.figures.token_maps import DIVERGING
+from vitsee_core.tables.text import shorten
+from vitsee_core.tables.words import PARTS, block_words
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from vitsee_core.tables.results import Table
+
+# Part -> its words and colour; of a block that is one sublayer, the branch.
+KINDS = {
+    "input": ("where the stream begins", GREY),
+    "attn": (PARTS["attn"], COLOURS[0]),
+    "mlp": (PARTS["mlp"], COLOURS[1]),
+    "token": (PARTS["token"], COLOURS[2]),
+    "channel": (PARTS["channel"], COLOURS[3]),
+    "block": ("block", COLOURS[4]),
+    "bias": ("bias of norm and classifier", "#BDBDBD"),
+}
+LOGIT = "logit"
+MOST = 12  # panels: further classes are in the table alone
+MOST_TICKS = 16
+
+
+@styled
+def draw_attributions(table: Table) -> Figure:
+    """A panel per store (and class, the first twelve): a bar per sublayer in the model's order with
+    its 95 % interval, their running sum as a line, and dashed the logit where it ends; below, where
+    the table has heads, what each adds by block, on one scale of colours."""
+    wholes, heads = [], []
+    for store, of_store in table.groups("store"):
+        for name, rows in of_store.groups("class"):
+            title = f"{shorten(str(store), 24)}: {name}" if name else shorten(str(store), 28)
+            wholes.append((title, rows.take(~rows.given("head"))))
+            if rows.given("head").any():
+                heads.append((title, rows.take(rows.given("head"))))
+    wholes, heads = wholes[:MOST], heads[:MOST]
+    bars = Grid(len(wholes), width=24, widest=46, height=16, most=2)
+    tiles = Grid(len(heads), width=17, widest=23, height=15)
+    figure, parts = stack(bars, *([tiles] if heads else []))
+    every = bars.axes(parts[0])
+    for axes, (title, rows) in zip(every, wholes, strict=True):
+        _draw_bars(axes, rows, title)
+    if heads:
+        values = [_head_values(rows) for _, rows in heads]
+        top = max(float(np.nanmax(np.abs(grid))) for grid, _ in values) or 1.0
+        panels = tiles.axes(parts[1])
+        for axes, (title, _), (grid, blocks) in zip(panels, heads, values, strict=True):
+            image = _draw_heads(axes, title, grid, blocks, top)
+        bars_at_ends(tiles, panels, image, "logit, by head")
+    legend_below(figure, handles_of(every))
+    return figure
+
+
+def _draw_bars(axes: Axes, rows: Table, title: str) -> None:
+    parts = rows["part"].astype(str)
+    shown = rows.take(np.isin(parts, list(KINDS)))
+    kinds, values = shown["part"].astype(str), shown["value"].astype(float)
+    x = np.arange(len(shown))
+    for kind, (words, colour) in KINDS.items():
+        own = kinds == kind
+        if not own.any():
+            continue
+        axes.bar(x[own], values[own], 0.8, color=colour, label=words, linewidth=0)
+    low, high = (shown[name].astype(float) for name in ("low", "high"))
+    if np.isfinite(low).any():
+        axes.vlines(x, low, high, color=ink(), linewidth=0.7, label="bars: 95 % interval")
+    axes.plot(x, np.cumsum(values), color=ink(), linewidth=1.1, drawstyle="steps-mid",
+              marker=".", markersize=3, label="running sum")  # fmt: skip
+    axes.axhline(0, color=GREY, linewidth=0.6)
+    for whole in rows["value"][parts == LOGIT].astype(float):
+        reference_line(axes, float(whole), "the model's logit")
+    places, texts = _ticks(shown)
+    axes.set_xticks(places, texts, rotation=90 if max(map(len, texts)) > 4 else 0)
+    axes.grid(False, axis="x")
+    axes.set_xlabel("from input to output, by block")
+    axes.set_ylabel("part of the logit")
+    axes.set_title(title)
+    note_count(axes, rows)
+
+
+def _ticks(shown: Table) -> tuple[list[float], list[str]]:
+    """The first sublayer of each block, by number, as many as can be read; where the stream begins
+    and the bias in words."""
+    blocks = ["" if b is None or b != b else str(b) for b in shown["block"].tolist()]
+    kinds = shown["part"].tolist()
+    after = range(1, len(blocks))
+    starts = [i for i in after if blocks[i] and (i == 1 or blocks[i] != blocks[i - 1])]
+    step = -(-len(starts) // MOST_TICKS) or 1
+    found: dict[int, str] = {0: "input"}
+    for i in starts[::step]:
+        found[i] = block_words(blocks[i]).removeprefix("block ")
+    found |= {i: "bias" for i, kind in enumerate(kinds) if kind == "bias"}
+    return [float(i) for i in found], [*found.values()]
+
+
+def _head_values(rows: Table) -> tuple[Any, list[str]]:
+    """(heads, blocks) and the blocks' words."""
+    blocks = list(dict.fromkeys(rows["block"].tolist()))
+    heads = np.array([int(float(head)) for head in rows["head"].tolist()])
+    columns = np.array([blocks.index(block) for block in rows["block"].tolist()])
+    grid = np.full((heads.max() + 1, len(blocks)), np.nan)
+    grid[heads, columns] = rows["value"].astype(float)
+    return grid, [block_words(str(block)).removeprefix("block ") for block in blocks]
+
+
+def _draw_heads(axes: Axes, title: str, grid: Any, blocks: list[str], top: float) -> Any:
+    image = axes.imshow(grid, cmap=DIVERGING, vmin=-top, vmax=top, aspect="auto", origin="upper")
+    step = -(-len(blocks) // MOST_TICKS)
+    texts = blocks[::step]
+    axes.set_xticks(
+        range(0, len(blocks), step), texts, rotation=90 if max(map(len, texts)) > 4 else 0
+    )
+    rows = -(-len(grid) // MOST_TICKS)
+    axes.set_yticks(range(0, len(grid), rows))
+    axes.grid(False)
+    axes.set(xlabel="block", ylabel="head", title=title)
+    return image

@@ -1,0 +1,214 @@
+"""What each term of the residual stream adds to the logits of some classes, slab by slab."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vitsee_core.analyses.logit_attribution.stream import ResidualStream
+from vitsee_core.models.head_weights import HeadWeights
+from vitsee_core.statistics.moments import Moments, Summary
+from vitsee_core.types import Float, Integers
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from vitsee_stores import Slab
+
+BIAS, RESIDUE, LOGIT = "bias", "residue", "logit"
+HEAD, PROJECTION_BIAS = "head", "projection_bias"
+WHOLE = ""  # the site of what belongs to the whole model
+Key = tuple[str, str]  # site and part
+
+
+@dataclass(frozen=True)
+class Projection:
+    """branch = weight @ heads + bias, layer scale included. weight: (dim, heads x head dim); bias:
+    (dim,)."""
+
+    weight: Float
+    bias: Float
+    n_heads: int
+
+
+@dataclass(frozen=True)
+class Readout:
+    """The classifier behind its frozen norm: logits = vectors @ (weighted tokens) + offset.
+
+    vectors: (classes, dim), the norm's weight, and its centring, taken into the kernel. offset:
+    (classes,), what the biases of norm and classifier give. kernel_bias: that of the latter.
+    """
+
+    vectors: Float
+    offset: Float
+    kernel_bias: Float
+
+    @classmethod
+    def of(cls, head: HeadWeights) -> Readout:
+        """That of a classifier, in float64."""
+        own = {name: values.astype(np.float64) for name, values in head.arrays.items()}
+        kernel = own["head_kernel"]
+        vectors = kernel * own.get("head_norm_scale", 1.0)
+        if head.norm == "layer":  # the centring is symmetric: it may act on either side
+            vectors = vectors - vectors.mean(1, keepdims=True)
+        bias = own.get("head_bias", np.zeros(len(kernel)))
+        offset = bias + kernel @ own.get("head_norm_bias", np.zeros(kernel.shape[1]))
+        return cls(vectors, offset, bias)
+
+    def centred(self) -> Readout:
+        """Less the mean over classes, which softmax does not see."""
+        return Readout(
+            self.vectors - self.vectors.mean(0), self.offset - self.offset.mean(), self.kernel_bias
+        )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Of which classes the logits are explained: of `classes`, for every image; or of each image's
+    own class, its label or what the model predicts, if `by_class` in a column per class."""
+
+    classes: tuple[int, ...] = ()
+    predicted: bool = False
+    by_class: bool = False
+
+    def own(self, slab: Slab, logits: Float) -> Integers:
+        """(images,) each image's class; -1 without a label."""
+        if self.predicted:
+            return logits.argmax(1)
+        labels = slab.store.samples.label[slab.rows][slab.valid].astype(np.int64)
+        return np.where(labels < logits.shape[1], labels, -1)
+
+    def spread(self, values: Float, own: Integers, n_classes: int) -> Float:
+        """Values (images, ...) of each image's own class as they are counted: NaN without a class;
+        by class (images, classes, ...), NaN but for the own."""
+        values = values.astype(np.float64)
+        values[own < 0] = np.nan
+        if not self.by_class:
+            return values
+        found = np.full((len(values), n_classes, *values.shape[1:]), np.nan)
+        at = np.flatnonzero(own >= 0)
+        found[at, own[at]] = values[at]
+        return found
+
+
+@dataclass(frozen=True)
+class ReadContributions:
+    """The work on one slab: key -> values (images[, classes][, heads]) for `Moments`; and the
+    largest relative difference between the sum of all parts and the logits."""
+
+    stream: ResidualStream
+    readout: Readout
+    asked: Asked
+    projections: Mapping[str, Projection]
+    raw: bool
+
+    def __call__(self, slab: Slab, into: _Into) -> None:
+        """Reads one site at a time."""
+        stream = self.stream
+        frozen = stream.frozen(slab)
+        logits = self.logits(slab)
+        own = self.asked.own(slab, logits)
+        shown = self.readout if self.raw else self.readout.centred()
+        measure = _Measure(shown, self.asked, own)
+        total = np.zeros((len(own), self.readout.vectors.shape[1]))
+        for site in stream.terms:
+            vector = frozen.pooled(slab, site.name)
+            total += vector
+            into.add((site.name, ""), measure.vectors(vector))
+            projection = self.projections.get(str(site.block))
+            if projection is not None and site.part == "attn.branch":
+                heads = frozen.pooled(slab, f"{site.block}.attn.heads")
+                into.add((site.name, HEAD), measure.heads(heads, projection))
+                bias = np.outer(frozen.total, projection.bias)
+                into.add((site.name, PROJECTION_BIAS), measure.vectors(bias))
+        found = total @ self.readout.vectors.T + self.readout.offset
+        into.add((WHOLE, BIAS), measure.logits(np.broadcast_to(shown.offset, logits.shape)))
+        for part, values in ((RESIDUE, logits - found), (LOGIT, logits)):
+            level = 0.0 if self.raw else values.mean(1, keepdims=True)
+            into.add((WHOLE, part), measure.logits(values - level))
+        size = np.abs(logits - self.readout.kernel_bias).max(1)
+        gap = np.abs(logits - found).max(1) / np.where(size > 0, size, 1)
+        into.gap = max(into.gap, float(gap.max(initial=0)))
+
+    def logits(self, slab: Slab) -> Float:
+        """(images, classes) as the store has them, else those of its classifier on the stream.
+
+        Raises:
+            VitseeError: they are not finite, or those of another number of classes.
+        """
+        if "logits" in slab.store.sites:
+            found = slab.vectors("logits")[slab.valid].astype(np.float64)
+        else:
+            frozen = self.stream.frozen(slab)
+            pooled = frozen.pooled(slab, self.stream.head.site)
+            found = pooled @ self.readout.vectors.T + self.readout.offset
+        if not np.isfinite(found).all():
+            raise VitseeError(
+                f"{slab.store.label} has logits that are not finite (see vitsee validate)"
+            )
+        return found
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """What vectors give to the logits asked for. own: (images,) each one's class."""
+
+    readout: Readout
+    asked: Asked
+    own: Integers
+
+    def vectors(self, x: Float) -> Float:
+        """Of vectors (images, dim)."""
+        if self.asked.classes:
+            return x @ self.readout.vectors[list(self.asked.classes)].T
+        return self._spread(np.einsum("nd,nd->n", x, self.readout.vectors[self.own]))
+
+    def heads(self, x: Float, projection: Projection) -> Float:
+        """Of the heads' outputs (images, heads x head dim), each through its part of the
+        projection."""
+        back = self.readout.vectors @ projection.weight  # (classes, heads x head dim)
+        shape = (-1, projection.n_heads, projection.weight.shape[1] // projection.n_heads)
+        if self.asked.classes:
+            some = back[list(self.asked.classes)]
+            return np.einsum("nhd,khd->nkh", x.reshape(shape), some.reshape(shape))
+        return self._spread((x * back[self.own]).reshape(len(x), *shape[1:]).sum(-1))
+
+    def logits(self, x: Float) -> Float:
+        """Of what is given for every class (images, classes)."""
+        if self.asked.classes:
+            return x[:, list(self.asked.classes)]
+        return self._spread(x[np.arange(len(x)), self.own])
+
+    def _spread(self, values: Float) -> Float:
+        return self.asked.spread(values, self.own, len(self.readout.vectors))
+
+
+@dataclass
+class _Into:
+    moments: dict[Key, Moments] = field(default_factory=dict)
+    gap: float = 0.0
+
+    def add(self, key: Key, values: Float) -> None:
+        """Count values (images, ...)."""
+        self.moments.setdefault(key, Moments()).add(values)
+
+
+class Contributions:
+    """Means over images, to be filled by `streaming.fold`."""
+
+    def __init__(self, read: ReadContributions) -> None:
+        self._read, self._into = read, _Into()
+
+    def update(self, slab: Slab) -> None:
+        self._read(slab, self._into)
+
+    def merge(self, other: Contributions) -> None:
+        for key, moments in other._into.moments.items():
+            self._into.moments.setdefault(key, Moments()).merge(moments)
+        self._into.gap = max(self._into.gap, other._into.gap)
+
+    def result(self) -> tuple[dict[Key, Summary], float]:
+        """Key -> summary of entries ([classes][, heads]), and the largest relative residue."""
+        return {key: m.summary() for key, m in self._into.moments.items()}, self._into.gap
