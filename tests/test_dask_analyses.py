@@ -324,6 +324,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Store:
         ("head_types", {}),
         ("lens", {}),
         ("localize", {}),
+        ("logit_attribution", {}),
         ("normratio", {}),
         ("norms", {}),
         ("pca", {}),

@@ -108,6 +108,12 @@ def test_images_without_labels_or_without_others_to_train_on() -> None:
     assert named(found, "probe-vit").words[2:4] == ("--holdout", "0.3")
 
 
+def test_attribution_needs_the_branches_of_a_thorough_study() -> None:
+    found = plan(study(), [model("vit")], labelled=True)
+    said = "it needs sites within blocks, which a study keeps with --thorough"
+    assert found.left_out["logit-attribution"] == said
+
+
 def test_a_model_without_a_classifier_or_any_grid() -> None:
     lacks = {**model("x").lacks, "classifier": "it has no classifier", "grid": "no grid"}
     found = plan(study(), [model("x", lacks=lacks, grid=None, class_token=False)], labelled=True)
@@ -178,6 +184,7 @@ def test_a_thorough_study_keeps_the_sites_of_all_figures() -> None:
     assert names - {step.name for step in plan(study(), models, labelled=True).analyses} == {
         "cka-all-vit", "cka-all-cnn", "cka-all-vit-cnn", "cka-norms-vit", "cka-norms-cnn",
         "cka-branches-vit", "cka-branches-cnn", "cka-depth-vit-cnn", "erf-residual",
+        "logit-attribution",
         "attn-map-rollout-vit", "probe-each-vit", "probe-tokens-vit", "probe-mean-vit",
         "probe-mean-cnn",
     }  # fmt: skip

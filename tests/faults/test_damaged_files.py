@@ -47,6 +47,7 @@ COMMANDS = [
     "probe S T",
     "lens S",
     "localize S",
+    "logit-attribution S",
     "normratio S",
     "norms S",
     "similarity S --no-cache",

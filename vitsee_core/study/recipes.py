@@ -159,6 +159,11 @@ def _erf(study: Study, models: Models) -> Iterator[Step]:
         yield from together("erf", "--sites", "residual", variant="residual")(study, within)
 
 
+def _logit_attribution(study: Study, models: Models) -> Iterator[Step]:
+    if study.thorough:
+        yield from together("logit-attribution")(study, models)
+
+
 def _normratio(study: Study, models: Models) -> Iterator[Step]:
     words = ["patches", *(["cls"] if any(model.class_token for model in models) else [])]
     tokens = [option for word in words for option in ("--tokens", word)]
@@ -260,6 +265,9 @@ RECIPES: dict[str, Recipe] = {
     "knn": Recipe(_knn, (), (LABELS, TRAIN)),
     "probe": Recipe(_probe, (), (LABELS,)),
     "lens": Recipe(together("lens"), (TOKENS,), (LABELS,)),
+    "logit-attribution": Recipe(
+        _logit_attribution, alone="it needs sites within blocks, which a study keeps with --thorough"
+    ),
     "dense-probe": Recipe(
         each("dense-probe", "--holdout", "0.3"), (TOKENS,), (GIVEN,), ("--masks", "class maps")
     ),
@@ -274,7 +282,7 @@ RECIPES: dict[str, Recipe] = {
     ),
 }
 # What a model has to offer beyond an analysis' NEEDS for its recipe to make sense.
-MORE_NEEDS = {"lens": ("classifier",)}
+MORE_NEEDS = {"lens": ("classifier",), "logit-attribution": ("classifier",)}
 
 
 def recipe_of(command: str) -> Recipe:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vitsee_core.analyses.logit_attribution.contributions import Projection
 from vitsee_core.models.capture import Capture
+from vitsee_core.models.hook_points import HookPoint
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.trace import probe_images
 from vitsee_core.types import Float
@@ -43,36 +44,48 @@ def projections(model: LoadedModel, blocks: Sequence[str]) -> dict[str, Projecti
     """Those of these blocks of a model on the CPU, each proven on random images.
 
     Raises:
-        NotOffered: what the heads gave does not become the branch by a linear layer and one factor
-            per channel.
+        NotOffered: no linear layer and factor per channel make the branch of what the heads gave.
     """
     table = site_table(model)
     n_heads = {block.name: block.n_heads for block in table.attention}
     found = {}
     for block in blocks:
-        place = table.heads.get(block)
-        layer = None if place is None else model.module.get_submodule(place.module)
-        if block not in n_heads or not isinstance(layer, nn.Linear):
-            kind = "unknown" if layer is None else f"a {type(layer).__name__}"
-            raise NotOffered(
-                f"{model.name}: what follows the heads of {block} is {kind}: no --heads"
-            )
         keeper = _Keeper()
         sites = [table[f"{block}.{part}"] for part in ("attn.heads", "attn.branch")]
-        capture = Capture(model, table, sites=sites)
-        with torch.inference_mode(), capture:
+        with torch.inference_mode(), Capture(model, table, sites=sites) as capture:
             capture.run(probe_images(model.input_size, False), keeper)
         heads, branch = (keeper.tokens[site.part] for site in sites)
-        weight = layer.weight.detach().double().numpy()
-        bias = np.zeros(len(weight)) if layer.bias is None else layer.bias.detach().double().numpy()
-        plain = heads @ weight.T + bias
-        size = np.square(plain).sum(0)
-        factor = (plain * branch).sum(0) / np.where(size > 0, size, 1)
-        gap = np.abs(plain * factor - branch).max()
-        if not gap <= PROVEN * np.abs(branch).max():
+        shape = (branch.shape[1], heads.shape[1])
+        layers = [
+            layer
+            for layer in _around(model.module, table.heads[block]).modules()
+            if isinstance(layer, nn.Linear) and layer.weight.shape == shape
+        ]
+        fits = (_fitted(layer, heads, branch, n_heads[block]) for layer in layers)
+        own = next((fit for fit in fits if fit is not None), None)
+        if own is None:
             raise NotOffered(
-                f"{model.name}: the branch of {block}.attn is not the heads' projection times one "
-                "factor per channel (a norm follows it, say); leave out --heads"
+                f"{model.name}: the branch of {block}.attn is no linear layer of what the heads "
+                "gave, times one factor per channel (a norm is between, say); leave out --heads"
             )
-        found[block] = Projection(weight * factor[:, np.newaxis], bias * factor, n_heads[block])
+        found[block] = own
     return found
+
+
+def _around(module: nn.Module, place: HookPoint) -> nn.Module:
+    """The module that has the one which the heads' outputs enter: the projection, or a norm or an
+    Identity before it."""
+    return module.get_submodule(place.module.rpartition(".")[0])
+
+
+def _fitted(layer: nn.Linear, heads: Float, branch: Float, n_heads: int) -> Projection | None:
+    """The layer with the factor per channel (1, or the layer scale) that makes its output the
+    branch; None if none does."""
+    weight = layer.weight.detach().double().numpy()
+    bias = np.zeros(len(weight)) if layer.bias is None else layer.bias.detach().double().numpy()
+    plain = heads @ weight.T + bias
+    size = np.square(plain).sum(0)
+    factor = (plain * branch).sum(0) / np.where(size > 0, size, 1)
+    if not np.abs(plain * factor - branch).max() <= PROVEN * np.abs(branch).max():
+        return None
+    return Projection(weight * factor[:, np.newaxis], bias * factor, n_heads)
