@@ -97,7 +97,9 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Store]:
 
 def mixer(folder: Path, args: dict[str, Any]) -> Path:
     """A checkpoint of a Mixer with a classifier that is not 0."""
-    module = load_model("mixer_s32_224", random_init=0, img_size=(96, 96), model_args=args).module
+    module: Any = load_model(
+        "mixer_s32_224", random_init=0, img_size=(96, 96), model_args=args
+    ).module
     torch.manual_seed(0)
     nn.init.normal_(module.head.weight, std=0.1)
     torch.save(module.state_dict(), folder / "mixer.pt")
@@ -168,7 +170,7 @@ def test_against_hooks_on_the_model(name: str, stores: dict[str, Store]) -> None
     """Every image, class and sublayer, token by token."""
     store = stores[name]
     more = {"patch_size": 8, **FAMILIES[name][1]}
-    module = load_model("test_vit", random_init=0, img_size=(32, 48), model_args=more).module
+    module: Any = load_model("test_vit", random_init=0, img_size=(32, 48), model_args=more).module
     x = normalise(
         torch.from_numpy(store.array("input")[:]), store.manifest.transform, torch.device("cpu")
     )
@@ -202,7 +204,7 @@ def test_against_hooks_on_the_model(name: str, stores: dict[str, Store]) -> None
     by_head = run(store, heads=True, classes=("0",), raw=True)
     for i in range(6):
         rows = by_head.where(site=f"blocks.{i}.attn")
-        parts = rows["part"].astype(str)
+        parts: Any = rows["part"].astype(str)
         whole = rows["value"][parts == "attn"][0]
         assert rows["head"][parts == "head"].tolist() == [0, 1, 2, 3][: (parts == "head").sum()]
         assert rows["value"][parts != "attn"].sum() == pytest.approx(whole, abs=2e-6)

@@ -110,8 +110,7 @@ def test_images_without_labels_or_without_others_to_train_on() -> None:
 
 def test_attribution_needs_the_branches_of_a_thorough_study() -> None:
     found = plan(study(), [model("vit")], labelled=True)
-    said = "it needs sites within blocks, which a study keeps with --thorough"
-    assert found.left_out["logit-attribution"] == said
+    assert found.left_out["logit-attribution"] == "it needs sites within blocks: --thorough"
 
 
 def test_a_model_without_a_classifier_or_any_grid() -> None:

@@ -138,6 +138,16 @@ PICTURES = (
         ),
     ),
     Picture(
+        "logit-attribution",
+        "more/logit-attribution.csv",
+        (
+            "extract demo:vit --data demo:test --images 500 --sites blocks --sites head "
+            "--sites residual --sites heads --tokens pooled -o stores/branches.zarr",
+            "logit-attribution vit=stores/branches.zarr --heads -o more/logit-attribution.csv "
+            "--force",
+        ),
+    ),
+    Picture(
         "cosine-map",
         "more/cosine-map.csv",
         (

@@ -266,7 +266,8 @@ RECIPES: dict[str, Recipe] = {
     "probe": Recipe(_probe, (), (LABELS,)),
     "lens": Recipe(together("lens"), (TOKENS,), (LABELS,)),
     "logit-attribution": Recipe(
-        _logit_attribution, alone="it needs sites within blocks, which a study keeps with --thorough"
+        _logit_attribution,
+        alone="it needs sites within blocks: --thorough",
     ),
     "dense-probe": Recipe(
         each("dense-probe", "--holdout", "0.3"), (TOKENS,), (GIVEN,), ("--masks", "class maps")

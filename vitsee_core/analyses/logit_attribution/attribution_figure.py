@@ -83,7 +83,7 @@ def _draw_bars(axes: Axes, rows: Table, title: str) -> None:
         axes.bar(x[own], values[own], 0.8, color=colour, label=words, linewidth=0)
     low, high = (shown[name].astype(float) for name in ("low", "high"))
     if np.isfinite(low).any():
-        axes.vlines(x, low, high, color=ink(), linewidth=0.7, label="bars: 95 % interval")
+        axes.vlines(x, low, high, color=ink(), linewidth=0.7, label="95 % interval")
     axes.plot(x, np.cumsum(values), color=ink(), linewidth=1.1, drawstyle="steps-mid",
               marker=".", markersize=3, label="running sum")  # fmt: skip
     axes.axhline(0, color=GREY, linewidth=0.6)
