@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Store]:
             more = ["--sites", "heads"] if name in HEADED else []
             folder = tmp_path_factory.mktemp("attribution")
             if name == "mixer":  # timm's is 0 at first
-                words = [*words[:1], "--checkpoint", mixer(folder, args), *words[3:]]
+                words = [*words[:1], "--checkpoint", str(mixer(folder, args)), *words[3:]]
             self[name] = store_of(folder, *words, *words_of(args), *more, "--inputs")
             return self[name]
 
@@ -165,63 +166,79 @@ def branches_by_hooks(module: nn.Module, x: Any, names: list[str]) -> dict[str, 
     return kept
 
 
-@pytest.mark.parametrize("name", HEADED)
-def test_against_hooks_on_the_model(name: str, stores: dict[str, Store]) -> None:
-    """Every image, class and sublayer, token by token."""
+@dataclass(frozen=True)
+class Slow:
+    """A ViT with what its hooks kept, and the frozen norm token by token."""
+
+    module: Any
+    kept: dict[str, Array]
+    read: tuple[int, ...]  # tokens that the classifier reads
+
+    def part(self, branch: Array, c: int) -> float:
+        """Mean over images of what a branch (images, tokens, dim) adds to a class' logit."""
+        norm, head = self.module.norm, self.module.head
+        weight, kernel = (x.weight.detach().double().numpy() for x in (norm, head))
+        stream = np.sum([x for name, x in self.kept.items() if name], axis=0)
+        found = []
+        for i in range(N):
+            parts = []
+            for t in self.read:
+                deviation = np.sqrt(stream[i, t].var() + norm.eps)
+                b = branch[i, t]
+                parts.append(kernel[c] @ (weight * (b - b.mean()) / deviation))
+            found.append(np.mean(parts))
+        return float(np.mean(found))
+
+
+@pytest.fixture(scope="module", params=HEADED)
+def slow(request: pytest.FixtureRequest, stores: dict[str, Store]) -> tuple[Store, Slow]:
+    name = request.param
     store = stores[name]
-    more = {"patch_size": 8, **FAMILIES[name][1]}
-    module: Any = load_model("test_vit", random_init=0, img_size=(32, 48), model_args=more).module
-    x = normalise(
-        torch.from_numpy(store.array("input")[:]), store.manifest.transform, torch.device("cpu")
-    )
-    ends = ["ls1", "ls2"]  # the layer scale, an Identity without one
-    names = [f"blocks.{i}.{end}" for i in range(6) for end in ends]
-    kept = branches_by_hooks(module, x, names)
+    args = {"patch_size": 8, **FAMILIES[name][1]}
+    module: Any = load_model("test_vit", random_init=0, img_size=(32, 48), model_args=args).module
+    pixels = torch.from_numpy(store.array("input")[:])
+    x = normalise(pixels, store.manifest.transform, torch.device("cpu"))
+    # what leaves the layer scale, an Identity without one
+    kept = branches_by_hooks(module, x, [f"blocks.{i}.ls{k}" for i in range(6) for k in (1, 2)])
     assert kept[""] == pytest.approx(store.vectors("logits")[:], abs=1e-5)
-    norm, head = module.norm, module.head
-    weight, kernel = norm.weight.detach().double().numpy(), head.weight.detach().double().numpy()
-    stream = kept["in"] + sum(kept[n] for n in names)
+    n_tokens = kept["in"].shape[1]
+    return store, Slow(module, kept, tuple(range(1, n_tokens)) if "mean" in name else (0,))
+
+
+def test_sublayers_against_hooks_on_the_model(slow: tuple[Store, Slow]) -> None:
+    """Every image, class and sublayer, token by token."""
+    store, model = slow
     table = run(store, classes=("0", "1"), raw=True)
-    read = [0] if name != "norm, then mean" else range(1, stream.shape[1])
     for c in (0, 1):
         found = values_of(table, **{"class": f"class{c}"})
-        for own, branch in kept.items():
-            if own == "":
-                continue
-            expected = []
-            for i in range(N):
-                parts = []
-                for t in read:
-                    deviation = np.sqrt(stream[i, t].var() + norm.eps)
-                    b = branch[i, t]
-                    parts.append(kernel[c] @ (weight * (b - b.mean()) / deviation))
-                expected.append(np.mean(parts))
-            i, end = own.split(".")[1:] if "." in own else ("", "")
-            kind = {"ls1": "attn", "ls2": "mlp", "": "input"}[end]
-            key = (f"blocks.{i}.{kind}", kind) if i else ("embed", "input")
-            assert found[key] == pytest.approx(np.mean(expected), abs=2e-6), own
-    # all heads and the projection's bias are the attention
-    by_head = run(store, heads=True, classes=("0",), raw=True)
+        for i in range(6):
+            for end, kind in (("ls1", "attn"), ("ls2", "mlp")):
+                expected = model.part(model.kept[f"blocks.{i}.{end}"], c)
+                assert found[f"blocks.{i}.{kind}", kind] == pytest.approx(expected, abs=2e-6)
+        expected = model.part(model.kept["in"], c)
+        assert found["embed", "input"] == pytest.approx(expected, abs=2e-6)
+
+
+def test_heads_against_hooks_on_the_model(slow: tuple[Store, Slow]) -> None:
+    """One head: the projection of what it gave, the others' set to 0. All with the projection's
+    bias: the attention."""
+    store, model = slow
+    table = run(store, heads=True, classes=("0",), raw=True)
     for i in range(6):
-        rows = by_head.where(site=f"blocks.{i}.attn")
-        parts: Any = rows["part"].astype(str)
-        whole = rows["value"][parts == "attn"][0]
-        assert rows["head"][parts == "head"].tolist() == [0, 1, 2, 3][: (parts == "head").sum()]
-        assert rows["value"][parts != "attn"].sum() == pytest.approx(whole, abs=2e-6)
-    # one head: its columns of the projection on what the others left out
-    attn = module.blocks[3].attn
-    n_heads = attn.num_heads
+        rows = table.where(site=f"blocks.{i}.attn")
+        inner = rows.take(~np.isin(rows["part"].tolist(), ["attn"]))
+        assert inner["part"].tolist() == ["head"] * (len(inner) - 1) + ["projection_bias"]
+        whole = rows.where(part="attn")["value"][0]
+        assert inner["value"].astype(float).sum() == pytest.approx(whole, abs=2e-6)
+    block = model.module.blocks[3]
+    n_heads = block.attn.num_heads
     z = store.acts("blocks.3.attn.heads")[:].astype(np.float64)
-    wide = z.shape[-1] // n_heads
-    z[..., : wide * (n_heads - 1)] = 0
-    scale = module.blocks[3].ls1
-    factor = scale.gamma.detach().double().numpy() if hasattr(scale, "gamma") else 1.0
-    alone = (z @ attn.proj.weight.detach().double().numpy().T) * factor
-    deviation = np.sqrt(stream.var(-1) + norm.eps)
-    centred = (alone - alone.mean(-1, keepdims=True)) / deviation[..., np.newaxis]
-    expected = ((centred * weight) @ kernel[0])[:, list(read)].mean()
-    last = by_head.where(site="blocks.3.attn", head=n_heads - 1)
-    assert last["value"][0] == pytest.approx(expected, abs=2e-6)
+    z[..., : z.shape[-1] // n_heads * (n_heads - 1)] = 0
+    alone = z @ block.attn.proj.weight.detach().double().numpy().T
+    if hasattr(block.ls1, "gamma"):
+        alone = alone * block.ls1.gamma.detach().double().numpy()
+    last = table.where(site="blocks.3.attn", head=n_heads - 1)
+    assert last["value"][0] == pytest.approx(model.part(alone, 0), abs=2e-6)
 
 
 # ------------------------------------------------------------------------------- by hand
