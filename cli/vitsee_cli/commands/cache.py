@@ -19,7 +19,7 @@ _places = click.argument("places", metavar="[STORE|FOLDER]...", nargs=-1, type=p
 
 @click.group()
 def command() -> None:
-    """List or remove cached Gram matrices and indexes of tar files.
+    """List or remove cached Gram matrices and tar indexes.
 
     cka, cka-heads, similarity and localize keep Gram matrices in STORE.grams beside each store, or
     in the folder of --cache; of a store at a URL in the user's cache folder. There extract keeps

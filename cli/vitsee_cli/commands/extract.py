@@ -40,7 +40,7 @@ QUESTION = STORES
 @section("What to keep", store_output_option, keep_options)
 @section("Running", run_options)
 def command(model: ModelOptions, **given: Any) -> None:
-    """Run a model over images and keep what it computes in a store.
+    """Run a model over images and store what it computes.
 
     MODEL is a timm name, hf-hub:..., local-dir:..., demo:vit, transformers:OWNER/NAME,
     open_clip:NAME/TAG, torchvision:vit_b_16, torchhub:OWNER/REPO:ENTRY, or a function of your own

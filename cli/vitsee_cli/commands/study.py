@@ -156,7 +156,7 @@ def command(
     device: str,
     dry_run: bool,
 ) -> None:
-    """Study models, or a paper's figures, from images to a report.
+    """Study models or a paper's figures: images to a report.
 
     Each model is run once over the images and keeps what the analyses need; every analysis that
     applies is run, and the report shows it all. What does not apply is named with the reason, and

@@ -91,7 +91,7 @@ log = logging.getLogger(__name__)
 
 QUESTION = KNOWLEDGE
 HELP = """
-Cluster images, objects or parts and compare with their classes.
+Cluster images, objects or parts; compare with classes.
 
 k-means on one vector per image; the clusters are compared with the labels by purity, NMI and
 ARI (Walmer et al. 2023, Figs. 7, 24, 25). With --masks on one vector per segment, the mean of

@@ -80,7 +80,7 @@ log = logging.getLogger(__name__)
 
 QUESTION = FLOW
 HELP = """
-Split the logit into what each sublayer and head writes.
+Split logits into what each layer and head writes.
 
 The residual branches, one by one, through the final norm (its scale as it is for the image) and
 the classifier: direct logit attribution (Elhage et al. 2021; Gandelsman et al. 2024). The parts
@@ -130,7 +130,7 @@ def run(
             "Whose logit, of every image: its label's, or that of the class that the model "
             "predicts.",
             choices=(LABEL, PREDICTED),
-            default="label, without labels predicted",
+            default="label; predicted without labels",
         ),
     ] = None,
     by_class: Annotated[bool, Option("Means over the images of each class.")] = False,

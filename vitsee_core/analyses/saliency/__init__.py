@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 QUESTION = ATTENTION
 HELP = """
-Measure how well each head's attention covers the objects.
+Measure how well each head's attention covers objects.
 
 The most attended tokens that hold 60 % of a head's attention are compared with the union of the
 ground-truth masks, as intersection over union, averaged over images (Walmer et al. 2023, Figs.
