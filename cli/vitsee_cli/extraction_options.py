@@ -49,6 +49,36 @@ ablate_skip_option = click.option(
     "its own. Repeatable.  [default: none]",
 )
 
+
+def intervention_options(command: Any) -> Any:
+    """What is changed while the model runs: `replace`, `ablate_heads`, `block_attention`."""
+    return apply(command, _INTERVENTION_OPTIONS)
+
+
+_INTERVENTION_OPTIONS: tuple[Decorator, ...] = (
+    click.option(
+        "--replace",
+        metavar="TOKENS@SITES=VALUES",
+        multiple=True,
+        help="Replace tokens (cls, registers, prefix, patches, all, reg0, outliers:N, random:N) at "
+        "SITES by zero, or by mean:STORE, noise:STORE, shuffle:STORE of a plain extraction. "
+        "Repeatable.  [default: none]",
+    ),
+    click.option(
+        "--ablate-heads",
+        metavar="BLOCK:HEAD,HEAD[=VALUES]",
+        multiple=True,
+        help="Replace the outputs of heads, by zero or as --replace. Repeatable.  [default: none]",
+    ),
+    click.option(
+        "--block-attention",
+        metavar="QUERIES<-KEYS@BLOCKS",
+        multiple=True,
+        help="Keep queries from attending to keys: 'cls<-patches@blocks.6..11'; or own, distance>K "
+        "(cells) in their place. Repeatable.  [default: none]",
+    ),
+)
+
 precision_option = click.option(
     "--precision",
     type=click.Choice(PRECISIONS),

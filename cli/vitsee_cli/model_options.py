@@ -203,7 +203,9 @@ OPTION_NAMES = (
     "checkpoint", "checkpoint_key", "random_init", "img_size", "img_mean", "img_std", "crop_pct",
     "crop_mode", "fill", "transform", "processor", "trust_remote_code", "model_args",
 )  # fmt: skip
-NAMED_OPTIONS = (*OPTION_NAMES, "ablate_skip", "precision")
+NAMED_OPTIONS = (
+    *OPTION_NAMES, "ablate_skip", "replace", "ablate_heads", "block_attention", "precision",
+)  # fmt: skip
 
 
 def recompute_options(command: Any) -> Any:

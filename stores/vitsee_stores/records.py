@@ -42,6 +42,7 @@ RECORDS: dict[str, dict[str, Check]] = {
         "model": Fields,
         "weights": text,
         "ablate_skip": _texts,
+        "interventions": _texts,
         "transform": Fields,
         "n_images": _count,
         "seed": _integer,
@@ -65,6 +66,7 @@ RECORDS: dict[str, dict[str, Check]] = {
         "n_params": _count,
         "weights": Fields,
         "ablate_skip": _texts,
+        "interventions": _texts,
     },
     "transform": {
         "input_size": _counts,

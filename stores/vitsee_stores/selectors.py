@@ -2,6 +2,7 @@
 
 blocks,norm           a comma list; `!embed` leaves out of what the others choose
 blocks.*.out          a case-sensitive glob; blocks.-1.out counts from the end
+blocks.6..11.out      the numbers from 6 to 11
 first, last           the first and the last block's out
 stage:-1              the last out of a stage (of `stages`, `layers`, `layer1` to `layer4`)
 depth:0.5             the out with the nearest relative depth, of equal ones the earlier
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 GROUPS = ("blocks", "head", "residual", "norms", "hidden", "heads", "modules", "all")
 SHOWN_NAMES = 12
 NOT = "!"
+MOST_OF_A_RANGE = 1000
 ENDS = ("first", "last")
 PLACES = ("stage", "depth")
 # A block's path from the container of its stage on: layer3.0, stages.2.blocks.5, blocks.1.0.
@@ -38,8 +40,9 @@ def select_names(
     """The sites that match any of `patterns`, each once, in the order of `sites`.
 
     A pattern is a comma list of: a group (`blocks`), a name (`norm`), a case-sensitive glob
-    (`blocks.*.out`), or any of these with negative numbers, which count the neighbouring paths from
-    the end (`blocks.-1.out`, `stages.-1.blocks.-2.*`); a place in depth (`first`, `last`,
+    (`blocks.*.out`), a range of numbers (`blocks.6..11.out`), or any of these with
+    negative numbers, which count the neighbouring paths from the end (`blocks.-1.out`,
+    `stages.-1.blocks.-2.*`); a place in depth (`first`, `last`,
     `stage:I`, `depth:F`), which selects the block's out, or what `sites` has of that block if there
     are no outs; if no name matches, the path of one of the model's own modules (`site_path`);
     `!` before any of these excludes its matches. Groups give stored names, never aliases; an alias
@@ -82,8 +85,24 @@ def select_names(
 
 
 def split_patterns(patterns: Iterable[str]) -> list[str]:
-    """Comma lists as single patterns; a comma in brackets belongs to a glob."""
-    return [part.strip() for pattern in patterns for part in re.split(r",(?![^[]*\])", pattern)]
+    """Comma lists as single patterns, ranges as one each; a comma in brackets belongs to a glob."""
+    parts = [part.strip() for pattern in patterns for part in re.split(r",(?![^[]*\])", pattern)]
+    return [one for part in parts for one in _each_number(part)]
+
+
+def _each_number(part: str) -> list[str]:
+    """`blocks.6.out`, `blocks.7.out` for `blocks.6..7.out`. Raises SiteError: no such range."""
+    match = re.search(r"(?<![\d-])(\d{1,6})\.\.(\d{1,6})(?![\d])", part)
+    if match is None:
+        return [part]
+    first, last = int(match[1]), int(match[2])
+    if not first <= last < first + MOST_OF_A_RANGE:
+        raise SiteError(f"{part!r} is no range; expected two numbers, the smaller one first")
+    return [
+        one
+        for number in range(first, last + 1)
+        for one in _each_number(f"{part[: match.start()]}{number}{part[match.end() :]}")
+    ]
 
 
 def _match(pattern: str, sites: Sequence[SiteSpec], what: str) -> Iterator[str]:

@@ -12,11 +12,13 @@ SHORT = 8  # digits of a hash
 def weights_name(model: Mapping[str, Any]) -> str:
     """The pretrained tag (`augreg_in21k_ft_in1k`), `random SEED`, or the checkpoint file's name
     (`dino.pth`, `dino.pth#student` if it has several state dicts), then `, without
-    blocks.3.attn` for ablated skips. "pretrained" for weights without a tag, the first digits of
-    their hash if the source is unknown, "" without any information.
+    blocks.3.attn` for ablated skips and `, cls=mean at blocks.6.out` for interventions.
+    "pretrained" for weights without a tag, the first digits of their hash if the source is unknown,
+    "" without any information.
 
     Args:
-        model: the `model` of a manifest; `weights` and `ablate_skip` may be missing.
+        model: the `model` of a manifest; `weights`, `ablate_skip` and `interventions` may be
+            missing.
     """
     record = model.get("weights")
     weights = record if isinstance(record, Mapping) else {}
@@ -31,11 +33,12 @@ def weights_name(model: Mapping[str, Any]) -> str:
     else:
         name = " ".join(filter(None, [source if isinstance(source, str) else "", digest]))
     ablated = [str(skip) for skip in model.get("ablate_skip") or ()]
-    return f"{name}, without {', '.join(_ranges(ablated))}" if ablated else name
+    without = [f"without {', '.join(ranges(ablated))}"] if ablated else []
+    return ", ".join([name, *without, *map(str, model.get("interventions") or ())])
 
 
-def _ranges(names: Sequence[str]) -> list[str]:
-    """`blocks.0-11.attn` for names that differ in consecutive last numbers."""
+def ranges(names: Sequence[str]) -> list[str]:
+    """Paths in short: `blocks.0-11.attn` for those that differ in consecutive last numbers."""
     numbers: dict[tuple[str, str], list[int]] = {}
     texts: list[str] = []
     for name in names:

@@ -48,8 +48,9 @@ class DryRun:
 def dry_run(model: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunOptions) -> DryRun:
     """What `extract` with these options would store. Nothing is written.
 
-    Weights are loaded if shapes are not enough (order of tokens, ablated skips, cells on a canvas),
-    for an existing store, which is compared with the model, and to measure the cost of --erf.
+    Weights are loaded if shapes are not enough (order of tokens, ablated skips, interventions,
+    cells on a canvas), for an existing store, which is compared with the model, and to measure the
+    cost of --erf.
 
     Raises:
         VitseeError: anything the user can fix, in one line.
@@ -72,7 +73,13 @@ def needs_weights(
     """Whether the options depend on weights, whatever the architecture."""
     canvas = data.short_side is not None or data.tiles or data.multiple is not None
     ablated = model.ablate_skip or source_of(model.name).skips_left_out
-    if canvas or ablated or keep.erf or _brings_arguments(model):
+    if (
+        canvas
+        or ablated
+        or any(model.interventions.values())
+        or keep.erf
+        or _brings_arguments(model)
+    ):
         return True
     return not run.force and StoreWriter.join(run.output) is not None
 

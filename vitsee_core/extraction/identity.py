@@ -8,6 +8,7 @@ from typing import Any
 from vitsee_core.extraction.options import DataOptions, KeepOptions
 from vitsee_core.extraction.plan import Choices
 from vitsee_core.images import Selection
+from vitsee_core.models.interventions.changes import Changes
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_stores import StoreWriter
 from vitsee_stores.canvas import Canvas
@@ -32,6 +33,14 @@ def fixed_identity(
         "n_images": len(selection.samples),
         "samples_fingerprint": selection.samples.fingerprint(),
         **({} if canvas is None else {"canvas": asdict(canvas)}),
+    }
+
+
+def changed_identity(changes: Changes) -> dict[str, Any]:
+    """What interventions add to these fields; nothing without any."""
+    return {
+        **changes.record(),
+        **({"reference_stores": list(changes.stores)} if changes.lines else {}),
     }
 
 

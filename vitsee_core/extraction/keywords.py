@@ -15,6 +15,7 @@ from vitsee_core.extraction.by_workers import extract_by_workers
 from vitsee_core.extraction.named_options import options_in_name
 from vitsee_core.extraction.options import (
     ATTENTION_LEVELS,
+    INTERVENTIONS,
     PRECISIONS,
     DataOptions,
     KeepOptions,
@@ -27,6 +28,7 @@ from vitsee_core.extraction.run import log
 from vitsee_core.extraction.sharding import parse_shard
 from vitsee_core.images.loading import ON_ERROR
 from vitsee_core.images.transform import CROP_MODES, FILLS
+from vitsee_core.models.interventions.spec import parse
 from vitsee_core.models.load import own_model
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.sources.base import BACKENDS, OWN_TRANSFORM
@@ -46,12 +48,13 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "processor": BACKENDS,
     "trust_remote_code": (True, False),
 }
-_SEVERAL = ("sites", "tokens", "dtype", "ablate_skip")
+_SEVERAL = ("sites", "tokens", "dtype", "ablate_skip", *INTERVENTIONS)
 _COUNTS = ("images", "per_class", "slab", "batch_size", "erf", "short_side", "multiple")
 _PATHS = ("checkpoint", "only")
 _PAIRS = ("img_size",)
 _TRIPLES = ("img_mean", "img_std")
-_OF_A_NAME = tuple(f.name for f in fields(ModelOptions) if f.name not in ("name", "ablate_skip"))
+_OF_ANY = ("name", "ablate_skip", *INTERVENTIONS)
+_OF_A_NAME = tuple(f.name for f in fields(ModelOptions) if f.name not in _OF_ANY)
 _PLACED = ("name", "data", "output", "command", "dry_run")
 
 
@@ -85,9 +88,9 @@ def extract(
             short_side, multiple, tiles, label_key,
             image_column, label_column, sites, tokens, attention, residual, inputs, grams, erf,
             head_weights, dtype, codec, slab, precision, batch_size, device, workers, shard,
-            on_error, force, ablate_skip; of a name also checkpoint, checkpoint_key, random_init,
-            img_size, img_mean, img_std, crop_pct, crop_mode, fill, processor, trust_remote_code,
-            model_args.
+            on_error, force, ablate_skip, replace, ablate_heads, block_attention; of a name also
+            checkpoint, checkpoint_key, random_init, img_size, img_mean, img_std, crop_pct,
+            crop_mode, fill, processor, trust_remote_code, model_args.
 
     Returns:
         The store. With `shard`, while others have slabs to do, only what is there so far.
@@ -154,7 +157,13 @@ def _own(
             "transform says how images are prepared"
         )
     config = None if transform is None else transform_config(transform)
-    return own_model(module, config, name=name, ablate_skip=values.get("ablate_skip", ()))
+    return own_model(
+        module,
+        config,
+        name=name,
+        ablate_skip=values.get("ablate_skip", ()),
+        interventions=parse(*(values.get(key, ()) for key in INTERVENTIONS)),
+    )
 
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:

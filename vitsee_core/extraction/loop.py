@@ -84,6 +84,8 @@ class SlabLoop:
             precision_context(device, prepared.precision),
             ThreadPoolExecutor(1, "writer") as pool,
             torch.inference_mode(),
+            # Before the capture's own hooks, which see what the changes leave.
+            nullcontext() if prepared.changes is None else prepared.changes.applied(),
             capture,
         ):
             for k in todo:
@@ -145,6 +147,9 @@ class SlabLoop:
         rows = prepared.plan.rows(k)
         timed = TimedObserver(observer, clock) if prepared.device.type == "cpu" else observer
         observer.start(buffers)
+        changes = prepared.changes
+        if changes is not None:
+            changes.begin(rows)
         if self.erf is not None:
             self.erf.start()
         row = rows.start
@@ -158,8 +163,12 @@ class SlabLoop:
                 with clock("model"):
                     pixels = normalise(given, prepared.model.transform, prepared.device)
                     observer.begin_batch(row - rows.start, batch)
+                    if changes is not None:
+                        changes.at(slice(row, row + len(batch.valid)))
                     for part in self._parts(pixels, batch, observer):
                         capture.run(part, timed)
+                    if changes is not None:
+                        changes.check()
                 with clock("loading"):
                     feed.ahead()
                 with clock("reductions"):

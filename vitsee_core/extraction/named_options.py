@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vitsee_core.extraction.options import OptionError, split_model
+from vitsee_core.extraction.options import INTERVENTIONS, OptionError, split_model
 
 
 def options_in_name(text: str) -> tuple[str, dict[str, Any]]:
@@ -32,7 +32,7 @@ def options_in_name(text: str) -> tuple[str, dict[str, Any]]:
             raise OptionError(f"{text!r}: {key} is {values[-1]!r}; expected {_EXPECTED}") from None
         if key == "model-arg":
             found[field] = dict(parsed)
-        elif key == "ablate-skip":
+        elif field in ("ablate_skip", *INTERVENTIONS):
             found[field] = tuple(parsed)
         elif len(parsed) > 1:
             raise OptionError(f"{text!r}: {key} takes one value")
@@ -82,4 +82,5 @@ _READ: dict[str, tuple[str, Callable[[str], Any]]] = {
     "trust-remote-code": ("trust_remote_code", _flag),
     "model-arg": ("model_args", _argument),
     "ablate-skip": ("ablate_skip", str),
+    **{name.replace("_", "-"): (name, str) for name in INTERVENTIONS},
 }

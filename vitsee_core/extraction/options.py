@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vitsee_core.models.interventions.spec import parse
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.url import Place
 
@@ -21,6 +22,7 @@ ATTENTION_LEVELS = ("none", "summary", "rows", "full")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 DEFAULT_SITES = ("blocks", "head")
 DEFAULT_SLAB = 256
+INTERVENTIONS = ("replace", "ablate_heads", "block_attention")
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,20 @@ class ModelOptions:
     trust_remote_code: bool = False
     model_args: dict[str, Any] = field(default_factory=dict)
     ablate_skip: tuple[str, ...] = ()
+    replace: tuple[str, ...] = ()
+    ablate_heads: tuple[str, ...] = ()
+    block_attention: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises:
+        InterventionError: one of the last three cannot be read.
+        """
+        parse(*self.interventions.values())
+
+    @property
+    def interventions(self) -> dict[str, tuple[str, ...]]:
+        """The texts of what is changed while the model runs, by option."""
+        return {name: getattr(self, name) for name in INTERVENTIONS}
 
 
 @dataclass(frozen=True)

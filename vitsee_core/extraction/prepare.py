@@ -14,6 +14,7 @@ import torch
 from vitsee_core.extraction.erf import ErfCost, ErfPasses, prepare_erf
 from vitsee_core.extraction.gram_strategy import gram_notes
 from vitsee_core.extraction.identity import (
+    changed_identity,
     check_same_model,
     chosen_identity,
     fixed_identity,
@@ -24,6 +25,10 @@ from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOption
 from vitsee_core.extraction.plan import Choices, build_plan, choose, fit_slab
 from vitsee_core.extraction.small_weights import SmallWeights, small_weights
 from vitsee_core.images import Selection, normalise, open_source, select
+from vitsee_core.models.interventions.changes import Changes
+from vitsee_core.models.interventions.proof import prove
+from vitsee_core.models.interventions.spec import ZERO
+from vitsee_core.models.interventions.switching import Switch
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.same_images import FirstImages, check_same_images, first_images
 from vitsee_core.models.selfcheck import SelfCheck, self_check
@@ -46,6 +51,7 @@ class Prepared:
         writer: None until the store exists.
         weights: None if the store already has all of its files.
         erf: passes and cost of receptive fields, if requested.
+        changes: the interventions, which are in effect in its `applied()` alone.
     """
 
     model: LoadedModel
@@ -59,6 +65,7 @@ class Prepared:
     notes: tuple[str, ...]
     erf: tuple[ErfPasses, ErfCost] | None = None
     weights: SmallWeights | None = None
+    changes: Changes | None = None
 
     @property
     def plan(self) -> StorePlan:
@@ -124,7 +131,11 @@ def join_store(
     check_same_model(writer, model)
     choices = choose_of(layout, keep, stored)
     given = given_identity(keep, data, choices, plan)
-    check_identity(stored, {**fixed_identity(model, selection, layout.canvas), **given})
+    switch = switch_of(layout, keep, selection, stored.get("seed", 0))
+    changes = switch.changes(model.module)
+    absent: dict[str, Any] = {"interventions": []} if stored.get("interventions") else {}
+    fixed = {**fixed_identity(model, selection, layout.canvas), **changed_identity(changes)}
+    check_identity(stored, {**absent, **fixed, **given})
     weights = None
     if not writer.is_made:
         weights = small_weights(model, table, stored.get("head_weights"))
@@ -132,15 +143,17 @@ def join_store(
     first = first_images(selection, model.transform, writer.manifest.info)
     check_same_images(writer, selection, first)
     check = run_self_check(model, table, plan, first.pixels, device, choices.precision)
+    prove_changes(layout, changes, first.pixels, device, choices.precision)
     erf = None
     if plan.erf is not None and not writer.complete:
         _, erf, _ = prepare_erf(model, table, plan, plan.erf, first.pixels, device)
     notes = (*model.notes(), *unseen_pixels(model, table), *selection.notes, *check.notes)
     return Prepared(
         *(model, table, selection, device, choices.precision, writer.manifest, writer, first),
-        notes=notes,
+        notes=(*notes, *change_notes(model, changes)),
         erf=erf,
         weights=weights,
+        changes=changes if changes.lines else None,
     )
 
 
@@ -159,9 +172,12 @@ def plan_store(
     model, table = layout.model, layout.table
     choices, plan, weights, notes = plan_contents(layout, keep, len(selection.samples))
     notes += [*model.notes(), *cut_sides(options, model), *unseen_pixels(model, table)]
+    switch = switch_of(layout, keep, selection, data.seed or 0)
+    changes = switch.changes(model.module)
     model.module.to(device)
     first = first_images(selection, model.transform, {})
     check = run_self_check(model, table, plan, first.pixels, device, choices.precision)
+    prove_changes(layout, changes, first.pixels, device, choices.precision)
     erf, without_erf = None, dict[str, str]()
     if plan.erf is not None:
         plan, erf, without_erf = prepare_erf(model, table, plan, plan.erf, first.pixels, device)
@@ -169,11 +185,12 @@ def plan_store(
     manifest = new_manifest(
         {
             **fixed_identity(model, selection, layout.canvas),
+            **changed_identity(changes),
             **chosen_identity(keep, data, choices, plan),
         },
         plan,
         selection.samples,
-        model=_model_record(model),
+        model={**_model_record(model), **changes.record()},
         transform=model.transform,
         class_names=selection.class_names,
         selfcheck=check.figures,
@@ -191,9 +208,10 @@ def plan_store(
     )
     return Prepared(
         *(model, table, selection, device, choices.precision, manifest, None, first),
-        notes=(*notes, *selection.notes, *check.notes),
+        notes=(*notes, *selection.notes, *check.notes, *change_notes(model, changes)),
         erf=erf,
         weights=weights,
+        changes=changes if changes.lines else None,
     )
 
 
@@ -276,6 +294,44 @@ def run_self_check(
     if not check.ok:
         raise VitseeError(f"the self-check of {model.name} failed: {'; '.join(check.failures)}")
     return check
+
+
+def switch_of(layout: ImageLayout, keep: KeepOptions, selection: Selection, seed: int) -> Switch:
+    """What the model's interventions are about, in a store of these images. Raises VitseeError:
+    they exclude --erf and --tiles."""
+    model, canvas = layout.model, layout.canvas
+    for option, asked in (("erf", keep.erf), ("tiles", canvas is not None and canvas.tiles)):
+        if asked and model.interventions:
+            raise VitseeError(f"--{option} is not supported with {model.interventions[0].text}")
+    identity = fixed_identity(model, selection, canvas)
+    return Switch(
+        model.name, layout.table, model.interventions, identity, seed, selection.samples.index
+    )
+
+
+def prove_changes(
+    layout: ImageLayout,
+    changes: Changes,
+    pixels: torch.Tensor,
+    device: torch.device,
+    precision: str,
+) -> None:
+    """Prove the effect of interventions on these images. Raises ModelError: it is another one."""
+    if changes.lines:
+        with precision_context(device, precision):
+            x = normalise(pixels, layout.model.transform, device)
+            prove(layout.model, layout.table, changes, x)
+
+
+def change_notes(model: LoadedModel, changes: Changes) -> list[str]:
+    """Remarks on a model's interventions."""
+    notes = [f"the model runs with {line}" for line in changes.lines]
+    if any(getattr(one, "values", None) == ZERO for one in model.interventions):
+        notes.append(
+            "zero alone overstates what the replaced activations carry: compare with mean:STORE, "
+            "noise:STORE and shuffle:STORE (docs/guide/interventions.md)"
+        )
+    return notes
 
 
 def cut_sides(options: ModelOptions | LoadedModel, model: LoadedModel) -> list[str]:

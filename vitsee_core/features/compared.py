@@ -1,9 +1,10 @@
 """Checks that compared stores agree in everything that decides what their features mean.
 
 Stores whose vectors are compared directly (train and test, queries and database) must be of one
-model, with the same weights, skip connections and transform: `require_comparable`. Stores of
-different models can be compared over the same images (CKA); differences in preprocessing are then
-logged. `compared` records either kind of comparison for a sidecar.
+model, with the same weights, skip connections, interventions and transform:
+`require_comparable`. Stores of different models can be compared over the same images (CKA);
+differences in preprocessing are then logged. `compared` records either kind of comparison for a
+sidecar.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ DECISIVE = {
     "model": "models",
     "weights": "weights",
     "ablate_skip": "skip connections",
+    "interventions": "interventions",
     "transform": "transforms",
 }
 LOGGED = ("transform", "precision")
 RECORDED = (*DECISIVE, "precision", "order")
-ABSENT = {"ablate_skip": [], "precision": "fp32"}
+ABSENT = {"ablate_skip": [], "interventions": [], "precision": "fp32"}
 ABSENT_KEYS = {"processor": "timm"}  # of a transform: whose way of resizing and cropping
 
 
@@ -42,7 +44,7 @@ def default_token(stores: Iterable[Store], site: str) -> str:
 
 
 def model_key(store: Store) -> str:
-    """Equal for stores with the same model, weights and skip connections."""
+    """Equal for stores with the same model, weights, skip connections and interventions."""
     return json.dumps([_setting(store, name) for name in [*DECISIVE][:-1]], sort_keys=True)
 
 
@@ -50,7 +52,7 @@ def require_comparable(store: Store, others: Iterable[Store]) -> None:
     """Refuse stores whose vectors are not comparable with those of `store`.
 
     Raises:
-        StoreMismatch: another model, weights, skip connections or transform.
+        StoreMismatch: another model, weights, skip connections, interventions or transform.
     """
     for other in others:
         names = [one.manifest.model.get("name") for one in (store, other)]

@@ -19,10 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from vitsee_core.models.multihead import MULTIHEAD, RUNNING, attend
 
-_KERNEL = functional.scaled_dot_product_attention
-_SOFTMAX = {torch.softmax, Tensor.softmax, functional.softmax}
+KERNEL = functional.scaled_dot_product_attention
+SOFTMAX = {torch.softmax, Tensor.softmax, functional.softmax}
 _PRODUCT = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
-_KERNEL_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+KERNEL_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class AttentionCall(ABC):
@@ -179,9 +179,9 @@ class AttentionWatch(TorchFunctionMode):
                 return attend(*args, **kwargs)
         result = func(*args, **kwargs)
         if self.active:
-            if func is _KERNEL:
+            if func is KERNEL:
                 self._kernel(args, kwargs, result)
-            elif func in _SOFTMAX:
+            elif func in SOFTMAX:
                 self._softmax(args, kwargs, result)
             elif self.pending is not None and func in _PRODUCT:
                 self._product(args, result)
@@ -198,7 +198,7 @@ class AttentionWatch(TorchFunctionMode):
         return x.unflatten(0, (-1, RUNNING[-1])) if RUNNING and x.ndim == 3 else x
 
     def _kernel(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
-        arguments = dict(zip(_KERNEL_ARGS, args, strict=False)) | kwargs
+        arguments = dict(zip(KERNEL_ARGS, args, strict=False)) | kwargs
         if result.dtype != arguments["query"].dtype:
             # Autocast stands between what is seen here and the kernel: queries and keys that left
             # a normalisation in single precision were rounded to the type that the result has.

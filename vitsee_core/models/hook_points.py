@@ -76,6 +76,11 @@ class View:
             return self.unroll(x).flatten(1, 2)
         return x
 
+    def unflat(self, tokens: Tensor, like: Tensor) -> Tensor:
+        """The inverse of `flat`, in the shape of `like`; not of "unrolled" tokens."""
+        ordered = tokens.transpose(1, 2) if self.form == "nchw" else tokens
+        return ordered.reshape(like.shape)
+
 
 def first_tensor(value: Any, n_images: int | None = None) -> Tensor | None:
     """The tensor itself, or the only tensor anywhere in a tuple, list or mapping; of several the

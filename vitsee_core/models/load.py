@@ -18,6 +18,7 @@ from vitsee_core.models.checkpoints import Checkpoint
 from vitsee_core.models.fast_path import without_fast_path
 from vitsee_core.models.hook_points import ModelError, refuse_compiled
 from vitsee_core.models.input_transform import input_transform, label_names
+from vitsee_core.models.interventions.spec import Intervention, parse
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.sources import source_of
 from vitsee_core.models.sources.base import Source
@@ -42,6 +43,9 @@ def load_model(
     trust_remote_code: bool = False,
     model_args: Mapping[str, Any] | None = None,
     ablate_skip: Sequence[str] = (),
+    replace: Sequence[str] = (),
+    ablate_heads: Sequence[str] = (),
+    block_attention: Sequence[str] = (),
     foreign: str | None = None,
 ) -> LoadedModel:
     """The model that `name` stands for: a timm name with or without tag, `hf-hub:...`,
@@ -50,10 +54,11 @@ def load_model(
     checkpoint: a file with weights instead of the pretrained ones; checkpoint_key: which of its
     state dicts. random_init: a seed; fresh weights instead of the pretrained ones. ablate_skip:
     blocks or sublayers to run without their skip connections, besides those that a folder's
-    config.json leaves out (its `ablate_skip`). foreign: the store that name and arguments were read
-    from, which nobody vouches for: no folder, no network, and only arguments that size a layer. The
-    others override the model's own configuration. transform, processor, trust_remote_code: see
-    `Choices`.
+    config.json leaves out (its `ablate_skip`). replace, ablate_heads, block_attention: recorded as
+    `interventions`, in effect in extractions alone. foreign: the store that name and arguments were
+    read from, which nobody vouches for: no folder, no network, and only arguments that size a
+    layer. The others override the model's own configuration. transform, processor,
+    trust_remote_code: see `Choices`.
 
     Raises:
         ModelError: unknown model, weights that cannot be had or do not fit, an option that the
@@ -117,6 +122,7 @@ def load_model(
         model_args=args,
         class_names=source.class_names(module),
         trained_without=source.skips_left_out,
+        interventions=parse(replace, ablate_heads, block_attention),
         origin=source.origin(),
     )
     if model.trained_without or ablate_skip:
@@ -130,6 +136,7 @@ def own_model(
     *,
     name: str | None = None,
     ablate_skip: Sequence[str] = (),
+    interventions: Sequence[Intervention] = (),
 ) -> LoadedModel:
     """A caller's own torch module as a model; the module itself is not changed but copied.
 
@@ -138,7 +145,7 @@ def own_model(
         transform: input_size, interpolation, crop_pct, crop_mode, mean, std; None for a module of
             timm's, which has its own.
         name: what tables call the model; by default its timm name, or its class.
-        ablate_skip: as in `load_model`.
+        ablate_skip, interventions: as in `load_model`.
 
     Raises:
         ModelError: neither module nor caller say how images are prepared; the module has no
@@ -169,6 +176,7 @@ def own_model(
         weights={"source": "module", "sha256": hash_weights(module)},
         architecture=architecture,
         class_names=label_names(config, name),
+        interventions=tuple(interventions),
     )
     if ablate_skip:
         ablate_skips(model, ablate_skip)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from vitsee_core.models.interventions.spec import Intervention
 from vitsee_stores.manifest import few
 
 
@@ -24,6 +25,7 @@ class LoadedModel:
     left random) and resampled (tensors of another size in the weights, "NAME (shape) to (shape)")
     also of pretrained weights that were fitted to other arguments.
     ablate_skip: residual sublayers that work without their skip, sorted (see ablation.py).
+    interventions: what is changed while it runs, see interventions/; none is in effect by itself.
     trained_without: blocks or sublayers whose skip a folder's config.json leaves out.
     origin: what the source says of itself, see `Source.origin`.
     """
@@ -38,6 +40,7 @@ class LoadedModel:
     class_names: list[str] | None = None
     ablate_skip: tuple[str, ...] = ()
     trained_without: tuple[str, ...] = ()
+    interventions: tuple[Intervention, ...] = ()
     origin: dict[str, Any] = field(default_factory=dict)
 
     def notes(self) -> list[str]:

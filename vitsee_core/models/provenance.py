@@ -91,6 +91,11 @@ def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = Fals
         )
     if not trust:
         _check_size(store, record.size)
+    if changed := store.manifest.model.get("interventions"):
+        raise MissingInput(
+            f"{store.label} was made with {'; '.join(map(str, changed))}, and nothing is "
+            "recomputed of a changed model; extract it again with what is needed"
+        )
     if record.source == "module":
         raise MissingInput(
             f"{store.label} was made in Python from a torch module, which no store brings back; "

@@ -59,6 +59,7 @@ def describe_run(
                 "model": store.manifest.model.get("name"),
                 "weights": weights_name(store.manifest.model),
                 "ablations": list(store.manifest.model.get("ablate_skip", ())),
+                "interventions": list(store.manifest.model.get("interventions", ())),
                 "complete": bool(store.complete),
                 "attributes": attributes_of(store),
             }

@@ -15,6 +15,7 @@ from vitsee_cli.analysis import spread_over
 from vitsee_cli.data_options import data_options
 from vitsee_cli.extraction_options import (
     ablate_skip_option,
+    intervention_options,
     keep_options,
     precision_option,
     run_options,
@@ -22,7 +23,13 @@ from vitsee_cli.extraction_options import (
 )
 from vitsee_cli.model_options import model_options
 from vitsee_cli.sections import STORES, SectionedCommand, section
-from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
+from vitsee_core.extraction.options import (
+    INTERVENTIONS,
+    DataOptions,
+    KeepOptions,
+    ModelOptions,
+    RunOptions,
+)
 from vitsee_core.runtime.machine import counted
 from vitsee_core.runtime.progress import soon_said
 
@@ -35,7 +42,7 @@ QUESTION = STORES
 
 
 @click.command(cls=SectionedCommand)
-@section("Model", model_options, ablate_skip_option, precision_option)
+@section("Model", model_options, ablate_skip_option, intervention_options, precision_option)
 @section("Data", data_options)
 @section("What to keep", store_output_option, keep_options)
 @section("Running", run_options)
@@ -64,7 +71,9 @@ def command(model: ModelOptions, **given: Any) -> None:
         names = [n for n in cls.__dataclass_fields__ if n in given]
         return cls(**{n: given[n] if given[n] != () else None for n in names})
 
-    model = dataclasses.replace(model, ablate_skip=given.pop("ablate_skip"))
+    model = dataclasses.replace(
+        model, **{name: given.pop(name) for name in ("ablate_skip", *INTERVENTIONS)}
+    )
     dask = given.pop("dask")
     if given.pop("plan"):
         if dask is not None:

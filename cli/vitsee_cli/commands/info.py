@@ -186,6 +186,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("built as", _listed(model, ("architecture", "args", "input_size", "n_params"))),
         ("weights", record["weights"]),
         ("no skip in", ", ".join(model.get("ablate_skip", ()))),
+        ("changed", "; ".join(model.get("interventions", ()))),
         ("loaded", _listed(weights, LOADED)),
         ("transform", _listed(record["transform"], tuple(record["transform"]))),
         ("precision", str(identity.get("precision", ""))),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import console, options
+from vitsee_cli.extraction_options import intervention_options
 from vitsee_cli.model_options import model_options
 from vitsee_cli.sections import STORES
 
@@ -26,6 +27,7 @@ QUESTION = STORES
 @click.command()
 @model_options
 @options.sites_option(show_default="all but single modules")
+@intervention_options
 @click.option("--json", "as_json", is_flag=True, help="Everything as JSON.  [default: a table]")
 @click.option("--csv", "as_csv", is_flag=True, help="The sites as CSV.  [default: a table]")
 @click.option(
@@ -35,7 +37,12 @@ QUESTION = STORES
     "some seconds.  [default: from shapes]",
 )
 def command(
-    model: ModelOptions, sites: tuple[str, ...], as_json: bool, as_csv: bool, prove: bool
+    model: ModelOptions,
+    sites: tuple[str, ...],
+    as_json: bool,
+    as_csv: bool,
+    prove: bool,
+    **interventions: tuple[str, ...],
 ) -> None:
     """List a model's sites, shapes and bytes.
 
@@ -50,18 +57,20 @@ def command(
       $ vitsee sites resnet50 --sites 'layer4.*' --csv > sites.csv
 
     The names are what --sites of the other commands takes. Bytes are those of float16 (vectors:
-    float32) before any compression; a site that equals another one is stored once.
+    float32) before any compression; a site that equals another one is stored once. What is to be
+    changed while the model runs is checked against them.
     """
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other")
+    from vitsee_core.models.interventions.switching import interventions_of
     from vitsee_core.models.listing import list_sites
     from vitsee_stores.layout import select_names
 
-    given = {key: value for key, value in vars(model).items() if key != "ablate_skip"}
-    found = list_sites(prove=prove, **given)
+    found = list_sites(prove=prove, **vars(model))
     for note in found.notes:
         console.warn(note)
     table = found.table
+    changed = interventions_of(model.name, table, interventions)
     if sites:
         chosen: Sequence[SiteSpec] = select_names(sites, table.sites)
     else:
@@ -74,10 +83,13 @@ def command(
     elif as_json:
         size = list(found.input_size)
         head = {"model": model.name, "input_size": size, "proven": found.proven}
+        head |= {"interventions": changed} if changed else {}
         console.out(json.dumps({**head, "sites": rows, **_availability(table)}, indent=2))
     else:
         n_modules = 0 if sites else len(table.sites) - len(chosen)
         _show(rows, table, n_modules, renamed=_renamed(chosen))
+    for line in changed:
+        console.say(f"extract runs the model with {line}")
     if not found.proven:
         console.say("read from shapes; extract, or --prove, verifies branches and attention")
 

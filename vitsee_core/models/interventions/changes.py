@@ -1,0 +1,231 @@
+"""The hooks of interventions: what a site holds is replaced where the following layers take it.
+
+A site that is a module's output, or its input, is replaced by another tensor. A residual sum that
+is no module's output (`mid` of a transformer block) is written over in place, as its skip must see
+the change, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from vitsee_core.models.branch_only import BranchOnly, branch_only, plain
+from vitsee_core.models.hook_points import (
+    CaptureError,
+    HookPoint,
+    View,
+    input_tensor,
+    output_tensor,
+)
+from vitsee_core.models.interventions.blocked import BlockedAttention
+from vitsee_core.models.interventions.references import Reference, generators
+from vitsee_core.models.interventions.tokens import TokenChoice
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+
+@dataclass(frozen=True)
+class Change:
+    """Tokens of one site that get other values. channels: those of ablated heads, None for all.
+    reference: None for zeros. about: tokens or heads in words, which random numbers depend on."""
+
+    tokens: TokenChoice
+    channels: NDArray[np.int64] | None
+    reference: Reference | None
+    about: str
+
+
+@dataclass(frozen=True)
+class ChangedSite:
+    """Where a site is replaced. in_place: the tensor itself is written over. turned: tokens come
+    before images there."""
+
+    name: str
+    hook_point: HookPoint
+    view: View
+    in_place: bool
+    turned: bool
+
+
+class Changes:
+    """The interventions of one model, in effect within `applied()`.
+
+    Attributes:
+        lines: each intervention in words, as manifests and tables have it.
+        stores: the ids of the stores that values come from.
+        expected: filled if it is a dictionary: site -> (images, tokens, dim) after its change.
+        attention: block -> the attention that it has in place of its own.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        lines: Sequence[str],
+        stores: Sequence[str],
+        seed: int,
+        index: NDArray[np.int64],
+    ) -> None:
+        self.module, self.lines, self.stores = module, tuple(lines), tuple(stores)
+        self.seed, self.index = seed, index
+        self.sites: dict[str, tuple[ChangedSite, list[Change]]] = {}
+        self.attention: dict[str, tuple[str, BlockedAttention]] = {}
+        self.expected: dict[str, Tensor] | None = None
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.rows = np.zeros(0, np.int64)
+
+    def record(self) -> dict[str, list[str]]:
+        """What manifests keep of them; empty without any."""
+        return {"interventions": list(self.lines)} if self.lines else {}
+
+    def begin(self, rows: slice) -> None:
+        """Read ahead what the passes over these rows of the store will need."""
+        for _, changes in self.sites.values():
+            for change in changes:
+                if change.reference is not None:
+                    change.reference.begin(rows)
+
+    def at(self, rows: slice) -> None:
+        """Say which rows of the store the next pass is about."""
+        self.rows = np.arange(rows.start, rows.stop)
+
+    def check(self) -> None:
+        """Raises:
+        CaptureError: the last pass had another number of attention calls in a changed block than
+            one.
+        """
+        for name, (_, mode) in self.attention.items():
+            calls, mode.calls = mode.calls, 0
+            if calls != 1:
+                raise CaptureError(f"{name}: {calls} attention calls were changed, expected 1")
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Context in which the model runs with the interventions; hooks registered within see what
+        they leave."""
+        handles: list[RemovableHandle] = [
+            self.module.register_forward_pre_hook(lambda _m, _a: self.counts.clear())
+        ]
+        by_place: Mapping[tuple[str, str], list[tuple[ChangedSite, list[Change]]]] = defaultdict(
+            list
+        )
+        for site, changes in self.sites.values():
+            by_place[site.hook_point.module, site.hook_point.when].append((site, changes))
+        for (path, when), sites in by_place.items():
+            child = self.module.get_submodule(path)
+            if when == "in":
+                hook: Any = self._entering(sites)
+                handles.append(child.register_forward_pre_hook(hook, with_kwargs=True))
+            else:
+                handles.append(child.register_forward_hook(self._leaving(sites)))
+        for path, mode in self.attention.values():
+            child = self.module.get_submodule(path)
+            enter, leave = _entered(mode)
+            handles.append(child.register_forward_pre_hook(enter))
+            handles.append(child.register_forward_hook(leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _entering(self, sites: Sequence[tuple[ChangedSite, list[Change]]]) -> Any:
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            old = input_tensor(args, kwargs)
+            new = self._changed(sites, old)
+            if new is None or old is None:
+                return None
+            return _swapped(args, old, new), _swapped(kwargs, old, new)
+
+        return hook
+
+    def _leaving(self, sites: Sequence[tuple[ChangedSite, list[Change]]]) -> Any:
+        def hook(module: nn.Module, _args: Any, output: Any) -> Any:
+            old = output_tensor(module, output, len(self.rows))
+            new = self._changed(sites, old)
+            return None if new is None or old is None else _swapped(output, old, new)
+
+        return hook
+
+    def _changed(
+        self, sites: Sequence[tuple[ChangedSite, list[Change]]], old: Tensor | None
+    ) -> Tensor | None:
+        """The tensor after the changes of this call of a module; None without any."""
+        point = sites[0][0].hook_point
+        call = self.counts[point.module, point.when]
+        self.counts[point.module, point.when] += 1
+        for site, changes in sites:
+            if site.hook_point.call == call:
+                if old is None:
+                    raise CaptureError(f"{site.name}: its module gave no single tensor")
+                with torch._C.DisableTorchFunction():
+                    return self._replaced(site, changes, old)
+        return None
+
+    def _replaced(self, site: ChangedSite, changes: Sequence[Change], old: Tensor) -> Tensor | None:
+        x = old.transpose(0, 1) if site.turned else old
+        if len(x) != len(self.rows):
+            raise CaptureError(f"{site.name}: {len(x)} for a batch of {len(self.rows)} images")
+        before = site.view.flat(x)
+        after = before.clone()
+        for change in changes:
+            draws = generators(self.seed, f"{change.about} {site.name}", self.index[self.rows])
+            places = change.tokens.of(before, draws)
+            values = torch.zeros((), dtype=after.dtype, device=after.device)
+            if change.reference is not None:
+                given = change.reference.of(self.rows, places, draws)
+                if change.channels is not None:
+                    given = given[..., change.channels]
+                values = torch.from_numpy(given).to(after)
+            rows = np.arange(len(places))[:, None]
+            if change.channels is None:
+                after[rows, places] = values
+            else:
+                after[rows[:, :, None], places[:, :, None], change.channels] = values
+        if self.expected is not None:
+            self.expected[site.name] = after.clone()
+        if site.in_place:
+            x.copy_(site.view.unflat(after, x))
+            return None
+        new = torch.empty_like(x).copy_(site.view.unflat(after, x))
+        return new.transpose(0, 1) if site.turned else new
+
+
+def _entered(mode: BlockedAttention) -> tuple[Any, Any]:
+    """Hooks that enter the mode with a module and leave it with that."""
+    open_modes: list[BlockedAttention] = []
+
+    def enter(_module: nn.Module, _args: Any) -> None:
+        mode.__enter__()  # type: ignore[no-untyped-call]
+        open_modes.append(mode)
+
+    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+        if open_modes:
+            open_modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    return enter, leave
+
+
+def _swapped(value: Any, old: Tensor, new: Tensor) -> Any:
+    """The same arguments or output with one tensor for another."""
+    if isinstance(value, Tensor):
+        if plain(value) is not old:
+            return value
+        return branch_only(new) if isinstance(value, BranchOnly) else new
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            value[key] = _swapped(entry, old, new)
+        return value
+    if isinstance(value, tuple | list):
+        entries = [_swapped(entry, old, new) for entry in value]
+        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+    return value

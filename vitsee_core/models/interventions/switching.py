@@ -1,0 +1,240 @@
+"""Interventions on a model: what the options name is found in its site table, and values in their
+stores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.interventions.blocked import (
+    BlockedAttention,
+    blocked_pairs,
+    refuse_empty_rows,
+)
+from vitsee_core.models.interventions.changes import Change, ChangedSite, Changes
+from vitsee_core.models.interventions.references import Reference, check_base, check_site
+from vitsee_core.models.interventions.spec import (
+    OPTIONS,
+    HeadAblation,
+    Intervention,
+    Replacement,
+    Values,
+    parse,
+)
+from vitsee_core.models.interventions.tokens import TokenChoice, choose_tokens
+from vitsee_core.models.sites import AttentionBlock, SiteTable
+from vitsee_stores import Store, open_store
+from vitsee_stores.errors import SiteError
+from vitsee_stores.layout import SiteSpec
+from vitsee_stores.manifest import few
+from vitsee_stores.selectors import select_names
+from vitsee_stores.weights_names import ranges
+
+SHOWN = 8
+
+
+class Switch:
+    """Finds what a model's interventions are about.
+
+    Args:
+        name: of the model.
+        table: of its sites.
+        interventions: as the options name them.
+        identity: of the new store, what base stores are compared with; None to leave the stores
+            alone (`vitsee sites`).
+        seed, index: of noise and shuffles, and the images' places in the data set.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        table: SiteTable,
+        interventions: Sequence[Intervention],
+        identity: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        index: NDArray[np.int64] | None = None,
+    ) -> None:
+        self.name, self.table, self.interventions = name, table, tuple(interventions)
+        self.identity, self.seed = identity, seed
+        self.index = np.zeros(0, np.int64) if index is None else index
+        self.bases: dict[str, Store] = {}
+        self.changed: dict[str, tuple[ChangedSite, list[Change]]] = {}
+        self.pairs: dict[str, NDArray[np.bool_]] = {}
+
+    def lines(self) -> list[str]:
+        """All of them in words, as manifests and tables have them.
+
+        Raises:
+            VitseeError: sites, tokens, heads or stores that are not there, or do not fit; in one
+                line.
+        """
+        self.changed.clear()
+        self.pairs.clear()
+        lines = [self._add(one) for one in self.interventions]
+        blocks = {block.name: block for block in self.table.attention}
+        for name, pairs in self.pairs.items():
+            refuse_empty_rows(pairs, blocks[name].layout, f"{OPTIONS['attention']} at {name}")
+        return lines
+
+    def changes(self, module: nn.Module) -> Changes:
+        """All of them as hooks on the model's module, not yet in effect.
+
+        Raises:
+            VitseeError: as `lines`.
+        """
+        lines = self.lines()
+        stores = sorted({store.manifest.store_id for store in self.bases.values()})
+        made = Changes(module, lines, stores, self.seed, self.index)
+        made.sites = self.changed
+        made.attention = {
+            name: (self.table.attention_modules[name], BlockedAttention(pairs))
+            for name, pairs in self.pairs.items()
+            if pairs.any()
+        }
+        return made
+
+    def _add(self, one: Intervention) -> str:
+        """Add one intervention; its line."""
+        if isinstance(one, Replacement):
+            said = f"{OPTIONS['replace']} {one.text}"
+            sites = self._sites(one.sites, said)
+            for site in sites:
+                tokens = _tokens_of(site, one.tokens, f"{said}: {site.name}")
+                self._change(site, tokens, None, one.values, ",".join(one.tokens), said)
+            return f"{','.join(one.tokens)}={one.values.kind} at {_names(sites)}"
+        if isinstance(one, HeadAblation):
+            said = f"{OPTIONS['heads']} {one.text}"
+            blocks = self._blocks(one.blocks, said)
+            for block in blocks:
+                self._ablate(block, one, said)
+            heads = ",".join(map(str, one.heads))
+            return f"heads {heads}={one.values.kind} at {_names(blocks)}"
+        said = f"{OPTIONS['attention']} {one.text}"
+        blocks = self._blocks(one.blocks, said)
+        for block in blocks:
+            pairs = blocked_pairs(one.what, block.layout, f"{said}: {block.name}")
+            self.pairs[block.name] = self.pairs.get(block.name, False) | pairs
+        return f"no {one.what} at {_names(blocks)}"
+
+    def _sites(self, patterns: str, said: str) -> list[SiteSpec]:
+        """The stored sites that the patterns select."""
+        try:
+            chosen = select_names([patterns], self.table.sites, hint=f"vitsee sites {self.name}")
+        except SiteError as error:
+            raise ModelError(f"{said}: {error}") from None
+        return list(
+            {(s.alias_of or s.name): self.table[s.alias_of or s.name] for s in chosen}.values()
+        )
+
+    def _blocks(self, patterns: str, said: str) -> list[AttentionBlock]:
+        """The blocks that the patterns select among those whose attention is known."""
+        served = self.table.attention
+        if not served:
+            raise ModelError(f"{said}: {self.name} has {self.table.attention_refusal}")
+        last = max(1, len(served) - 1)
+        places = [
+            replace(self.table.sites[0], name=b.name, part="", block=b.name, groups=(), depth=i,
+                    rel_depth=i / last, alias_of=None, site_path=None)
+            for i, b in enumerate(served)
+        ]  # fmt: skip
+        try:
+            found = {site.name for site in select_names([patterns], places)}
+        except SiteError:
+            reason = self.table.left_out.get(patterns) or self.table.left_out.get(
+                f"{patterns} attention"
+            )
+            name = self.name
+            there = (
+                f"{name} has no such block with token-to-token attention; there are: "
+                f"{few([block.name for block in served], SHOWN)} (run: vitsee sites {name})"
+            )
+            raise ModelError(f"{said}: {reason or there}") from None
+        return [block for block in served if block.name in found]
+
+    def _ablate(self, block: AttentionBlock, one: HeadAblation, said: str) -> None:
+        name = f"{block.name}.attn.heads"
+        if block.name not in self.table.heads or name not in self.table.points:
+            raise ModelError(f"{said}: the outputs of the heads of {block.name} are no site")
+        site = self.table[name]
+        if one.heads[-1] >= block.n_heads:
+            raise ModelError(
+                f"{said}: {block.name} has the heads 0 to {block.n_heads - 1}, not {one.heads[-1]}"
+            )
+        channels = np.arange(site.dim).reshape(block.n_heads, -1)[list(one.heads)].ravel()
+        tokens = TokenChoice(block.layout, np.arange(block.layout.n_tokens))
+        about = f"heads {one.heads}"
+        self._change(site, tokens, channels, one.values, about, said)
+
+    def _change(
+        self,
+        site: SiteSpec,
+        tokens: TokenChoice,
+        channels: NDArray[np.int64] | None,
+        values: Values,
+        about: str,
+        said: str,
+    ) -> None:
+        reference = None
+        if values.store and self.identity is not None:
+            store = self._base(values, said)
+            own = check_site(store, site, said)
+            reference = Reference(store, own, values.kind, tokens, self.seed)
+        made = self._place(site, said), list[Change]()
+        self.changed.setdefault(site.name, made)[1].append(
+            Change(tokens, channels, reference, about)
+        )
+
+    def _base(self, values: Values, said: str) -> Store:
+        assert self.identity is not None
+        if values.store not in self.bases:
+            self.bases[values.store] = open_store(values.store)
+        check_base(self.bases[values.store], self.identity, values.kind, said)
+        return self.bases[values.store]
+
+    def _place(self, site: SiteSpec, said: str) -> ChangedSite:
+        point = self.table.points[site.name]
+        if len(point.hook_points) > 1:
+            raise ModelError(f"{said}: {site.name} is made of several tensors, none of which is it")
+        if point.view.form == "unrolled":
+            raise ModelError(
+                f"{said}: the tokens of {site.name} lie in another order than the image"
+            )
+        (hook_point,) = point.hook_points
+        entering = hook_point.when == "in"
+        sums = {self._stored(residual.total) for residual in self.table.residuals.values()}
+        return ChangedSite(
+            site.name,
+            hook_point,
+            point.view,
+            in_place=entering and site.name in sums,
+            turned=(hook_point.module, entering) in self.table.turned,
+        )
+
+    def _stored(self, name: str) -> str:
+        return self.table[name].alias_of or name
+
+
+def interventions_of(name: str, table: SiteTable, texts: Mapping[str, Sequence[str]]) -> list[str]:
+    """The interventions that these options (see `parse`) are on a model of this name, in words;
+    base stores are not opened.
+
+    Raises:
+        ModelError: the model has no such sites, tokens or heads.
+    """
+    return Switch(name, table, parse(**texts)).lines()
+
+
+def _tokens_of(site: SiteSpec, words: Sequence[str], what: str) -> TokenChoice:
+    if site.kind != "tokens" or site.layout is None:
+        raise ModelError(f"{what} is a site of {site.kind}, without tokens that could be replaced")
+    return choose_tokens(words, site.layout, what)
+
+
+def _names(places: Sequence[SiteSpec | AttentionBlock]) -> str:
+    return ", ".join(ranges([place.name for place in places]))
