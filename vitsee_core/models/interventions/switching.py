@@ -136,7 +136,9 @@ class Switch:
         """The blocks that the patterns select among those whose attention is known."""
         served = self.table.attention
         if not served:
-            raise ModelError(f"{said}: {self.name} has {self.table.attention_refusal}")
+            raise ModelError(
+                f"{said} cannot be done in {self.name}: {self.table.attention_refusal}"
+            )
         last = max(1, len(served) - 1)
         places = [
             replace(self.table.sites[0], name=b.name, part="", block=b.name, groups=(), depth=i,
