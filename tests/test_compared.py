@@ -207,6 +207,6 @@ def test_sidecars_have_it(tmp_path: Path) -> None:
     notes = json.loads(Path(f"{out}.json").read_text())["notes"]
     assert notes["compared"] == {
         "stores": ["a", "b"], "tokens": {"embed": "cls", "blocks.0.out": "cls"},
-        "model": {"architecture": "vit"}, "weights": "w", "ablate_skip": [],
+        "model": {"architecture": "vit"}, "weights": "w", "ablate_skip": [], "interventions": [],
         "transform": TRANSFORM, "precision": "fp32", "order": "shuffled", "differences": [],
     }  # fmt: skip

@@ -65,6 +65,18 @@ def test_aliases() -> None:
     )
 
 
+def test_ranges() -> None:
+    assert names("blocks.3..5.out") == [f"blocks.{i}.out" for i in (3, 4, 5)]
+    assert names("blocks.9..10.out,!blocks.10..10.out") == ["blocks.9.out"]
+    for pattern, phrase in (
+        ("blocks.5..3.out", "is no range; expected two numbers"),
+        ("blocks.0..999999.out", "is no range"),
+        ("blocks.10..11.out", "no site matches 'blocks.11.out'"),
+    ):
+        with pytest.raises(SiteError, match=phrase):
+            names(pattern)
+
+
 def test_from_the_end() -> None:
     assert names("blocks.-1.out") == ["blocks.10.out"]
     assert names("blocks.-11.norm1") == ["blocks.0.norm1"]

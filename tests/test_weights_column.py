@@ -57,6 +57,10 @@ LOADED: dict[str, Any] = {"weights": {"source": "checkpoint", "file": "dino.pth"
             RANDOM | {"ablate_skip": ["layer1.0", "layer1.1", "layer2.0", "last"]},
             "random 0, without last, layer1.0-1, layer2.0",
         ),
+        (
+            RANDOM | {"ablate_skip": ["last"], "interventions": ["cls=mean at blocks.6.out"]},
+            "random 0, without last, cls=mean at blocks.6.out",
+        ),
         ({"weights": None}, ""),
         ({}, ""),
         ({"weights": "other", "ablate_skip": None}, ""),

@@ -14,7 +14,7 @@ of one command alone in that command. The others:
     model_options       a model         model_options, weight_options, recompute_options
     data_options        images          data_options, recompute_data_option
     extraction_options  what extract    store_output_option, keep_options, ablate_skip_option,
-                        stores, how     precision_option, run_options
+                        stores, how     intervention_options, precision_option, run_options
 
 A command takes what it needs as decorators: `@options.stores_argument`, `@model_options`, ...
 """
