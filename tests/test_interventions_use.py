@@ -19,9 +19,9 @@ from vitsee_core.extraction.named_options import options_in_name
 from vitsee_core.extraction.options import DataOptions
 from vitsee_core.extraction.prepare import chosen_images
 from vitsee_core.features.compared import model_key, require_comparable
+from vitsee_core.models.intervention_spec import InterventionError, parse, placed
 from vitsee_core.models.interventions import references
 from vitsee_core.models.interventions.references import cycle
-from vitsee_core.models.interventions.spec import InterventionError, parse, placed
 from vitsee_core.models.interventions.switching import Switch
 from vitsee_core.models.load import load_model
 from vitsee_core.models.provenance import model_of

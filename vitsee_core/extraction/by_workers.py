@@ -31,7 +31,7 @@ from vitsee_core.extraction.run import announce, fill, made_or_joined, stopped
 from vitsee_core.extraction.sharding import Shard
 from vitsee_core.extraction.signals import StopRequest
 from vitsee_core.images.sources import placed
-from vitsee_core.models.interventions.spec import placed as placed_stores
+from vitsee_core.models.intervention_spec import placed as placed_stores
 from vitsee_core.models.sources import source_of
 from vitsee_core.runtime.dask_worker import on_this_worker
 from vitsee_core.runtime.execution import Execution

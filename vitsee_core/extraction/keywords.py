@@ -28,7 +28,7 @@ from vitsee_core.extraction.run import log
 from vitsee_core.extraction.sharding import parse_shard
 from vitsee_core.images.loading import ON_ERROR
 from vitsee_core.images.transform import CROP_MODES, FILLS
-from vitsee_core.models.interventions.spec import parse
+from vitsee_core.models.intervention_spec import parse
 from vitsee_core.models.load import own_model
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.sources.base import BACKENDS, OWN_TRANSFORM

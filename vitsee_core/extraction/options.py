@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vitsee_core.models.interventions.spec import parse
+from vitsee_core.models.intervention_spec import parse
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.url import Place
 

@@ -25,9 +25,9 @@ from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOption
 from vitsee_core.extraction.plan import Choices, build_plan, choose, fit_slab
 from vitsee_core.extraction.small_weights import SmallWeights, small_weights
 from vitsee_core.images import Selection, normalise, open_source, select
+from vitsee_core.models.intervention_spec import ZERO
 from vitsee_core.models.interventions.changes import Changes
 from vitsee_core.models.interventions.proof import prove
-from vitsee_core.models.interventions.spec import ZERO
 from vitsee_core.models.interventions.switching import Switch
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.same_images import FirstImages, check_same_images, first_images

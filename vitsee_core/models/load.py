@@ -18,7 +18,7 @@ from vitsee_core.models.checkpoints import Checkpoint
 from vitsee_core.models.fast_path import without_fast_path
 from vitsee_core.models.hook_points import ModelError, refuse_compiled
 from vitsee_core.models.input_transform import input_transform, label_names
-from vitsee_core.models.interventions.spec import Intervention, parse
+from vitsee_core.models.intervention_spec import Intervention, parse
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.sources import source_of
 from vitsee_core.models.sources.base import Source

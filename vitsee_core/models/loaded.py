@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from vitsee_core.models.interventions.spec import Intervention
+from vitsee_core.models.intervention_spec import Intervention
 from vitsee_stores.manifest import few
 
 

@@ -1,6 +1,6 @@
-"""Interventions: tokens replaced, heads ablated, attention blocked while a model runs.
+"""Interventions: tokens replaced, heads ablated, attention blocked while a model runs. The
+options' grammar is intervention_spec beside this room.
 
-spec        the options' grammar
 tokens      which tokens of a site
 references  the values that replace them, from a store of the unchanged model
 blocked     which keys a query must not attend to, and the mask that sees to it

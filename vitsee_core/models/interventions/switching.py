@@ -12,14 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.interventions.blocked import (
-    BlockedAttention,
-    blocked_pairs,
-    refuse_empty_rows,
-)
-from vitsee_core.models.interventions.changes import Change, ChangedSite, Changes
-from vitsee_core.models.interventions.references import Reference, check_base, check_site
-from vitsee_core.models.interventions.spec import (
+from vitsee_core.models.intervention_spec import (
     OPTIONS,
     HeadAblation,
     Intervention,
@@ -27,6 +20,13 @@ from vitsee_core.models.interventions.spec import (
     Values,
     parse,
 )
+from vitsee_core.models.interventions.blocked import (
+    BlockedAttention,
+    blocked_pairs,
+    refuse_empty_rows,
+)
+from vitsee_core.models.interventions.changes import Change, ChangedSite, Changes
+from vitsee_core.models.interventions.references import Reference, check_base, check_site
 from vitsee_core.models.interventions.tokens import TokenChoice, choose_tokens
 from vitsee_core.models.sites import AttentionBlock, SiteTable
 from vitsee_stores import Store, open_store

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.interventions.spec import COUNTED
+from vitsee_core.models.intervention_spec import COUNTED
 from vitsee_stores.layout import TokenLayout
 
 Places = NDArray[np.int64]
