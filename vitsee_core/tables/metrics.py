@@ -20,6 +20,7 @@ _HIGHER = re.compile(
     | pck(_point|_image)?@.+
     | jf | j | f | [jf]_recall
     | lens_top1 | lens_agreement | agreement
+    | r2?(_normalised)?(_median|_mean)?
     | miou | pixel_accuracy | iou_class | boundary_iou | a1
     """,
     re.VERBOSE,

@@ -8,6 +8,20 @@ METRICS = {
     "top1": "top-1 accuracy",
     "top5": "top-5 accuracy",
     "top1_class": "top-1 accuracy of the class",
+    "r": "correlation with the response",
+    "r2": "explained variance (R²)",
+    "r_normalised": "correlation / noise ceiling",
+    "r2_normalised": "R² / noise ceiling",
+    **{
+        f"{name}_{over}": f"{over} {words}"
+        for name, words in (
+            ("r", "correlation"),
+            ("r2", "R²"),
+            ("r_normalised", "correlation / ceiling"),
+            ("r2_normalised", "R² / ceiling"),
+        )
+        for over in ("median", "mean")
+    },
     "purity": "purity",
     "nmi": "normalised mutual information",
     "ari": "adjusted Rand index",
@@ -168,6 +182,7 @@ BASELINES = {
     "position": "position alone",
     "untrained": "untrained model",
 }
+CEILING = "ceiling"  # no baseline: what noise in what is predicted leaves to any model
 # For saliency, whose baselines are maps.
 _MAPS = {"uniform": "uniform map", "centre": "centre of the image", "random": "map of noise"}
 
@@ -218,6 +233,8 @@ def token_words(token: str) -> str:
 
 def baseline_words(name: str, metric: str = "") -> str:
     """A baseline in a legend: `baseline: random features`."""
+    if name == CEILING:
+        return "noise ceiling"
     words = BASELINES | (_MAPS if metric == "iou" else {})
     return f"baseline: {words.get(name, name)}"
 

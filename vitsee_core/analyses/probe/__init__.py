@@ -14,8 +14,9 @@ Equal scores go to the lower class. `value` is the mean over seeds, `std` the st
 over seeds (n - 1; empty with one), `low` and `high` the 95 % interval over test images, its ends
 averaged over seeds. Nothing is chosen by looking at the test images.
 
-With masks, segments train and test: the vectors are those of `cluster --masks`, the classes are the
-masks' categories, and intervals are over images.
+With responses, columns of numbers take the place of classes, see `response_probe` and
+`response_scores`. With masks, segments train and test: the vectors are those of `cluster --masks`,
+the classes are the masks' categories, and intervals are over images.
 """
 
 from __future__ import annotations
@@ -27,9 +28,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from vitsee_core.analyses.probe import responses
 from vitsee_core.analyses.probe.draws import check_classes, draw_images, split_rows
 from vitsee_core.analyses.probe.figure import plot
 from vitsee_core.analyses.probe.fit import Task
+from vitsee_core.analyses.probe.response_probe import (
+    refuse_of_classes,
+    response_settings,
+    run_responses,
+)
 from vitsee_core.analyses.probe.rows import INTERVAL, Scorer
 from vitsee_core.analyses.probe.score import Prober
 from vitsee_core.analyses.probe.settings import (
@@ -92,9 +99,13 @@ Nothing is chosen on the test images.
       --shots 1 --shots 5 --shots 10 --shots 25
   $ vitsee probe train.zarr b16.zarr --solver sgd --batch-norm --sites blocks.-1.out
   $ vitsee probe coco.zarr --masks instances_val2017.json --holdout 0.2 --per-class
+  $ vitsee probe b16.zarr --response it.parquet --by-column -o it.csv --png it.png
 
 With --masks segments train and test, the vectors of cluster --masks; a share held out is one of
 images, intervals are over images, and the column n_segments counts.
+With --response columns of numbers are predicted in place of classes: metrics r and r2, their median
+and mean over columns, cross-validated or as above; with repeats beside the noise ceiling, and
+normalised by it (Schrimpf et al. 2018; Cadena et al. 2019). l2 is chosen for each column.
 --tokens: cls, mean (over patches), mean-all, first, rest (mean of all but the first), ROW,COL;
 each: a probe for every token, and their mean over patches, called each; all: side by side.
 
@@ -108,6 +119,7 @@ MEANING = {
     "l2": "as used",
     "std": "over seeds",
     "high": "95 % interval over test images",
+    "baseline": "of --response: ceiling; there, column and n_columns too",
 }
 NEEDS = ("sites",)
 READING = (
@@ -117,9 +129,16 @@ READING = (
 )
 SOURCE = (
     "Raghu et al. 2021, Figs. 11, 13, D.4, F.1 to F.3; Dosovitskiy et al. 2021; Walmer et al. "
-    "2023, Table 6"
+    "2023, Table 6; of responses Schrimpf et al. 2018 and Cadena et al. 2019"
 )
-headline = partial(best_layers, units={"top1": "of the images right", "top5": "with it among five"})
+headline = partial(
+    best_layers,
+    units={
+        "top1": "of the images right",
+        "top5": "with it among five",
+        "r_median": "correlation of the median column",
+    },
+)
 
 BASELINES = ("random",)
 COLUMNS = (
@@ -154,6 +173,10 @@ def run(
     masks: Annotated[
         Segmentation | Path | str | Sequence[Path] | None, Gather(Segmentation)
     ] = None,
+    response: Annotated[Path | None, responses.RESPONSE] = None,
+    response_ids: Annotated[Path | None, responses.RESPONSE_IDS] = None,
+    folds: Annotated[int | None, responses.FOLDS] = None,
+    by_column: Annotated[bool, responses.BY_COLUMN] = False,
     preset: Annotated[
         str | None,
         Option(
@@ -263,7 +286,7 @@ def run(
     the patches' probes (prefix tokens apart, as in Raghu et al. 2021, Fig. 11). `shots` is empty
     for all images. `l2` is the value used, the geometric mean where seeds chose different ones;
     empty for SGD. `class` only with `per_class`; `baseline` is empty in the rows about the
-    model. With masks the columns are `SEGMENT_COLUMNS`.
+    model. With masks the columns are `SEGMENT_COLUMNS`, with responses `response_probe.COLUMNS`.
     NaN: SGD diverged, or a class without test images.
 
     Memory: as many tokens at a time as fit; each byte of a site is read once as far as groups of
@@ -283,7 +306,25 @@ def run(
         VitseeError: too few images of a class, choices that exclude each other, or too little
             memory.
     """
-    if sum(way is not None for way in (tests or None, test_split, holdout)) != 1:
+    n_ways = sum(way is not None for way in (tests or None, test_split, holdout))
+    if response is not None:
+        refuse_of_classes({
+            "--masks": masks, "--preset": preset, "--shots": shots, "--seeds": seeds,
+            "--match-last-stage": match_last_stage, "--intercept": intercept,
+            "--solver": solver if solver != "ridge" else None, "--batch-norm": batch_norm,
+            "--epochs": epochs, "--lr": lr, "--batch": batch, "--baseline": baselines,
+            "--per-class": per_class,
+        })  # fmt: skip
+        if n_ways + (folds is not None) > 1:
+            raise VitseeError("give one of TEST, --test-split, --holdout and --folds at most")
+        require_comparable(train, tests)
+        chosen = response_settings(
+            sites, tokens, l2, standardise, folds, by_column, allow_shared, execution.seed
+        )
+        return run_responses(
+            train, tests, response, response_ids, test_split, holdout, chosen, execution
+        )
+    if n_ways != 1:
         raise VitseeError("give exactly one of TEST, --test-split NAME and --holdout SHARE")
     seed = execution.seed
     settings = choose_settings(

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DRAWN = ("top1", "top5")
+OF_RESPONSES = ("r_median", "r2_median")
 EACH = "each"
 
 
@@ -46,8 +47,11 @@ def plot(table: Table) -> Figure:
 
     If every token was probed, the curve is their mean, and below it are maps of each site's tokens,
     on one scale (Fig. D.4; the paper's panels have one each). If several l2 were requested,
-    accuracy is drawn against l2 instead, one curve per site.
+    accuracy is drawn against l2 instead, one curve per site. Of responses: the median column's r
+    and r2, the noise ceiling dashed.
     """
+    if "n_columns" in table.columns:
+        return _draw_responses(table)
     curves = _with_vectors(table.take(~_cells(table)))
     metrics = [metric for metric in DRAWN if metric in curves.unique("metric")]
     maps = _maps(table)
@@ -71,6 +75,21 @@ def plot(table: Table) -> Figure:
     scale = _scale([site for _, sites in maps for site in sites])
     for part, grid, (title, sites) in zip(parts[1:], grids, maps, strict=True):
         _draw_maps(grid, part, title, sites, scale)
+    return figure
+
+
+def _draw_responses(table: Table) -> Figure:
+    medians = _with_vectors(table.where(metric=list(OF_RESPONSES)))
+    grid = CurveGrid.of(len(OF_RESPONSES), medians)
+    figure, parts = stack(grid)
+    panels = grid.panels(parts[0], of_metrics(medians, OF_RESPONSES))
+    for axes, metric, rows in panels:
+        if _several_l2(rows):
+            _draw_l2(axes, rows, metric_words(metric))
+        else:
+            draw_depth_curves(axes, rows, by=["token"], among=medians)
+    grid.finish(panels)
+    add_curve_legend(figure, [axes for axes, *_ in panels])
     return figure
 
 

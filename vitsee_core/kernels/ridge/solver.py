@@ -1,4 +1,4 @@
-"""Ridge regression in closed form.
+"""Ridge regression in closed form, to classes or to any targets.
 
 With centred features X (n, dim), targets Y (n, classes) of +-1 and l2 > 0:
 
@@ -111,8 +111,7 @@ class Factors:
         target = mean_target(images.counts)
         if images.by_rows:
             x, mean, labels, scales = _scaled_rows(images, algebra)
-            dual = from_kernel(x @ x.T, labels, images.n_classes, algebra)
-            basis, values, rhs = x.T @ dual.basis, dual.values, dual.rhs
+            basis, values, rhs = _by_dual(x, targets(labels, images.n_classes))
         else:
             scatter, rhs, mean, scales = _scaled_moments(images, algebra)
             values, basis = np.linalg.eigh(scatter)
@@ -121,6 +120,44 @@ class Factors:
         if scales is not None:
             basis = basis * scales[:, np.newaxis]
         return cls(basis, mean @ basis, values, rhs, target, images.n, algebra)
+
+    @classmethod
+    def of_targets(cls, x: Float, y: Float, algebra: Algebra) -> Factors:
+        """The same for targets that are numbers: one decomposition for every column of `y`.
+
+        Args:
+            x: (n, dim) features.
+            y: (n, columns) targets.
+            algebra: treatment of the intercept and of scales.
+        """
+        mean, target = x.mean(0), y.mean(0)
+        x, y = x - mean, y - target
+        scales = algebra.scales(np.einsum("ij,ij->j", x, x), len(x))
+        if scales is not None:
+            x *= scales
+        if len(x) < x.shape[1]:
+            basis, values, rhs = _by_dual(x, y)
+        else:
+            values, basis = np.linalg.eigh(x.T @ x)
+            values, rhs = np.maximum(values, 0), basis.T @ (x.T @ y)
+        if scales is not None:
+            basis = basis * scales[:, np.newaxis]
+        return cls(basis, mean @ basis, values, rhs, target, len(x), algebra)
+
+
+def _by_dual(x: Float, y: Float) -> tuple[Float, Float, Float]:
+    """Basis, values and right-hand sides of centred features (n, dim) and targets (n, columns), by
+    the matrix of inner products."""
+    values, vectors = _decomposed(x @ x.T)
+    roots = np.sqrt(values)
+    return x.T @ (vectors / roots), values, roots[:, np.newaxis] * (vectors.T @ y)
+
+
+def _decomposed(kernel: Float) -> tuple[Float, Float]:
+    """Eigenvalues that are above rounding, and their eigenvectors."""
+    values, vectors = np.linalg.eigh(kernel)
+    kept = values > max(values[-1], 0) * len(kernel) * np.finfo(np.float64).eps
+    return values[kept], vectors[:, kept]
 
 
 def from_kernel(kernel: Float, labels: Integers, n_classes: int, algebra: Algebra) -> Factors:
@@ -134,15 +171,12 @@ def from_kernel(kernel: Float, labels: Integers, n_classes: int, algebra: Algebr
         n_classes: number of classes.
         algebra: treatment of the intercept.
     """
-    n = len(kernel)
-    values, vectors = np.linalg.eigh(kernel)
-    kept = values > max(values[-1], 0) * n * np.finfo(np.float64).eps
-    values, vectors = values[kept], vectors[:, kept]
+    values, vectors = _decomposed(kernel)
     roots = np.sqrt(values)
-    counts = np.bincount(labels, minlength=n_classes)
     rhs = roots[:, np.newaxis] * (vectors.T @ targets(labels, n_classes))
-    origin, target = np.zeros(len(values)), mean_target(counts)
-    return Factors(vectors / roots, origin, values, rhs, target, n, algebra)
+    target = mean_target(np.bincount(labels, minlength=n_classes))
+    origin = np.zeros(len(values))
+    return Factors(vectors / roots, origin, values, rhs, target, len(kernel), algebra)
 
 
 def _scaled_rows(

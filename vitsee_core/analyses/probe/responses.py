@@ -1,0 +1,191 @@
+"""Measured responses to images: of neurons, voxels, people; a column each, matched by image ids."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitsee_core.imports.arrays import read_arrays, read_ids
+from vitsee_core.runtime.options import Option
+from vitsee_core.types import Float, Integers, Mask
+from vitsee_stores import open_store
+from vitsee_stores.errors import VitseeError
+from vitsee_stores.manifest import few
+
+if TYPE_CHECKING:
+    from vitsee_stores import Store
+
+RESPONSE = Option(
+    "Predict these responses in place of classes: a store that `vitsee import` made, or a file "
+    "(.csv, .tsv or .parquet with a column id; .npy, .npz, .pt, .safetensors) of a row per image "
+    "and a column per neuron, voxel or rating. Repeats: several rows with one id, or an array "
+    "(repeats, images, columns).",
+    metavar="FILE|STORE",
+    default="none: classes",
+)
+RESPONSE_IDS = Option(
+    "Whose rows the responses are: an id per line, or a table with a column id.",
+    metavar="FILE",
+    default="the file's column id, else the images of TRAIN in its order",
+    only_with=("response",),
+)
+FOLDS = Option(
+    "--response without TEST, --test-split and --holdout: cross-validate, each image tested once.",
+    metavar="N",
+    least=2,
+    default="5",
+    only_with=("response",),
+)
+BY_COLUMN = Option("--response: also a row per column of the responses.", only_with=("response",))
+
+
+@dataclass(frozen=True)
+class Responses:
+    """Responses to images.
+
+    Attributes:
+        ids: of the images; None where rows are those of a store in its order.
+        repeats: (repeats, images, columns), NaN for a repeat that is missing.
+        columns: their names.
+        source: file or store, for messages.
+    """
+
+    ids: list[str] | None
+    repeats: Float
+    columns: list[str]
+    source: str
+
+    @property
+    def mean(self) -> Float:
+        """(images, columns) over the repeats that are there; NaN where none is."""
+        there = np.isfinite(self.repeats)
+        n = there.sum(0)
+        total = np.where(there, self.repeats, 0).sum(0)
+        found: Float = np.where(n > 0, total / np.maximum(n, 1), np.nan)
+        return found
+
+    def rows_of(self, store: Store) -> Integers:
+        """(images,) the responses' row of each image of a store, -1 for none.
+
+        Raises:
+            VitseeError: none of its images, or other images where there are no ids.
+        """
+        n = self.repeats.shape[1]
+        if self.ids is None:
+            if n != store.n_images:
+                raise VitseeError(
+                    f"{self.source} has responses to {n} images, without ids, and {store.label} "
+                    f"has {store.n_images} images; expected one row per image in its order, or "
+                    "say whose rows they are with --response-ids FILE"
+                )
+            return np.arange(n)
+        place = {name: row for row, name in enumerate(self.ids)}
+        rows = np.array([place.get(name, -1) for name in store.samples.id.tolist()], np.int64)
+        if (rows < 0).all():
+            raise VitseeError(
+                f"no image of {store.label} has an id of {self.source}: {few(self.ids[:3])} "
+                f"against {few(store.samples.id[:3].tolist())} (vitsee export --samples lists "
+                "them)"
+            )
+        return rows
+
+    def check(self, rows: Integers, label: str) -> None:
+        """Refuse columns that cannot be predicted from these rows.
+
+        Raises:
+            VitseeError: a column without a number, or with the same for all images.
+        """
+        values = self.mean[rows]
+        if len(bad := np.flatnonzero(~np.isfinite(values).all(0))):
+            n = int((~np.isfinite(values[:, bad[0]])).sum())
+            raise VitseeError(
+                f"{self.source}: column {self.columns[bad[0]]} has no number for {n} of the "
+                f"{len(rows)} images of {label} ({len(bad)} such columns); expected one repeat at "
+                "least: leave these columns, or these images, out"
+            )
+        if len(bad := np.flatnonzero(np.ptp(values, axis=0) == 0)):
+            raise VitseeError(
+                f"{self.source}: column {self.columns[bad[0]]} is {values[0, bad[0]]:g} for all "
+                f"{len(rows)} images of {label} ({len(bad)} such columns): there is nothing to "
+                "predict; leave them out"
+            )
+
+
+def read_responses(path: Path, ids: Path | None) -> Responses:
+    """The responses of a file or a store.
+
+    Args:
+        path: see `RESPONSE`.
+        ids: see `RESPONSE_IDS`.
+
+    Raises:
+        VitseeError: no responses, several arrays, or ids that do not fit them.
+        OSError: it cannot be opened.
+    """
+    if path.is_dir():
+        if ids is not None:
+            raise VitseeError(f"{path} is a store, which has ids; leave --response-ids out")
+        return _of_store(open_store(path))
+    found = read_arrays(path)
+    if len(found.values) != 1:
+        raise VitseeError(
+            f"{path} holds {len(found.values)} arrays ({few(list(found.values))}); expected one"
+        )
+    ((name, array),) = found.values.items()
+    if array.ndim > 3:
+        raise VitseeError(
+            f"{path} has {array.ndim} axes; expected (images, columns), or (repeats, images, "
+            "columns)"
+        )
+    named = found.columns.get(name) or [str(i) for i in range(array.shape[-1])]
+    own = found.ids if ids is None else read_ids(ids)[0]
+    values = np.asarray(array, np.float64)
+    n_rows = values.shape[-2]
+    if own is not None and len(own) != n_rows:
+        raise VitseeError(
+            f"{ids or path} has {len(own)} ids for responses to {n_rows} images; expected as many"
+        )
+    if values.ndim == 3:
+        if own is not None and (twice := [n for n, k in Counter(own).items() if k > 1]):
+            raise VitseeError(
+                f"{path} has an axis of repeats, and {twice[0]!r} twice; expected one or the other"
+            )
+        return Responses(own, values, named, path.name)
+    if own is None:
+        return Responses(None, values[np.newaxis], named, path.name)
+    return Responses(*_by_id(own, values), named, path.name)
+
+
+def _by_id(ids: list[str], values: Float) -> tuple[list[str], Float]:
+    """Each image once, with the rows of the same id as its repeats."""
+    place = {name: row for row, name in enumerate(dict.fromkeys(ids))}
+    counts: Counter[str] = Counter()
+    repeats = np.full((max(Counter(ids).values()), len(place), values.shape[1]), np.nan)
+    for name, own in zip(ids, values, strict=True):
+        repeats[counts[name], place[name]] = own
+        counts[name] += 1
+    return list(place), repeats
+
+
+def _of_store(store: Store) -> Responses:
+    sites = [site for site in store.sites.values() if site.kind == "vector"]
+    if not sites:
+        raise VitseeError(
+            f"{store.label} has no vectors; expected responses that vitsee import made"
+        )
+    listed: dict[str, Any] = store.manifest.info.get("columns") or {}
+    names: list[str] = []
+    for site in sites:
+        own = listed.get(site.name) or []
+        own = own if len(own) == site.dim else [str(i) for i in range(site.dim)]
+        names += own if len(sites) == 1 else [f"{site.name}:{name}" for name in own]
+    values: list[NDArray[Any]] = [store.vectors(site.name)[:] for site in sites]
+    valid: Mask = store.valid
+    ids = store.samples.id[valid].tolist()
+    whole = np.concatenate(values, axis=1)[valid].astype(np.float64)
+    return Responses(ids, whole[np.newaxis], names, store.label)
