@@ -64,5 +64,5 @@ def test_pictures_of_each_store_are_its_own(stores: list[Store]) -> None:
 
 
 def test_without_any_attention(stores: list[Store]) -> None:
-    with pytest.raises(MissingInput, match=r"^cnn lacks what extract keeps with --attention"):
+    with pytest.raises(MissingInput, match=r"^cnn has no attention summaries"):
         run(stores[1], kind="entropy")

@@ -526,7 +526,7 @@ def test_one_image_one_site_no_attention(tmp_path: Path) -> None:
     store = write_sites(tmp_path / "a.zarr", {"blocks.0.out": x}, layout=GRID)
     page = page_of(tmp_path / "p.html", store.path)
     (model,) = page.about["models"]
-    assert "lacks what extract keeps with --attention summary" in model["attention"]
+    assert "has no attention summaries" in model["attention"]
     assert "has no weights of the classifier" in model["lens"]
     assert [len(page.about["images"]), len(model["sites"])] == [1, 1]
     assert not model["sites"][0]["colours"], "two channels are no three colours"

@@ -103,13 +103,13 @@ def test_a_store_without_attention_is_left_out(
     alone = attn_dist.run(store)
     assert table.unique("store") == ["a"]
     assert table["value"].tolist() == alone["value"].tolist()
-    said = "r18 lacks what extract keeps with --attention summary: resnet18 has no token-to-token "
+    said = "r18 has no attention summaries: resnet18 has no token-to-token "
     assert table.notes["left_out"] == {"r18": f"{said}attention"}
     assert "left_out" not in alone.notes
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
         f"left out: {said}attention"
     ]
-    with pytest.raises(MissingInput, match=r"^r18 lacks"):
+    with pytest.raises(MissingInput, match=r"^r18 has no attention"):
         attn_dist.run(other)
 
 

@@ -22,7 +22,7 @@ from tests.browser import Browser
 from tests.explored_pages import read_page
 
 WIDTH, HEIGHT = 1120, 800
-IMAGE, PATCH, LAYER = "chelsea", 74, 18
+IMAGE, PATCH, LAYER = "chelsea", 101, 18
 
 
 def main() -> None:
@@ -46,6 +46,7 @@ def picture(page: Path, state: str) -> bytes:
     """The upper part of a page in this state, in few colours."""
     with tempfile.TemporaryDirectory() as folder, Browser(Path(folder) / "profile") as browser:
         browser.look(WIDTH, height=HEIGHT)
+        browser.ask("Emulation.setScrollbarsHidden", hidden=True)
         whole = Path(folder) / "whole.png"
         browser.ask("Page.navigate", url=f"{page.absolute().as_uri()}{state}")
         browser.run(

@@ -32,9 +32,10 @@ NOT_LABELS = {"repeating"}  # of models that labels taught, which the real ViT i
 HEAD = """\
 # What the papers found, and what the demo's models show
 
-Written by `python tools/findings.py` from [findings.csv](findings.csv) and
-[findings-real.csv](findings-real.csv), which `python tools/findings_measure.py FOLDER` writes; do
-not edit it.
+<!-- Written by python tools/findings.py; do not edit it. -->
+
+The numbers as tables: [findings.csv](findings.csv), [findings-real.csv](findings-real.csv); `python
+tools/findings_measure.py FOLDER` writes them.
 """
 ABOUT = """\
 What Raghu et al. 2021, Walmer et al. 2023 and Dosovitskiy et al. 2021 found of layers and heads is
@@ -59,7 +60,7 @@ given where both agree. The other models have one seed. Intervals are not correc
 of findings: of thirty that are truly 0, one or two miss it by chance.
 
 **Real weights** is the same statistic on a ViT-S/14 of 22 million parameters (its tensors' names
-say DINOv2; trained on for saliency, so that it stands for no other model) and, for the CNN, on
+say DINOv2; fine-tuned for saliency, so that it stands for no other model) and, for the CNN, on
 EfficientNet-lite0, an ImageNet classifier, both at 224 pixels, from [a real ViT, layer by
 layer](guide/real-vit.md). The images are sixteen photographs, and intervals are over these
 sixteen: wide for CKA, narrow for what each photograph shows alone. A dash stands where a finding

@@ -33,7 +33,7 @@ def page() -> str:
     """The page."""
     parts = [
         "# Figures of the papers",
-        "Written by `python tools/papers_page.py`; do not edit it.",
+        "<!-- Written by python tools/papers_page.py; do not edit it. -->",
         prose(
             "Every figure of the papers that vitsee sets out from, the public checkpoint that is "
             "nearest to the paper's, and the commands that make it; `-o TABLE --png FIGURE` goes "

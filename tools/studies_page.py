@@ -82,7 +82,7 @@ def page(rate: float) -> str:
     lines = [
         "# Real studies",
         "",
-        "Written by `python tools/studies_page.py`; do not edit it.",
+        "<!-- Written by python tools/studies_page.py; do not edit it. -->",
         "",
         prose(
             "Six models of timm's with the architecture of the papers, on folders in ImageNet's "

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,6 +112,17 @@ def read_root(files: Files) -> tuple[Manifest, bool]:
         raise StoreError(f"{files}: {error}") from None
 
 
+def _near(place: str) -> str:
+    """`; near names: vit.zarr` of what lies beside a path on this machine, "" without any."""
+    path = Path(place)
+    try:
+        names = [name for name in os.listdir(path.parent) if name.endswith(".zarr")]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, names, n=3)
+    return f"; near names: {', '.join(near)}" if near else ""
+
+
 def check_ours(files: Files) -> dict[str, Any]:
     """The vitsee attribute of the Zarr group, of any format version.
 
@@ -123,8 +137,9 @@ def check_ours(files: Files) -> dict[str, Any]:
             named = "/" in str(files) or str(files).endswith(".zarr")
             run = f"MODEL --data DATA -o {files}" if named else f"{files} --data DATA -o NAME.zarr"
             of_model = "" if named else ", if that is a model"
+            near = _near(str(files))
             raise NoStore(
-                f"no store at {files}: nothing is there (run: vitsee extract {run}{of_model})"
+                f"no store at {files}: nothing is there{near} (run: vitsee extract {run}{of_model})"
             ) from None
         raise StoreError(
             f"{files} is no vitsee store: the folder has no {ZARR_JSON} (a store is what vitsee "

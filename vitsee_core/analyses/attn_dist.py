@@ -241,15 +241,18 @@ def _uniform_of(rows: Table, metric: str) -> dict[str, float]:
     """Site -> the distance of uniform attention, where one store's rows determine it."""
     if metric == "distance_relative":
         return dict.fromkeys(rows.unique("site"), 1.0)
-    if metric != "distance_px":
+    if metric not in ("distance_px", "distance_unit"):
         return {}
     relative = rows.where(metric="distance_relative")
     found = {}
     for site, of_site in relative.groups("site"):
-        px = rows.where(metric=metric, site=site)
+        own = rows.where(metric=metric, site=site)
         heads = np.flatnonzero(of_site["value"] > 0)
-        if len(heads) and np.array_equal(px["head"], of_site["head"]):
-            found[site] = float(np.median(px["value"][heads] / of_site["value"][heads]))
+        if len(heads) and np.array_equal(own["head"], of_site["head"]):
+            scales = own["value"][heads] / of_site["value"][heads]
+            # On the unit square a grid that is not square has no one scale.
+            if scales.max() <= 1.001 * scales.min():
+                found[site] = float(np.median(scales))
     return found
 
 

@@ -38,10 +38,9 @@ def attention_blocks(store: Store, patterns: Sequence[str] = ("blocks",)) -> lis
     """
     groups = store.attention_blocks
     if not groups:
-        reason = store.manifest.left_out.get("attention", "it was extracted with --attention none")
-        raise MissingInput(
-            f"{store.label} lacks what extract keeps with --attention summary: {reason}"
-        )
+        reason = store.manifest.left_out.get("attention")
+        why = reason or "it was extracted with --attention none (expected --attention summary)"
+        raise MissingInput(f"{store.label} has no attention summaries: {why}")
     depths = {name: (depth, rel_depth) for name, depth, rel_depth in store.manifest.plan.places}
     blocks = [
         StoredAttention(

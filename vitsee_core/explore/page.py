@@ -81,12 +81,13 @@ def _about(contents: Sequence[StoreContents]) -> list[str]:
     first = contents[0].shown
     shown = counted(len(first.rows), "images")
     sites = sum(len(one.sites) for one in contents)
-    worst = max((own.tokens.error for one in contents for own in one.sites), key=lambda e: e.p99)
+    errors = [own.tokens.error for one in contents for own in one.sites]
+    worst, largest = max(errors, key=lambda e: e.p99), max(error.largest for error in errors)
     return [
         f"{shown} of {first.store.n_images:,}",
         counted(len(contents), "models"),
         counted(sites, "layers"),
-        f"cosines within {worst.p99:.3f} (99 of 100)",
+        f"cosines within {worst.p99:.3f} (99 of 100; all: {largest:.2g})",
     ]
 
 

@@ -156,8 +156,9 @@ def choose_sublayers(
 def _sublayers(store: Store) -> list[StoredSublayer]:
     plan = store.manifest.plan
     if not plan.sublayers:
-        reason = store.manifest.left_out.get("residual", "it was extracted with --no-residual")
-        raise MissingInput(f"{store.label} lacks what extract keeps with --residual: {reason}")
+        reason = store.manifest.left_out.get("residual")
+        why = reason or "it was extracted with --no-residual (expected --residual)"
+        raise MissingInput(f"{store.label} has no products of skips and branches: {why}")
     places = {name: (depth, rel_depth) for name, depth, rel_depth in plan.places}
     return [StoredSublayer(name, *places[name], layout) for name, layout in plan.sublayers]
 

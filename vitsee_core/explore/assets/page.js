@@ -135,7 +135,7 @@ export class Page {
     html("b", "", place).append(html("bdi", scene.about.images[image].id));
     place.append(name ? `, ${name}; ` : "; ");
     place.append(box ? `mean of ${(box[2] - box[0] + 1) * (box[3] - box[1] + 1)} patches, rows ${box[0]} to ${box[2]}, columns ${box[1]} to ${box[3]}` : `patch ${row},${col}`);
-    place.append(` of ${rows} × ${cols}`);
+    place.append(` of ${rows} × ${cols}${scene.models.length > 1 ? ` of ${scene.models[0].about.name}` : ""}`);
   }
 
   /** @param {HTMLCanvasElement} canvas */

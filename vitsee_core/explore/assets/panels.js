@@ -67,7 +67,7 @@ export function drawElsewhere(scene, canvas, said, model, theme, room) {
     return { box, model, layer: 0, image };
   }));
   const name = (/** @type {number} */ image) => scene.label(image) ? `${images[image].id} (${scene.label(image)})` : images[image].id;
-  said.textContent = best.length ? `most similar: ${best.slice(0, 3).map((one) => `${number(+one.value.toFixed(2))} in ${name(one.image)}`).join(", ")}` : "the chosen patch has no direction here";
+  said.textContent = best.length ? `most similar: ${best.slice(0, 3).map((one) => `${one.value.toFixed(2)} in ${name(one.image)}`).join(", ")}` : "the chosen patch has no direction here";
   canvas.setAttribute("aria-label", `${scene.models[model].about.name}, ${site.about.words}: ${said.textContent}`);
 }
 

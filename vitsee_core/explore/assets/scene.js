@@ -43,11 +43,11 @@ export class Scene {
     this.coloured = -1;
   }
 
-  /** The grid that patches are counted on.
+  /** The grid that patches are counted on: the first model's that has neither too few nor too many.
    * @param {Model[]} models
    * @returns {Grid} */
   static referenceOf(models) {
-    const grids = models.flatMap((model) => model.sites.map((site) => /** @type {Grid} */ (site.about)));
+    const grids = models[0].sites.map((site) => /** @type {Grid} */ (site.about));
     const off = (/** @type {Grid} */ at) => Math.abs(Math.log(Math.max(...at.grid) / SIDE));
     return grids.reduce((best, at) => off(at) < off(best) - 1e-9 ? at : best);
   }
