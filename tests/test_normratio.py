@@ -421,9 +421,9 @@ def test_sublayers(tmp_path: Path) -> None:
 def test_a_store_without_products(tmp_path: Path) -> None:
     reason = {"residual": "no block whose branches are known"}
     plain = write_residuals(tmp_path / "b.zarr", {}, n_images=3, left_out=reason)
-    with pytest.raises(MissingInput, match=r"^b has no products of skips and branches: no block whose"):
+    with pytest.raises(MissingInput, match=r"^b has no products .*: no block whose"):
         run(plain)
-    with pytest.raises(MissingInput, match=r"^c has no products .*: .*--no-residual .*--residual"):
+    with pytest.raises(MissingInput, match=r"^c has no products .*--no-residual"):
         run(write_residuals(tmp_path / "c.zarr", {}, n_images=3))
 
 
