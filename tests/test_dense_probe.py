@@ -19,10 +19,9 @@ from tests.printed_text import flat
 from tests.stores import write_sites
 from vitsee_cli.main import main
 from vitsee_core.analyses.dense_probe import COLUMNS, plot, run
-from vitsee_core.analyses.dense_probe.boundaries import near_boundary
-from vitsee_core.analyses.dense_probe.cell_sums import CellSums
+from vitsee_core.analyses.dense_probe.cells import CellSums
 from vitsee_core.analyses.dense_probe.metrics import accuracy, class_ious, counted, mean_iou
-from vitsee_core.analyses.dense_probe.pixels import Pixels, labelled_pixels
+from vitsee_core.analyses.dense_probe.pixels import Pixels, labelled_pixels, near_boundary
 from vitsee_core.analyses.dense_probe.ridge import PixelSums, Solutions
 from vitsee_core.images.placement import Placement
 from vitsee_core.masks.class_maps import IGNORED

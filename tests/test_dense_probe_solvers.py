@@ -20,10 +20,9 @@ from sklearn.metrics import jaccard_score
 from tests.test_dense_probe import Array, command, every_pixel, layout, made, upsampled
 from vitsee_cli.main import main
 from vitsee_core.analyses.dense_probe import plot, run
+from vitsee_core.analyses.dense_probe.bank_training import choose_neighbours
 from vitsee_core.analyses.dense_probe.logistic import Targets, cross_entropy, fit
-from vitsee_core.analyses.dense_probe.neighbour_choice import choose_neighbours
-from vitsee_core.analyses.dense_probe.neighbour_heads import TEMPERATURE, most_votes
-from vitsee_core.analyses.dense_probe.neighbour_search import Scaling, Search
+from vitsee_core.analyses.dense_probe.neighbours import TEMPERATURE, Scaling, Search, most_votes
 from vitsee_core.analyses.dense_probe.patch_bank import RARE, Bank, BankImages
 from vitsee_core.analyses.dense_probe.pixels import cell_pixels
 from vitsee_core.analyses.dense_probe.protocols import choose_solver

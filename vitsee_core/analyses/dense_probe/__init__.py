@@ -35,12 +35,12 @@ import numpy as np
 
 from vitsee_core.analyses.dense_probe import options
 from vitsee_core.analyses.dense_probe.figure import draw_dense
+from vitsee_core.analyses.dense_probe.labelled_images import Images, pairs, pairs_of_untrained
 from vitsee_core.analyses.dense_probe.metrics import METHOD
 from vitsee_core.analyses.dense_probe.options import CHOOSE
 from vitsee_core.analyses.dense_probe.protocols import choose_solver, differences
 from vitsee_core.analyses.dense_probe.results import PairOfStores, Settings
-from vitsee_core.analyses.dense_probe.splits import Images, pairs, pairs_of_untrained
-from vitsee_core.analyses.dense_probe.tasks import METRICS, Depth, Segmentation, Task
+from vitsee_core.analyses.dense_probe.scoring import METRICS, Depth, Segmentation, Task
 from vitsee_core.features import compared
 from vitsee_core.figures.plotting import styled
 from vitsee_core.labels.labelled_rows import shared_images

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vitsee_core.analyses.dense_probe.linear import LinearScores
-from vitsee_core.analyses.dense_probe.neighbour_search import Scaling
+from vitsee_core.analyses.dense_probe.cells import LinearScores
+from vitsee_core.analyses.dense_probe.neighbours import Scaling
 from vitsee_core.types import Float
 
 GRID = tuple(10.0**e for e in range(-6, 2))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from vitsee_core.analyses.dense_probe.features import parse_concat
-from vitsee_core.analyses.dense_probe.neighbour_search import DISTANCES
+from vitsee_core.analyses.dense_probe.labelled_images import CHOOSING
+from vitsee_core.analyses.dense_probe.neighbours import DISTANCES
 from vitsee_core.analyses.dense_probe.pixels import RESOLUTIONS
 from vitsee_core.analyses.dense_probe.protocols import PRESETS, SOLVERS
-from vitsee_core.analyses.dense_probe.splits import CHOOSING
 from vitsee_core.runtime.options import Option
 from vitsee_stores.errors import VitseeError
 

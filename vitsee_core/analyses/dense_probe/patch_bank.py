@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.analyses.dense_probe.cell_sums import CellSums
+from vitsee_core.analyses.dense_probe.cells import CellSums, Places, count_places, merge_places
 from vitsee_core.analyses.dense_probe.pixels import Labels, has_label
-from vitsee_core.analyses.dense_probe.places import Places, count_places, merge_places
 from vitsee_core.masks.class_maps import IGNORED
 from vitsee_core.types import Float, Float32, Integers, Mask
 
 if TYPE_CHECKING:
     from vitsee_core.analyses.dense_probe.features import Patches
-    from vitsee_core.analyses.dense_probe.truth import Truth
+    from vitsee_core.analyses.dense_probe.labelled_images import Truth
     from vitsee_stores import Slab
 
 RARE, ANY = "rare", "any"

@@ -13,6 +13,8 @@ Pixels are one of three kinds (`RESOLUTIONS`):
 
 Pixels that the model did not see, as they were cropped, have no class; cells whose middle is beside
 the image (padding, canvases) have no part in any pixel.
+
+Which pixels of a class map are near a boundary, for `boundary_iou`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.analyses.dense_probe.boundaries import near_boundary
 from vitsee_core.images.cell_edges import cell_edges
 from vitsee_core.images.nearest import nearest_places
 from vitsee_core.masks.class_maps import IGNORED, ClassMap
@@ -223,3 +224,21 @@ def _whole(edge: float) -> float:
 def _along(axis: int, chosen: Integers | np.ndarray) -> tuple[slice | np.ndarray, ...]:
     """The index of these rows (axis 0) or columns (axis 1)."""
     return (chosen,) if axis == 0 else (slice(None), chosen)
+
+
+BOUNDARY_SHARE = 0.02  # of the image's diagonal, as in Cheng et al. 2021
+
+
+def near_boundary(labels: ClassMap) -> Mask:
+    """Which pixels are near the boundary of the region of their class: a pixel of another class, or
+    the image's border, is within `BOUNDARY_SHARE` of the diagonal, counted in pixels along the rows
+    or columns, whichever is farther (the erosion by a square of Cheng et al. 2021). Pixels that are
+    ignored are a region as others are."""
+    from scipy.ndimage import maximum_filter, minimum_filter
+
+    reach = max(1, round(BOUNDARY_SHARE * float(np.hypot(*labels.shape))))
+    framed = np.pad(labels.astype(np.int16), 1, constant_values=-1)
+    size = 2 * reach + 1
+    low, high = (f(framed, size, mode="nearest") for f in (minimum_filter, maximum_filter))
+    found: Mask = (low != high)[1:-1, 1:-1]
+    return found

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vitsee_core.analyses.dense_probe import logistic, ridge
-from vitsee_core.analyses.dense_probe.neighbour_heads import TEMPERATURE
-from vitsee_core.analyses.dense_probe.neighbour_search import COSINE, DISTANCES
+from vitsee_core.analyses.dense_probe.labelled_images import CHOOSING
+from vitsee_core.analyses.dense_probe.neighbours import COSINE, DISTANCES, TEMPERATURE
 from vitsee_core.analyses.dense_probe.pixels import RESOLUTIONS
-from vitsee_core.analyses.dense_probe.splits import CHOOSING
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:

@@ -24,15 +24,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.analyses.dense_probe.cell_sums import CellSums
-from vitsee_core.analyses.dense_probe.linear import LinearScores
-from vitsee_core.analyses.dense_probe.places import Places, count_places, merge_places
+from vitsee_core.analyses.dense_probe.cells import (
+    CellSums,
+    LinearScores,
+    Places,
+    count_places,
+    merge_places,
+)
 from vitsee_core.masks.class_maps import IGNORED
 from vitsee_core.types import Float, Integers, Mask
 
 if TYPE_CHECKING:
     from vitsee_core.analyses.dense_probe.features import Patches
-    from vitsee_core.analyses.dense_probe.truth import Truth
+    from vitsee_core.analyses.dense_probe.labelled_images import Truth
     from vitsee_stores import Slab
 
 GRID = tuple(10.0**e for e in range(-8, 3))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.analyses.dense_probe.linear import Head
-from vitsee_core.analyses.dense_probe.places import Places
+from vitsee_core.analyses.dense_probe.cells import Head, Places
+from vitsee_core.analyses.dense_probe.labelled_images import CHOOSING, drawn
 from vitsee_core.analyses.dense_probe.protocols import Solver
 from vitsee_core.analyses.dense_probe.ridge import (
     GRID,
@@ -19,9 +19,7 @@ from vitsee_core.analyses.dense_probe.ridge import (
     TrainingSums,
     choose_l2,
 )
-from vitsee_core.analyses.dense_probe.scoring import HeadKey
-from vitsee_core.analyses.dense_probe.splits import CHOOSING, drawn
-from vitsee_core.analyses.dense_probe.tasks import blind_heads
+from vitsee_core.analyses.dense_probe.scoring import HeadKey, blind_heads
 from vitsee_core.analyses.dense_probe.work import Part, Trained, lanes
 from vitsee_core.masks.class_maps import IGNORED
 from vitsee_core.types import Float, Mask

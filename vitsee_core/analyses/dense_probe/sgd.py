@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vitsee_core.analyses.dense_probe.linear import LinearScores, Scores
+from vitsee_core.analyses.dense_probe.cells import LinearScores, Scores
 from vitsee_core.types import Float
 
 NO_CLASS = -100

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from vitsee_core.analyses.dense_probe.cells import Head
 from vitsee_core.analyses.dense_probe.features import Patches
-from vitsee_core.analyses.dense_probe.linear import Head
 from vitsee_core.analyses.dense_probe.pixels import Pixels
 from vitsee_core.analyses.dense_probe.protocols import BATCH, Solver
 from vitsee_core.analyses.dense_probe.ridge_training import count_truth
-from vitsee_core.analyses.dense_probe.scoring import HeadKey
+from vitsee_core.analyses.dense_probe.scoring import Depth, HeadKey, blind_heads
 from vitsee_core.analyses.dense_probe.sgd import (
     NO_CLASS,
     Batch,
@@ -25,7 +25,6 @@ from vitsee_core.analyses.dense_probe.sgd import (
     Recipe,
     train,
 )
-from vitsee_core.analyses.dense_probe.tasks import Depth, blind_heads
 from vitsee_core.analyses.dense_probe.work import Part, Trained
 from vitsee_core.masks.class_maps import IGNORED
 from vitsee_core.types import Float32, Integers

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from vitsee_core.analyses.dense_probe.cells import Head
 from vitsee_core.analyses.dense_probe.features import Patches, Probed
-from vitsee_core.analyses.dense_probe.linear import Head
-from vitsee_core.analyses.dense_probe.scoring import HeadCounts, HeadKey, Tally, TestImages
-from vitsee_core.analyses.dense_probe.tasks import Task
-from vitsee_core.analyses.dense_probe.truth import Truth, find_truth
+from vitsee_core.analyses.dense_probe.labelled_images import Truth, find_truth
+from vitsee_core.analyses.dense_probe.scoring import HeadCounts, HeadKey, Tally, Task, TestImages
 from vitsee_core.runtime.lanes import n_lanes, one_blas_thread
 from vitsee_core.runtime.streaming import Rows
 from vitsee_core.statistics.jackknife import Blocks
