@@ -6,8 +6,8 @@ error is that of every pixel, one-hot, at the class map's own resolution (see `r
 that make this exact in one pass over tokens). A test pixel gets the class with the highest score.
 This is the linear segmentation probe of Oquab et al. 2024 (DINOv2) and Siméoni et al. 2025 (DINOv3)
 with least squares in place of their SGD on cross-entropy, and without augmentation. Other solvers
-learn from patches in memory: see `logistic`, `neighbour_heads`, `sgd` and, for what presets are and
-are not, `protocols`. With `--depth` the same predict metres, see `depth_errors`.
+learn from patches in memory: see `logistic`, `neighbours`, `sgd` and, for what presets are and
+are not, `protocols`. With `--depth` the same predict metres, see `metrics`.
 
 - `miou`: IoU of each class from counts over the whole set, TP / (TP + FP + FN), and their mean over
   the classes that occur in a label or in a prediction; pixels without a class count nowhere;
@@ -277,7 +277,7 @@ def _task(
 
 
 def _given_l2(l2: Sequence[float | str]) -> tuple[float, ...]:
-    """Those to report; none to choose one."""
+    """The l2 values to report; empty if one is to be chosen."""
     words = [value for value in l2 if isinstance(value, str)]
     if words not in ([], [CHOOSE]) or (words and len(l2) > 1):
         raise VitseeError(f"--l2 {words[0]} chooses the value; give numbers or {CHOOSE} alone")
@@ -288,6 +288,6 @@ def _given_l2(l2: Sequence[float | str]) -> tuple[float, ...]:
 
 
 def _shared(train: Images, test: Images, allow: bool) -> int:
-    """How many images are in both."""
+    """The number of images that are both in train and in test."""
     counted = [np.flatnonzero(rows.mask & store.valid) for store, rows in (train, test)]
     return shared_images(train[0], counted[0], test[0], counted[1], allow)

@@ -1,6 +1,6 @@
-"""Probes that are made of patches in memory: logistic regression and nearest neighbours.
+"""Training of probes that need patches in memory: logistic regression and nearest neighbours.
 
-The number of neighbours and the distance, chosen by the patches of held-out training images.
+The number of neighbours and the distance are chosen by the patches of held-out training images.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from vitsee_core.types import Float, Mask
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
-    from vitsee_core.analyses.dense_probe.protocols import Solver
     from vitsee_core.runtime.execution import Execution
 
 log = logging.getLogger(__name__)
 
+QUERIES_AT_ONCE = 1024
 WORK = 4  # times the bytes of a bank's tokens that a solver takes for copies
 
 
 def train_from_bank(part: Part, solver: Solver, execution: Execution) -> Trained:
-    """Probes of every site, and the baselines of every grid.
+    """Train the probes of every site, and the baselines of every grid.
 
     Raises:
         VitseeError: no patch has a class, fewer patches than neighbours, cells that are not whole
@@ -93,7 +93,7 @@ def train_from_bank(part: Part, solver: Solver, execution: Execution) -> Trained
 
 
 def _collect(part: Part, solver: Solver, execution: Execution) -> tuple[BankParts, int]:
-    """The patches, and how many of an image are kept at most."""
+    """Collect the patches; also return the largest number that is kept of an image."""
     pixels = max(
         layout.stride_px[0] * layout.stride_px[1]
         for layout in part.truth.layouts.values()
@@ -124,7 +124,7 @@ def _collect(part: Part, solver: Solver, execution: Execution) -> tuple[BankPart
 def _logistic(
     part: Part, bank: Bank, solver: Solver, held_out: Mask, site: str
 ) -> dict[float, Head]:
-    """l2 -> its probe."""
+    """Fit a logistic probe at each l2."""
     classes, counts, _ = bank.histograms()
     if solver.of_patches:
         counts = _most_frequent(bank, counts)
@@ -158,24 +158,21 @@ def _most_frequent(bank: Bank, counts: Float) -> Float:
     return found
 
 
-QUERIES_AT_ONCE = 1024
-
-
 @dataclass(frozen=True)
 class Neighbourhood:
-    """What was chosen, with its mean IoU on held-out images."""
+    """The choice of neighbours, with its mean IoU on held-out images."""
 
     k: int
     distance: str
     miou: float
 
     def describe(self) -> dict[str, Any]:
-        """For a sidecar."""
+        """Describe the choice for a sidecar."""
         return {"k": self.k, "distance": self.distance, "miou_held_out": self.miou}
 
 
 def make_search(bank: Bank, solver: Solver, distance: str, device: str) -> Search:
-    """Among a bank's patches, standardised if the solver says so."""
+    """Make the search among a bank's patches, standardised if the solver asks for it."""
     scaling = Scaling.of(bank.tokens) if solver.standardise else Scaling.none(bank.tokens.shape[1])
     return Search(scaling(bank.tokens).astype(np.float32), scaling, device, distance)
 

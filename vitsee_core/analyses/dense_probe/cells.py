@@ -1,6 +1,7 @@
-"""Scores of a grid's cells, and what pixels make of them by interpolation: a class, or a depth.
+"""The cells of a token grid: what their pixels add up to, and how their scores reach pixels.
 
-Sums over an image's pixels that least squares needs, made per cell of the token grid.
+Scores of cells are interpolated to pixels, which get a class or a depth (`ClassHead`, `DepthHead`).
+Least squares needs sums over an image's pixels, which are made per cell (`CellSums`).
 
 With U the bilinear operator from cells to pixels, M the diagonal of the pixels' weights (0 for
 those that do not count) and Y their targets, classes as one-hot or depths:
@@ -12,7 +13,8 @@ so that for tokens Z (cells, dim), sums over pixels are Z'SZ and Z'T; no pixel h
 memory. As U is a product of one operator a direction, S and T are each a few products of matrices
 as large as the image.
 
-What the baselines learn of each cell of a grid: how often a class occurs, or the mean depth.
+The baselines learn from each cell of a grid how often a class occurs there, or the mean depth
+(`PlaceSums`).
 """
 
 from __future__ import annotations
@@ -30,55 +32,63 @@ AT_ONCE = 1 << 22  # scores of pixels in memory
 
 
 class Head(Protocol):
-    """A trained probe."""
+    """A trained probe, which predicts the label of every pixel."""
 
     def predict(self, tokens: Float, pixels: Pixels) -> Labels:
-        """(height, width) the class or the depth of each pixel; tokens: (rows, cols, dim)."""
+        """Return the class or the depth of each pixel, (height, width), from the image's tokens
+        (rows, cols, dim)."""
 
 
 class Scores(Protocol):
-    """What a trained probe says of each cell."""
+    """The scores that a trained probe gives to each cell."""
 
     def __call__(self, tokens: Float) -> Float:
-        """(rows, cols, n) of tokens (rows, cols, dim)."""
+        """Return the scores (rows, cols, n) of tokens (rows, cols, dim)."""
 
 
 @dataclass(frozen=True)
 class LinearScores:
-    """tokens @ weights + bias. weights: (dim, n); bias: (n,)."""
+    """Scores that are linear in the token: tokens @ weights + bias, with weights (dim, n) and bias
+    (n,)."""
 
     weights: Float
     bias: Float
 
     def __call__(self, tokens: Float) -> Float:
-        """See `Scores`."""
+        """Return the scores of tokens; see `Scores`."""
         found: Float = tokens @ self.weights + self.bias
         return found
 
 
 @dataclass(frozen=True)
 class FixedScores:
-    """The same for every image: a probe that sees the position alone. values: (rows, cols, n)."""
+    """Scores (rows, cols, n) that are the same for every image, as a probe that sees the position
+    alone gives them."""
 
     values: Float
 
     def __call__(self, tokens: Float) -> Float:
-        """See `Scores`."""
+        """Return the scores of tokens; see `Scores`."""
         del tokens
         return self.values
 
 
 @dataclass(frozen=True)
 class ClassHead:
-    """The class with the highest interpolated score, of equal ones the lowest. classes: (n,)
-    numbers. nearest: each pixel has the class of its nearest cell instead."""
+    """A pixel gets the class with the highest interpolated score, and the lowest of equal ones.
+
+    Attributes:
+        classes: (n,) their numbers.
+        scores: of the classes.
+        nearest: give each pixel the class of its nearest cell instead.
+    """
 
     classes: Integers
     scores: Scores
     nearest: bool = False
 
     def predict(self, tokens: Float, pixels: Pixels) -> Labels:
-        """See `Head`."""
+        """Predict the pixels of an image; see `Head`."""
         scores, numbers = self.scores(tokens), self.classes.astype(np.uint8)
         if self.nearest:
             rows, cols = pixels.nearest
@@ -91,13 +101,13 @@ class ClassHead:
 
 @dataclass(frozen=True)
 class DepthHead:
-    """The interpolated score, within `limits` (metres)."""
+    """A pixel gets the interpolated score as its depth, clipped to `limits` in metres."""
 
     scores: Scores
     limits: tuple[float, float]
 
     def predict(self, tokens: Float, pixels: Pixels) -> Float32:
-        """See `Head`."""
+        """Predict the pixels of an image; see `Head`."""
         found = np.empty(pixels.labels.shape, np.float32)
         for part, values in interpolated(self.scores(tokens), pixels):
             found[part] = np.clip(values[..., 0], *self.limits)
@@ -105,7 +115,7 @@ class DepthHead:
 
 
 def interpolated(scores: Float, pixels: Pixels) -> Iterator[tuple[slice, Float]]:
-    """(rows of pixels, their scores (rows, width, n)), some rows at a time."""
+    """Yield rows of pixels with their interpolated scores (rows, width, n), some rows at a time."""
     rows, cols, n = scores.shape
     height, width = pixels.labels.shape
     step = max(1, AT_ONCE // (width * n))
@@ -117,13 +127,19 @@ def interpolated(scores: Float, pixels: Pixels) -> Iterator[tuple[slice, Float]]
 
 @dataclass(frozen=True)
 class CellSums:
-    """Of one image and grid.
+    """The sums of one image over the cells of one grid.
 
-    own, beside, below, across: (rows, cols), (rows, cols - 1), (rows - 1, cols) and (rows - 1,
-    cols - 1) numbers of S: of a cell with itself, with its right neighbour, with the one below, and
-    of either diagonal of four cells, which are equal. present: the classes that occur, or 0 for a
-    depth. targets: (present, rows, cols) T. totals: (present,) sums of Y over pixels. squares: that
-    of Y squared. n: that of the weights. weights: (rows, cols) U'M1, the row sums of S.
+    Attributes:
+        own: (rows, cols) numbers of S of a cell with itself.
+        beside: (rows, cols - 1) of a cell with its right neighbour.
+        below: (rows - 1, cols) of a cell with the one below.
+        across: (rows - 1, cols - 1) of either diagonal of four cells, which are equal.
+        present: the classes that occur, or [0] for depths.
+        targets: (present, rows, cols) T.
+        totals: (present,) sums of Y over pixels.
+        squares: the sum of Y squared over pixels.
+        n: the sum of the weights.
+        weights: (rows, cols) U'M1, the row sums of S.
     """
 
     own: Float
@@ -139,7 +155,7 @@ class CellSums:
 
     @classmethod
     def of(cls, pixels: Pixels, class_weights: Float | None = None) -> CellSums:
-        """Of an image's labelled pixels.
+        """Make the sums of an image's labelled pixels.
 
         Args:
             pixels: of the image.
@@ -167,7 +183,7 @@ class CellSums:
         )
 
     def smoothed(self, tokens: Float) -> Float:
-        """S Z of tokens (rows, cols, dim)."""
+        """Return the product S Z for tokens Z (rows, cols, dim)."""
         found = self.own[..., None] * tokens
         for weights, one, other in (
             (self.beside, np.s_[:, :-1], np.s_[:, 1:]),
@@ -185,21 +201,25 @@ POSITION = "position"
 
 @dataclass
 class PlaceSums:
-    """Sums over the pixels of a grid's cells, as cells have part in them. of_target: (targets,
-    rows, cols) of the targets; weights: (rows, cols) of 1."""
+    """Sums over the pixels of a grid's cells, each pixel weighted by its share in the cell.
+
+    Attributes:
+        of_target: (targets, rows, cols) sums of the targets.
+        weights: (rows, cols) sums of the shares.
+    """
 
     of_target: Float
     weights: Float
 
     @property
     def totals(self) -> Float:
-        """(targets,) over all cells."""
+        """(targets,) sums over all cells."""
         found: Float = self.of_target.sum((1, 2))
         return found
 
     def scores(self) -> tuple[Integers, FixedScores, FixedScores]:
-        """The targets that occur, their mean everywhere, and at each cell (that of everywhere where
-        no pixel counts)."""
+        """Return the targets that occur, their mean over all cells, and their mean at each cell. A
+        cell without a pixel that counts has the mean over all cells."""
         classes = np.flatnonzero(self.totals)
         everywhere = self.totals[classes] / self.weights.sum()
         here = self.of_target[classes] / np.where(self.weights > 0, self.weights, 1)
@@ -212,7 +232,7 @@ Places = dict[str, PlaceSums]  # by grid
 
 
 def count_places(places: Places, grid: str, sums: CellSums, n_targets: int) -> None:
-    """Add an image."""
+    """Add an image's sums to those of its grid."""
     if grid not in places:
         shape = sums.weights.shape
         places[grid] = PlaceSums(np.zeros((n_targets, *shape)), np.zeros(shape))
@@ -221,7 +241,7 @@ def count_places(places: Places, grid: str, sums: CellSums, n_targets: int) -> N
 
 
 def merge_places(places: Places, others: Places) -> None:
-    """Add other images."""
+    """Add the sums of other images."""
     for grid, own in others.items():
         if grid in places:
             places[grid].of_target += own.of_target

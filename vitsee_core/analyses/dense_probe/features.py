@@ -57,7 +57,7 @@ class Probed:
         return self.sites[-1].rel_depth
 
     def of(self, store: Store) -> Probed:
-        """The sites of these names in another store."""
+        """Return the sites with these names in another store."""
         return Probed(tuple(store.site(site.name) for site in self.sites))
 
 
@@ -92,13 +92,13 @@ def _place(layout: TokenLayout | None) -> str:
 
 @dataclass(frozen=True)
 class Patches:
-    """The patch tokens of what is probed. parts: of each site."""
+    """The patch tokens that one probe reads, with the channels of its sites side by side."""
 
     parts: tuple[SiteFeatures, ...]
 
     @classmethod
     def of(cls, store: Store, chosen: Probed) -> Patches:
-        """Of a store.
+        """The patch tokens of the chosen sites in a store.
 
         Raises:
             MissingInput: a site is stored pooled only.
@@ -125,7 +125,7 @@ class Patches:
 
     @property
     def slab_bytes(self) -> int:
-        """Memory of a slab while it is read."""
+        """The bytes that a slab takes while it is read."""
         return sum(part.slab_bytes for part in self.parts)
 
     def of_slab(self, slab: Slab) -> Float32:
@@ -138,7 +138,7 @@ class Patches:
         return found[0] if len(found) == 1 else np.concatenate(found, axis=-1)
 
     def load(self, rows: slice) -> NDArray[Any]:
-        """(rows, cells, dim) of consecutive rows of the store, in the stored type."""
+        """Read (rows, cells, dim) tokens of consecutive rows of the store, in the stored type."""
         found = [part.load(rows, slice(0, len(part.tokens))) for part in self.parts]
         return found[0] if len(found) == 1 else np.concatenate(found, axis=-1)
 

@@ -24,7 +24,7 @@ LETTER = 0.56  # ems that a letter of the caption takes
 
 
 def draw_dense(table: Table, metrics: Sequence[str]) -> Figure:
-    """See `analyses.dense_probe.plot`; to be called below `styled`."""
+    """Draw the figure that `analyses.dense_probe.plot` describes; call it inside `styled`."""
     metrics = [metric for metric in metrics if metric in table.unique("metric")]
     among = table.where(metric=metrics)
     by = _settings(among)
@@ -63,7 +63,7 @@ def _draw_shown(part: Any, grid: Grid, one: Mapping[str, Any]) -> None:
 
 
 def _settings(rows: Table) -> list[str]:
-    """The columns in which several rows of one probe differ."""
+    """The columns, among l2 and k, in which several rows of one probe differ."""
     found = []
     for name in ("l2", "k"):
         names = ("store", "site", "metric", "baseline", name)
@@ -75,7 +75,8 @@ def _settings(rows: Table) -> list[str]:
 
 
 def _caption(notes: Mapping[str, Any], width: float) -> str:
-    """What is drawn after which protocol, and what is not as there; width: in ems."""
+    """The text below the figure, for a width in ems: the protocol, and the points in which the run
+    differs from it."""
     lines = []
     if protocol := notes.get("protocol"):
         unlike = "; ".join(protocol["differences"])

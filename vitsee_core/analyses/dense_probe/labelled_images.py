@@ -1,6 +1,6 @@
-"""Which images train a dense probe, which of them choose its l2, and which test it.
+"""The images that train a dense probe, choose its l2 and test it, and the labels of their pixels.
 
-The class maps or depth maps of a store's images, as pixels of its grids.
+Labels come from class maps or depth maps, placed as the transform of the store placed its images.
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ from vitsee_stores.errors import MissingInput, VitseeError
 
 if TYPE_CHECKING:
     from vitsee_core.runtime.execution import Execution
-    from vitsee_stores import Store
     from vitsee_stores.layout import TokenLayout
 
 CHOOSING = 0.1  # of the training images
+EIGEN_SIZE = 480, 640
+EIGEN_PART = np.s_[45:471, 41:601]
 
 Images = tuple[Store, Rows]
+
+log = logging.getLogger(__name__)
 
 
 def pairs(
@@ -51,7 +54,7 @@ def pairs(
     holdout: float | None,
     execution: Execution,
 ) -> list[tuple[Images, Images]]:
-    """What trains and what tests, for each store that tests."""
+    """Return the images that train and those that test, for each store that tests."""
     if not tests:
         ours, theirs = split_images(train, execution, split, holdout)
         return [((train, ours), (train, theirs))]
@@ -67,10 +70,10 @@ def pairs_of_untrained(
     holdout: float | None,
     execution: Execution,
 ) -> list[tuple[Images, Images]]:
-    """The same of the stores of an untrained model.
+    """Return what `pairs` does for the stores of an untrained model.
 
     Raises:
-        VitseeError: not one for each of the trained model's.
+        VitseeError: their number differs from that of the trained model's stores.
     """
     if not places:
         return []
@@ -116,7 +119,7 @@ def split_images(
 
 
 def _named(store: Store, split: str) -> Mask:
-    """(images,) those of a split, or of a list in a file."""
+    """Return a mask (images,) of those in a split, or in the list of a file."""
     if not Path(split).is_file():
         return in_split(store, split)
     try:
@@ -138,17 +141,18 @@ def drawn(store: Store, among: Mask, share: float, seed: tuple[int, ...]) -> Mas
     return found
 
 
-log = logging.getLogger(__name__)
-
-EIGEN_SIZE = 480, 640
-EIGEN_PART = np.s_[45:471, 41:601]
-
-
 @dataclass(frozen=True)
 class Truth:
-    """The labels of the images that count. mask: (images,) over all rows of the store. numbers: row
-    -> its map's number. layouts: the grids, by a key that sites share. eigen: only the pixels of
-    the crop of Eigen et al. 2014 count."""
+    """The labels of a store's images.
+
+    Attributes:
+        maps: the class maps or depth maps.
+        mask: (images,) which rows of the store have a map.
+        numbers: row -> the number of its map.
+        layouts: the grids of tokens, by a key that sites share.
+        resolution: one of `pixels.RESOLUTIONS`.
+        eigen: only pixels in the crop of Eigen et al. 2014 count.
+    """
 
     store: Store
     maps: ClassMaps | DepthMaps
@@ -160,11 +164,11 @@ class Truth:
 
     @property
     def rows(self) -> Rows:
-        """The images that count."""
+        """The images that have a map."""
         return Rows(self.mask, 0, "with a map")
 
     def labels(self, row: int) -> Labels:
-        """(height, width) of the original image.
+        """Read the labels of an original image, (height, width).
 
         Raises:
             VitseeError: it cannot be read, or is not of its image's size.
@@ -182,7 +186,7 @@ class Truth:
         return found
 
     def pixels(self, row: int) -> dict[str, Pixels]:
-        """Grid -> the labelled pixels of an image.
+        """Return the labelled pixels of an image for each grid.
 
         Raises:
             VitseeError: see `labels`.
@@ -197,8 +201,8 @@ class Truth:
         }
 
     def cells(self, row: int) -> dict[str, Labels]:
-        """Grid -> (cells, pixels) the labels of each cell's pixels of the model's input; of cells
-        whose middle is beside the image none.
+        """Return, for each grid, the labels (cells, pixels) of each cell's pixels of the model's
+        input. Cells whose middle is beside the image have none.
 
         Raises:
             VitseeError: cells are not whole pixels; see `labels`.
@@ -222,7 +226,7 @@ class Truth:
 
 
 def eigen_crop(where: str, depths: Labels) -> Labels:
-    """Depths (480, 640) within rows 45 to 470 and columns 41 to 600, none beside them.
+    """Keep the depths of a map (480, 640) in rows 45 to 470 and columns 41 to 600 alone.
 
     Raises:
         VitseeError: a map of another size.
@@ -245,7 +249,7 @@ def find_truth(
     resolution: str,
     eigen: bool = False,
 ) -> tuple[Truth, dict[str, int]]:
-    """The maps of these images; those without one are left out, counted and logged.
+    """Find the maps of these images; images without one are left out, counted and logged.
 
     Raises:
         MissingInput: the store does not say how its images were resized, or their sizes.

@@ -25,8 +25,13 @@ TOLERANCE, ITERATIONS = 1e-9, 1000
 
 @dataclass(frozen=True)
 class Targets:
-    """Patches to fit. z: (n, dim) scaled; shares: (n, classes), adding up to 1; weights: (n,),
-    adding up to 1."""
+    """Patches to fit.
+
+    Attributes:
+        z: (n, dim) scaled features.
+        shares: (n, classes) shares of each patch's pixels, which add up to 1 for each patch.
+        weights: (n,) of the patches, which add up to 1.
+    """
 
     z: Float
     shares: Float
@@ -34,14 +39,15 @@ class Targets:
 
     @classmethod
     def of(cls, z: Float, counts: Float) -> Targets:
-        """Of pixels of each class, (n, classes), in each patch; those without any are left out."""
+        """Make targets from the number of pixels of each class in each patch, (n, classes); patches
+        without any are left out."""
         n = counts.sum(1)
         kept = n > 0
         return cls(z[kept], counts[kept] / n[kept, None], n[kept] / max(n.sum(), 1))
 
 
 def fit(targets: Targets, l2s: Sequence[float]) -> dict[float, Float]:
-    """l2 -> (dim + 1, classes) weights, the intercept last."""
+    """Fit the weights at each l2, (dim + 1, classes) with the intercept last."""
     from scipy.optimize import minimize
 
     shape = targets.z.shape[1] + 1, targets.shares.shape[1]
@@ -57,19 +63,19 @@ def fit(targets: Targets, l2s: Sequence[float]) -> dict[float, Float]:
 
 
 def cross_entropy(targets: Targets, weights: Float) -> float:
-    """Of a pixel, without the penalty."""
+    """The mean cross-entropy per pixel, without the penalty."""
     logs, _ = _log_softmax(targets.z @ weights[:-1] + weights[-1])
     return -float(np.einsum("n,nc,nc->", targets.weights, targets.shares, logs))
 
 
 def choose_l2(fitted: Targets, held_out: Targets, l2s: Sequence[float]) -> float:
-    """The l2 with the least cross-entropy of held-out pixels; of several the largest."""
+    """Return the l2 with the least cross-entropy on held-out pixels, the largest of several."""
     found = fit(fitted, l2s)
     return min(l2s, key=lambda l2: (cross_entropy(held_out, found[l2]), -l2))
 
 
 def scores(weights: Float, scaling: Scaling) -> LinearScores:
-    """Those of the classes, of features as they are stored."""
+    """Return the scores of classes as a linear function of features as they are stored."""
     own = weights[:-1] * scaling.factor[:, None]
     return LinearScores(own, weights[-1] - scaling.mean @ own)
 
@@ -84,7 +90,7 @@ def _loss(flat: Float, targets: Targets, l2: float) -> tuple[float, Float]:
 
 
 def _log_softmax(scores: Float) -> tuple[Float, Float]:
-    """Logarithms of the softmax, and the softmax."""
+    """Return the logarithm of the softmax, and the softmax."""
     apart = scores - scores.max(1, keepdims=True)
     powers = np.exp(apart)
     sums = powers.sum(1, keepdims=True)

@@ -1,4 +1,6 @@
-"""Pixels counted per class, and their scores with jackknife intervals over blocks of images.
+"""Scores of predicted classes and depths, with jackknife intervals over blocks of images.
+
+Pixels are counted per class (`Counts`):
 
     IoU of a class = both / (predicted + labelled - both)
 
@@ -6,13 +8,12 @@ over all pixels of the data set that count, not per image. `miou` is the mean ov
 occur in a label or in a prediction; `boundary_iou` is the same of pixels near the boundaries of
 their regions (Cheng et al. 2021); `pixel_accuracy` the share of pixels that are right.
 
-Errors of predicted depths per image, with jackknife intervals over blocks of images.
-
-Of an image with depths d > 0 and predictions p > 0 of the pixels that count:
+Errors of depths are computed per image (`DepthErrors`), with depths d > 0 and predictions p > 0 of
+the pixels that count:
 
     rmse = sqrt(mean (p - d)^2)    abs_rel = mean |p - d| / d    a1 = share of max(p/d, d/p) < 1.25
 
-and of a data set the mean over images (Eigen et al. 2014, as the released code of Siméoni et al.
+and averaged over images (Eigen et al. 2014, as the released code of Siméoni et al.
 2025 averages them).
 """
 
@@ -41,16 +42,20 @@ METHOD = (
 
 @dataclass
 class Counts:
-    """(blocks, 3, classes) pixels that are a class in prediction and label, in the prediction, in
-    the label: `whole` of all pixels that count, `edge` of those near a boundary of their regions;
-    without blocks where that is not asked for."""
+    """Numbers of pixels (blocks, 3, classes) that have a class in prediction and label, in the
+    prediction, and in the label.
+
+    Attributes:
+        whole: over all pixels that count.
+        edge: over pixels near a boundary of their regions; no blocks where that is not asked for.
+    """
 
     whole: Integers
     edge: Integers
 
     @classmethod
     def empty(cls, n_blocks: int, boundary: bool) -> Counts:
-        """Of no pixel."""
+        """Return counts of no pixel yet."""
         shape = 3, IGNORED
         return cls(
             np.zeros((n_blocks, *shape), np.int64),
@@ -58,7 +63,7 @@ class Counts:
         )
 
     def count(self, block: int, found: Labels, pixels: Pixels) -> None:
-        """See `scoring.Tally`."""
+        """Implement `scoring.Tally`."""
         labels = pixels.labels
         found = np.where(labels == IGNORED, np.uint8(IGNORED), found)
         self.whole[block] += counted(found, labels)
@@ -66,7 +71,7 @@ class Counts:
             self.edge[block] += counted(found, labels, near_boundary(found), pixels.edge)
 
     def add(self, other: Counts) -> None:
-        """See `scoring.Tally`."""
+        """Implement `scoring.Tally`."""
         self.whole += other.whole
         self.edge += other.edge
 
@@ -97,7 +102,7 @@ def class_ious(counts: Integers) -> Float:
 
 
 def mean_iou(counts: Integers) -> Float:
-    """(...) the mean over classes; NaN without a pixel."""
+    """Return the mean IoU (...) over the classes; NaN without a pixel."""
     ious = class_ious(counts)
     there = ~np.isnan(ious)
     n = there.sum(-1)
@@ -106,7 +111,7 @@ def mean_iou(counts: Integers) -> Float:
 
 
 def accuracy(counts: Integers) -> Float:
-    """(...) the share of pixels that are right; NaN without a pixel."""
+    """Return the share (...) of pixels that are right; NaN without a pixel."""
     both, labelled = (counts[..., k, :].sum(-1) for k in (BOTH, LABELLED))
     found: Float = np.where(labelled > 0, both / np.maximum(labelled, 1), np.nan)
     return found
@@ -134,13 +139,13 @@ def metric_cells(
 
 
 def without(counts: Integers) -> Integers:
-    """(blocks, 3, classes) of all images but those of each block."""
+    """Return the counts (blocks, 3, classes) of all images except those of each block."""
     found: Integers = counts.sum(0) - counts
     return found
 
 
 def spread_cells(value: Float, replicates: Float, limits: Limits = SHARE) -> dict[str, object]:
-    """A value with its interval, within limits, and its replicates."""
+    """Return the cells of a value, its interval within the limits, and its replicates."""
     _, low, high = interval(np.asarray(value), replicates, limits)
     return {"value": float(value), "low": float(low), "high": float(high), WORD: replicates}
 
@@ -151,24 +156,28 @@ CLOSE = 1.25
 
 @dataclass
 class DepthErrors:
-    """sums: (blocks, 4) over images: of each of `DEPTH_MEANS`, and of 1."""
+    """Errors of depths, summed over the images of each block.
+
+    Attributes:
+        sums: (blocks, 4) sums of each of `DEPTH_MEANS`, and the number of images.
+    """
 
     sums: Float
 
     @classmethod
     def empty(cls, n_blocks: int) -> DepthErrors:
-        """Of no image."""
+        """Return sums over no image yet."""
         return cls(np.zeros((n_blocks, len(DEPTH_MEANS) + 1)))
 
     def count(self, block: int, found: Labels, pixels: Pixels) -> None:
-        """See `scoring.Tally`; an image without a pixel that counts has no part."""
+        """Add the errors of an image, unless none of its pixels counts; see `scoring.Tally`."""
         there = has_label(pixels.labels)
         if there.any():
             p, d = (own[there].astype(np.float64) for own in (found, pixels.labels))
             self.sums[block] += [*errors(p, d), 1]
 
     def add(self, other: DepthErrors) -> None:
-        """See `scoring.Tally`."""
+        """Implement `scoring.Tally`."""
         self.sums += other.sums
 
     def __bool__(self) -> bool:
@@ -176,14 +185,14 @@ class DepthErrors:
 
 
 def errors(p: Float, d: Float) -> tuple[float, float, float]:
-    """`DEPTH_MEANS` of an image, see the module's text; p, d: (pixels,)."""
+    """Return `DEPTH_MEANS` of one image with predicted and true depths p and d, (pixels,)."""
     off = np.abs(p - d)
     close = np.maximum(p / d, d / p) < CLOSE
     return float(np.sqrt((off**2).mean())), float((off / d).mean()), float(close.mean())
 
 
 def error_cells(tally: DepthErrors, metrics: Sequence[str]) -> Iterator[dict[str, object]]:
-    """The cells of each row: metric, value and interval, and its replicates."""
+    """Yield the cells of each row: metric, value, interval and replicates."""
     whole = tally.sums.sum(0)
     others = whole - tally.sums
     with np.errstate(invalid="ignore"):

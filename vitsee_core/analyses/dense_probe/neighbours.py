@@ -1,12 +1,10 @@
-"""The nearest patches of a bank: by cosine, or by Euclidean distance.
-
-Probes without training: the classes of the most similar patches of a bank, by cosine.
+"""Probes without training: the labels of the nearest patches of a bank, by cosine or distance.
 
 `knn`: each of the k nearest patches votes with its pixels; a pixel of the input gets the class that
 most of them have at its place in the patch, of equally many the lowest (CAPI: Darcet et al. 2025).
 Pixels without a class do not vote; where none votes, the patch's most frequent class is taken.
-
-Of depths, the mean of the neighbours' pixels at each place, or of their whole patches.
+For depths a pixel gets the mean of the neighbours' pixels at its place, or of their whole patches
+where none has a depth there.
 
 `hummingbird`: scores are the k nearest patches' shares of classes, weighted by softmax(cosine /
 0.02), and are interpolated bilinearly (Balažević et al. 2023).
@@ -32,31 +30,32 @@ ROWS_AT_ONCE = 1 << 16
 
 @dataclass(frozen=True)
 class Scaling:
-    """(dim,) what is taken off features, and what they are multiplied by."""
+    """The numbers (dim,) that are subtracted from features, and the factors that follow."""
 
     mean: Float
     factor: Float
 
     @classmethod
     def none(cls, dim: int) -> Scaling:
-        """Features as they are."""
+        """Return the scaling that leaves features as they are."""
         return cls(np.zeros(dim), np.ones(dim))
 
     @classmethod
     def of(cls, tokens: Float32) -> Scaling:
-        """Mean 0 and standard deviation 1 over tokens (n, dim); constant features become 0."""
+        """Return the scaling to mean 0 and standard deviation 1 over tokens (n, dim); constant
+        features become 0."""
         mean, std = tokens.mean(0, dtype=np.float64), tokens.std(0, dtype=np.float64)
         return cls(mean, np.divide(1, std, out=np.zeros_like(std), where=std > 0))
 
     def __call__(self, tokens: Float | Float32) -> Float:
-        """(..., dim) scaled."""
+        """Scale tokens (..., dim)."""
         found: Float = (tokens - self.mean) * self.factor
         return found
 
 
 @dataclass(frozen=True)
 class Search:
-    """The patches of a bank, scaled: (n, dim); device: of the products."""
+    """A search among the scaled patches of a bank, `rows` (n, dim), computed on `device`."""
 
     rows: Float32
     scaling: Scaling
@@ -81,7 +80,7 @@ class Search:
 def _nearest_by_l2(
     queries: Float32, rows: Float32, k: int, device: object
 ) -> tuple[Float32, Integers]:
-    """Minus |q - r|^2 = 2 qr - |q|^2 - |r|^2, in float64, some rows at a time."""
+    """Search by -|q - r|^2 = 2 qr - |q|^2 - |r|^2, in float64 and some rows at a time."""
     import torch
 
     assert isinstance(device, torch.device)
@@ -116,7 +115,7 @@ class KnnHead:
     join: Callable[[Labels], Labels]
 
     def predict(self, tokens: Float, pixels: Pixels) -> Labels:
-        """See `linear.Head`."""
+        """Predict the pixels of an image; see `cells.Head`."""
         assert self.layout.stride_px is not None
         _, rows = self.search.nearest(tokens, self.k)
         sides = [round(step) for step in self.layout.stride_px]
@@ -133,14 +132,15 @@ class KnnHead:
 
 @dataclass(frozen=True)
 class HummingbirdScores:
-    """Weighted shares; see `linear.Scores`. shares: (n, classes) of the bank's patches."""
+    """The neighbours' shares of classes, weighted by similarity; see `cells.Scores`. `shares` are
+    those of the bank's patches, (n, classes)."""
 
     search: Search
     shares: Float
     k: int
 
     def __call__(self, tokens: Float) -> Float:
-        """(rows, cols, classes)."""
+        """Return the scores (rows, cols, classes)."""
         cosines, rows = self.search.nearest(tokens, self.k)
         weights = np.exp((cosines.astype(np.float64) - cosines[:, :1]) / TEMPERATURE)
         weights /= weights.sum(1, keepdims=True)
@@ -149,7 +149,8 @@ class HummingbirdScores:
 
 
 def most_votes(labels: ClassMap) -> ClassMap:
-    """(cells, pixels) the class that most of (cells, k, pixels) have, see the module's text."""
+    """Return the class (cells, pixels) that most of the k neighbours (cells, k, pixels) have; the
+    module's text says how ties are decided."""
     cells, _, pixels = labels.shape
     classes = np.unique(labels)
     classes = classes[classes != IGNORED]
@@ -178,12 +179,12 @@ def mean_depths(depths: Float32) -> Float32:
 
 
 def knn_head(bank: Bank, search: Search, layout: TokenLayout, k: int) -> Head:
-    """Of a bank's classes or depths."""
+    """Make a probe by votes of neighbours, for a bank of classes or depths."""
     of_depth = bank.labels.dtype.kind == "f"
     return KnnHead(search, bank.labels, layout, k, mean_depths if of_depth else most_votes)
 
 
 def hummingbird_head(bank: Bank, search: Search, k: int) -> Head:
-    """Of a bank."""
+    """Make the probe of Balažević et al. 2023 from a bank."""
     classes, counts, n = bank.histograms()
     return ClassHead(classes, HummingbirdScores(search, counts / n[:, None], k))

@@ -27,20 +27,25 @@ RARE, ANY = "rare", "any"
 
 @dataclass(frozen=True)
 class Bank:
-    """Patches of one site. tokens: (n, dim); labels: (n, pixels), see `pixels`; rows: (n,) of the
-    store, the images'."""
+    """Patches of one site.
+
+    Attributes:
+        tokens: (n, dim).
+        labels: (n, pixels) of each patch, see `pixels`.
+        rows: (n,) rows of the store, those of the patches' images.
+    """
 
     tokens: Float32
     labels: Labels
     rows: Integers
 
     def part(self, some: Mask) -> Bank:
-        """These patches, (n,)."""
+        """Return the bank of the patches in the mask (n,)."""
         return Bank(self.tokens[some], self.labels[some], self.rows[some])
 
     def histograms(self) -> tuple[Integers, Float, Integers]:
-        """The classes that occur, (n, classes) pixels of each in each patch, and (n,) how many have
-        any class."""
+        """Return the classes that occur, the number of pixels of each class in each patch (n,
+        classes), and of those with any class (n,)."""
         n, classes = len(self.labels), np.unique(self.labels)
         classes = classes[classes != IGNORED].astype(np.int64)
         places = np.full(IGNORED + 1, -1)
@@ -53,9 +58,14 @@ class Bank:
 
 @dataclass(frozen=True)
 class BankImages:
-    """What is kept. features, grids, truth: as in `ridge.TrainingImages`. most: of an image.
-    choice: `RARE` keeps those with the lowest (sum over their classes of how many patches of the
-    image have it) x uniform noise, as Balažević et al. 2023 do; `ANY` those with the lowest noise.
+    """The images, and which of their patches are kept.
+
+    Attributes:
+        features, grids, truth: as in `ridge.TrainingImages`.
+        most: the largest number of patches per image.
+        choice: `RARE` keeps those with the lowest (sum over their classes of how many patches of
+            the image have it) x uniform noise, as Balažević et al. 2023 do; `ANY` those with the
+            lowest noise.
     """
 
     features: Mapping[str, Patches]
@@ -67,7 +77,7 @@ class BankImages:
     n_targets: int
 
     def chosen(self, labels: Labels, row: int) -> Integers:
-        """The cells of an image that are kept, ascending; labels: (cells, pixels)."""
+        """Return the cells of an image that are kept, ascending; its labels are (cells, pixels)."""
         there = np.flatnonzero(has_label(labels).any(1))
         if len(there) <= self.most:
             return there
@@ -83,18 +93,18 @@ class BankImages:
 
 @dataclass
 class BankParts:
-    """Patches of every site, to be filled by `streaming.fold`. parts: site -> of each slab."""
+    """The kept patches of every site by slab, to be filled by `streaming.fold`."""
 
     images: BankImages | None
     parts: dict[str, list[Bank]] = field(default_factory=dict)
     places: Places = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process gives back the patches alone."""
+        """Leave the images out once there are patches: another process returns these alone."""
         return self.__dict__ | ({"images": None} if self.parts else {})
 
     def update(self, slab: Slab) -> None:
-        """Keep patches of a slab's images."""
+        """Keep patches of the images of a slab."""
         images = self.images
         assert images is not None
         rows = np.arange(slab.rows.start, slab.rows.stop)[slab.valid].tolist()
@@ -116,17 +126,17 @@ class BankParts:
             self.parts.setdefault(site, []).append(bank)
 
     def merge(self, other: BankParts) -> None:
-        """Keep those of `other` behind them."""
+        """Append the patches of later slabs."""
         for site, parts in other.parts.items():
             self.parts.setdefault(site, []).extend(parts)
         merge_places(self.places, other.places)
 
     def result(self) -> BankParts:
-        """The patches themselves."""
+        """Return the patches themselves."""
         return self
 
     def bank(self, site: str) -> Bank:
-        """All of a site, which are taken out."""
+        """Remove and return all patches of a site."""
         parts = self.parts.pop(site)
         return Bank(
             np.concatenate([part.tokens for part in parts]),

@@ -13,8 +13,6 @@ Pixels are one of three kinds (`RESOLUTIONS`):
 
 Pixels that the model did not see, as they were cropped, have no class; cells whose middle is beside
 the image (padding, canvases) have no part in any pixel.
-
-Which pixels of a class map are near a boundary, for `boundary_iou`.
 """
 
 from __future__ import annotations
@@ -42,9 +40,14 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Pixels:
-    """labels: (height, width), without a value for pixels that do not count. down: (height, rows)
-    and across: (width, cols) weights of the grid's cells in each pixel, which add up to 1. at:
-    (height,) and (width,) where the pixels' middles lie on the model's input."""
+    """The labelled pixels of an image, and their place on a grid of tokens.
+
+    Attributes:
+        labels: (height, width), with no label for pixels that do not count.
+        down: (height, rows) weights of the grid's rows of cells in each pixel, which add up to 1.
+        across: (width, cols) the same for its columns.
+        at: (height,) and (width,) where the pixels' middles lie on the model's input.
+    """
 
     labels: Labels
     down: Float
@@ -53,12 +56,12 @@ class Pixels:
 
     @cached_property
     def counted(self) -> Float:
-        """(height, width) 1 for pixels that count."""
+        """(height, width) weights: 1 for pixels that count, 0 for others."""
         return has_label(self.labels).astype(np.float64)
 
     @cached_property
     def edge(self) -> Mask:
-        """(height, width) `near_boundary` of the classes."""
+        """(height, width) which pixels are near a boundary of classes, see `near_boundary`."""
         return near_boundary(self.labels)
 
     @property
@@ -68,7 +71,7 @@ class Pixels:
 
     @cached_property
     def present(self) -> list[int]:
-        """The classes that occur; 0 for a depth."""
+        """The classes that occur, or [0] for depths."""
         if self.of_depth:
             return [0] if self.counted.any() else []
         found = np.flatnonzero(np.bincount(self.labels.ravel(), minlength=IGNORED + 1)[:IGNORED])
@@ -84,7 +87,7 @@ class Pixels:
 
     @property
     def nearest(self) -> tuple[Integers, Integers]:
-        """(height,) and (width,) the row and the column of the nearest cell."""
+        """The row (height,) and the column (width,) of the cell nearest to each pixel."""
         return self.down.argmax(1), self.across.argmax(1)
 
     def on_cells(self, values: Float) -> Float:
@@ -95,13 +98,13 @@ class Pixels:
 
 
 def has_label(labels: Labels) -> Mask:
-    """Which pixels have a class, or a depth."""
+    """Return which pixels have a class or a depth."""
     found: Mask = np.isfinite(labels) if labels.dtype.kind == "f" else labels != IGNORED
     return found
 
 
 def nothing(labels: Labels) -> int | float:
-    """The label of pixels without one."""
+    """Return the value that stands for no label."""
     return np.nan if labels.dtype.kind == "f" else IGNORED
 
 
@@ -217,7 +220,7 @@ def cell_pixels(labels: Labels, layout: TokenLayout) -> Labels | None:
 
 
 def _whole(edge: float) -> float:
-    """An edge that is a pixel's but for rounding."""
+    """Round an edge that differs from a pixel's edge by rounding only."""
     return float(round(edge)) if abs(edge - round(edge)) < _ROUNDING else edge
 
 

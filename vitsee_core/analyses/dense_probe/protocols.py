@@ -43,11 +43,19 @@ PROTOCOL_STEPS = {"class": 40_000, "depth": 38_400}
 
 @dataclass(frozen=True)
 class Solver:
-    """How probes are fitted. l2s: those to report, none to choose one. ks: of neighbours. bank:
-    patches of each site, None for what fits into memory. resolution: of the pixels that are scored,
-    and of ridge that are fitted. distances: of neighbours. chooses: report the k and distance that
-    held-out images choose, not all. balanced: all classes weigh alike. steps: of sgd. target: class
-    or depth."""
+    """How probes are fitted.
+
+    Attributes:
+        l2s: those to report; empty to choose one.
+        ks: numbers of neighbours.
+        bank: patches per site, None for what fits into memory.
+        resolution: of the pixels that are scored, and for ridge of those that are fitted.
+        distances: between patches.
+        chooses: report the k and distance that held-out images choose, not all.
+        balanced: all classes weigh alike.
+        steps: of sgd.
+        target: class or depth.
+    """
 
     name: str
     preset: str | None
@@ -63,17 +71,17 @@ class Solver:
 
     @property
     def of_neighbours(self) -> bool:
-        """Whether it has no weights but the training patches themselves."""
+        """Whether training patches take the place of weights."""
         return self.name in (KNN, HUMMINGBIRD)
 
     @property
     def grid(self) -> tuple[float, ...]:
-        """The l2 to choose from."""
+        """The l2 values to choose from."""
         return logistic.GRID if self.name == LOGISTIC else ridge.GRID
 
     @property
     def standardise(self) -> bool:
-        """Whether features are standardised for neighbours."""
+        """Whether features are standardised before neighbours are searched."""
         return self.preset == CAPI
 
     @property
@@ -83,7 +91,7 @@ class Solver:
         return self.preset == CAPI
 
     def describe(self) -> dict[str, Any]:
-        """For a sidecar."""
+        """Describe the solver for a sidecar."""
         found: dict[str, Any] = {
             "kind": _KINDS[self.name], "resolution": self.resolution, "augmentation": "none"
         }  # fmt: skip

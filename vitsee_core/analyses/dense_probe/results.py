@@ -1,6 +1,6 @@
-"""Test images beside their labels, predictions and errors, as small pictures for a sidecar.
+"""The probes of one pair of stores: the rows that they give, and small pictures of test images.
 
-The probes of one pair of stores, and the rows that they give.
+Pictures show an image beside its label, prediction and error, and go into the sidecar.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from vitsee_core.analyses.dense_probe.cells import Head
-    from vitsee_core.analyses.dense_probe.scoring import HeadKey
-    from vitsee_core.analyses.dense_probe.work import Part
     from vitsee_core.runtime.execution import Execution
 
 log = logging.getLogger(__name__)
 
+UNTRAINED = "untrained"
 MOST_PIXELS = 320  # along a picture's longer side
 WRONG, RIGHT, NOTHING = (204, 51, 17), (221, 221, 221), (255, 255, 255)
 
@@ -111,7 +110,7 @@ def _judged(prediction: Labels, pixels: Pixels) -> dict[str, Any]:
 
 
 def depth_colours(depths: Labels, top: float) -> NDArray[np.uint8]:
-    """(height, width, 3): from near (dark) to `top` metres (light); white without a depth."""
+    """Colour depths (height, width, 3) from near (dark) to `top` metres (light)."""
     from matplotlib import colormaps
 
     there = np.isfinite(depths)
@@ -141,13 +140,14 @@ def _picture(pixels: NDArray[np.uint8], *, smooth: bool = False) -> str:
     return encode(np.asarray(image))
 
 
-UNTRAINED = "untrained"
-
-
 @dataclass(frozen=True)
 class Settings:
-    """What is probed, how, and what is measured. concat: see `features.probed`. eigen: test on the
-    crop of Eigen et al. 2014."""
+    """What is probed, how, and what is measured.
+
+    Attributes:
+        concat: see `features.probed`.
+        eigen: test on the crop of Eigen et al. 2014.
+    """
 
     sites: tuple[str, ...]
     concat: int | None
@@ -159,7 +159,7 @@ class Settings:
 
 
 class PairOfStores:
-    """One store that trains and one that tests, which may be the same. chosen: in the first."""
+    """A store that trains and a store that tests, which may be the same one."""
 
     def __init__(self, train: Images, test: Images, settings: Settings) -> None:
         self.settings = settings
@@ -174,7 +174,7 @@ class PairOfStores:
 
     @property
     def n_images(self) -> int:
-        """How many are read, for a progress bar."""
+        """The number of images that are read, for a progress bar."""
         solver = self.settings.solver
         trained = (2 if solver.balanced else 1) * self.train.n_images
         if solver.name == SGD:
@@ -182,7 +182,7 @@ class PairOfStores:
         return trained + self.test.n_images
 
     def probe(self, execution: Execution) -> Found:
-        """Train and test."""
+        """Train the probes and test them."""
         solver = self.settings.solver
         if solver.name == RIDGE:
             trained = train_ridge(self.train, solver, execution)
@@ -201,7 +201,7 @@ class PairOfStores:
 
 @dataclass(frozen=True)
 class Found:
-    """What a pair of stores gave."""
+    """The trained probes of a pair of stores, and the counts of their predictions."""
 
     work: PairOfStores
     trained: Trained
@@ -209,7 +209,7 @@ class Found:
     blocks: Blocks
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Of the model's sites, then of the baselines beside each of them."""
+        """Yield the rows of the model's sites, then those of the baselines at each of them."""
         for one in self.work.chosen:
             yield from self._of_site(one)
         several = len(self.work.settings.solver.l2s) > 1
@@ -223,7 +223,7 @@ class Found:
                     yield from self._cells(HeadKey(grid, baseline=name), of | {"baseline": name})
 
     def rows_for(self, trained: Found) -> Iterator[dict[str, Any]]:
-        """Of the sites of an untrained model, as a baseline of those of a trained one."""
+        """Yield the rows of an untrained model's sites as a baseline of a trained model's."""
         known = {one.name: one for one in self.work.chosen}
         for one in trained.work.chosen:
             if one.name not in known:
@@ -234,7 +234,7 @@ class Found:
             )
 
     def shown(self, n: int, data: str | None) -> list[dict[str, Any]]:
-        """The first test images by the best probe, for the notes."""
+        """Show the first n test images as the best probe predicts them, for the notes."""
         keys = [key for key in self.counts if not key.baseline]
         values = [self.work.settings.task.quality(self.counts[key]) for key in keys]
         key = keys[int(np.nanargmax(values))]
@@ -248,7 +248,7 @@ class Found:
             yield from self._cells(key, {**place, "baseline": baseline, "l2": key.l2, "k": key.k})
 
     def _keys(self, one: Probed) -> list[HeadKey]:
-        """Of the site's probes."""
+        """Return the keys of a site's probes."""
         return [key for key in self.trained.heads if key.of == one.name and not key.baseline]
 
     def _cells(self, key: HeadKey, about: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -46,9 +46,13 @@ GRID = tuple(10.0**e for e in range(-8, 3))
 class PixelSums:
     """Sums over pixels, weighted, of features z about a shift and of targets y.
 
-    n: sum of the weights. totals: (targets,) sum of y. squares: sum of |y|^2. first: (dim,) sum of
-    z. second: (dim, dim) sum of zz'. crossed: (targets, dim) sum of yz', with z as interpolated to
-    pixels.
+    Attributes:
+        n: sum of the weights.
+        totals: (targets,) sum of y.
+        squares: sum of |y|^2.
+        first: (dim,) sum of z.
+        second: (dim, dim) sum of zz'.
+        crossed: (targets, dim) sum of yz', with z as interpolated to pixels.
     """
 
     n: float
@@ -60,14 +64,14 @@ class PixelSums:
 
     @classmethod
     def empty(cls, dim: int, n_targets: int = IGNORED) -> PixelSums:
-        """Of no pixel."""
+        """Return sums over no pixel yet."""
         return cls(
             0.0, np.zeros(n_targets), 0.0, np.zeros(dim), np.zeros((dim, dim)),
             np.zeros((n_targets, dim)),
         )  # fmt: skip
 
     def count(self, tokens: Float, sums: CellSums) -> None:
-        """Add an image; tokens: (rows, cols, dim) about the shift."""
+        """Add an image with tokens (rows, cols, dim) minus the shift."""
         flat = tokens.reshape(-1, tokens.shape[-1])
         self.n += sums.n
         self.totals[sums.present] += sums.totals
@@ -77,7 +81,7 @@ class PixelSums:
         self.crossed[sums.present] += sums.targets.reshape(-1, len(flat)) @ flat
 
     def add(self, other: PixelSums) -> None:
-        """Add the pixels of another."""
+        """Add the pixels of other sums."""
         self.n += other.n
         self.totals += other.totals
         self.squares += other.squares
@@ -86,7 +90,7 @@ class PixelSums:
         self.crossed += other.crossed
 
     def joined(self, other: PixelSums) -> PixelSums:
-        """The pixels of both."""
+        """Return the sums over the pixels of both."""
         found = PixelSums.empty(len(self.first), len(self.totals))
         found.add(self)
         found.add(other)
@@ -95,9 +99,16 @@ class PixelSums:
 
 @dataclass(frozen=True)
 class TrainingImages:
-    """What is summed. features: site -> its patches. grids: site -> key of its grid in
-    `truth.layouts`. shifts: site -> (dim,). held_out: (images,) which of the store's rows choose
-    l2. n_targets: classes at most, or 1 for a depth. class_weights: see `CellSums.of`."""
+    """The images that are summed.
+
+    Attributes:
+        features: site -> its patches.
+        grids: site -> key of its grid in `truth.layouts`.
+        shifts: site -> (dim,) what is subtracted from its tokens.
+        held_out: (images,) which of the store's rows choose l2.
+        n_targets: the largest number of classes, or 1 for depths.
+        class_weights: see `CellSums.of`.
+    """
 
     features: Mapping[str, Patches]
     grids: Mapping[str, str]
@@ -110,19 +121,23 @@ class TrainingImages:
 
 @dataclass
 class TrainingSums:
-    """Sums of the training images, to be filled by `streaming.fold`. sums: (site, whether of images
-    that are held out) -> its sums. places: grid -> its."""
+    """Sums of the training images, to be filled by `streaming.fold`.
+
+    Attributes:
+        sums: (site, whether images are held out) -> sums over their pixels.
+        places: grid -> sums per cell, for the baselines.
+    """
 
     images: TrainingImages | None
     sums: dict[tuple[str, bool], PixelSums] = field(default_factory=dict)
     places: Places = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process gives back the sums alone."""
+        """Leave the images out once there are sums: another process returns these alone."""
         return self.__dict__ | ({"images": None} if self.sums else {})
 
     def update(self, slab: Slab) -> None:
-        """Count a slab's images."""
+        """Add the images of a slab."""
         rows = np.arange(slab.rows.start, slab.rows.stop)[slab.valid]
         images, by_image = self.images, []
         assert images is not None
@@ -145,7 +160,7 @@ class TrainingSums:
                 self.sums[key].count(z.reshape(shape), of_grid[images.grids[site]])
 
     def merge(self, other: TrainingSums) -> None:
-        """Count what `other` counted."""
+        """Add the sums of other slabs."""
         for key, own in other.sums.items():
             if key in self.sums:
                 self.sums[key].add(own)
@@ -154,20 +169,27 @@ class TrainingSums:
         merge_places(self.places, other.places)
 
     def result(self) -> TrainingSums:
-        """The sums themselves."""
+        """Return the sums themselves."""
         return self
 
     def parts(self, site: str, dim: int, n_targets: int) -> tuple[PixelSums, PixelSums]:
-        """Of the images that fit and of those held out."""
+        """Return the sums of the images that fit, and of those held out."""
         empty = PixelSums.empty(dim, n_targets)
         return self.sums.get((site, False), empty), self.sums.get((site, True), empty)
 
 
 @dataclass(frozen=True)
 class Solutions:
-    """Weights at every l2. classes: the targets that occur. basis: (dim, dim) eigenvectors of A;
-    values: (dim,) its eigenvalues over n v; rhs: (dim, classes) B over n v in their coordinates;
-    mean: (dim,) of features about the shift; levels: (classes,) means of the targets."""
+    """The decomposition that gives the weights at every l2.
+
+    Attributes:
+        classes: the targets that occur.
+        basis: (dim, dim) eigenvectors of A.
+        values: (dim,) eigenvalues of A over n v.
+        rhs: (dim, classes) B over n v in the eigenvectors' coordinates.
+        mean: (dim,) mean of the features minus the shift.
+        levels: (classes,) means of the targets.
+    """
 
     classes: Integers
     basis: Float
@@ -178,7 +200,7 @@ class Solutions:
 
     @classmethod
     def of(cls, sums: PixelSums) -> Solutions:
-        """From the sums of some images."""
+        """Solve for the sums of some images."""
         n, classes = sums.n, np.flatnonzero(sums.totals)
         mean = sums.first / n
         scatter = sums.second - n * np.outer(mean, mean)
@@ -191,12 +213,13 @@ class Solutions:
         return cls(classes, basis, np.maximum(values, 0), rhs, mean, sums.totals[classes] / n)
 
     def scores(self, l2: float, shift: Float) -> LinearScores:
-        """Those of `classes` at one l2, of features as they are stored."""
+        """Return the scores of `classes` at one l2, as a linear function of stored features."""
         weights = self.basis @ self._rotated(l2)
         return LinearScores(weights, self.levels - (self.mean + shift) @ weights)
 
     def squared_errors(self, l2s: Sequence[float], held_out: PixelSums) -> list[float]:
-        """Per held-out pixel, at each l2; of a class that did not train, the score is 0."""
+        """Return the squared error per held-out pixel at each l2. Classes without training pixels
+        have the score 0."""
         n = held_out.n
         turned = self.basis.T @ held_out.second @ self.basis
         first = self.basis.T @ held_out.first
@@ -219,6 +242,6 @@ class Solutions:
 
 
 def choose_l2(fitted: PixelSums, held_out: PixelSums, l2s: Sequence[float]) -> float:
-    """The l2 with the least squared error of a held-out pixel; of several the largest."""
+    """Return the l2 with the least squared error per held-out pixel, the largest of several."""
     errors = Solutions.of(fitted).squared_errors(l2s, held_out)
     return min(zip(errors, l2s, strict=True), key=lambda pair: (pair[0], -pair[1]))[1]

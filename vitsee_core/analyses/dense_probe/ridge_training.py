@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def train_ridge(part: Part, solver: Solver, execution: Execution) -> Trained:
-    """Probes of every site, and the baselines of every grid.
+    """Train the probes of every site, and the baselines of every grid.
 
     Raises:
         VitseeError: no pixel counts, or there are too few images to choose l2.
@@ -68,7 +68,7 @@ def train_ridge(part: Part, solver: Solver, execution: Execution) -> Trained:
 
 
 def count_truth(part: Part, execution: Execution) -> Places:
-    """The training pixels alone, without tokens.
+    """Count the training pixels, without reading tokens.
 
     Raises:
         VitseeError: none counts.
@@ -80,7 +80,8 @@ def count_truth(part: Part, execution: Execution) -> Places:
 
 
 def balanced_weights(places: Places) -> Float:
-    """(256,) of a pixel of each class, which add up to the number of pixels: n / (C n_c)."""
+    """Return the weight (256,) of a pixel of each class, n / (C n_c); the weights of all pixels add
+    up to their number."""
     totals = next(iter(places.values())).totals
     there = totals > 0
     found = np.zeros(IGNORED + 1)
@@ -98,7 +99,7 @@ def _chosen(fitted: PixelSums, held: PixelSums, site: str) -> float:
 
 
 def _shifts(part: Part) -> dict[str, Float]:
-    """Of each site a token, about which sums lose no digits."""
+    """Return a token of each site; sums of features minus it lose no digits."""
     first = int(np.flatnonzero(part.truth.mask)[0])
     found = {}
     for site, own in part.features.items():

@@ -1,7 +1,4 @@
-"""Predictions of the test images, counted: one pass over tokens for every head.
-
-What is predicted of pixels: classes, or depths.
-"""
+"""Classes or depths as what is predicted, and the scoring of all heads in one pass over tokens."""
 
 from __future__ import annotations
 
@@ -27,15 +24,16 @@ from vitsee_core.masks.depth_maps import MIN_DEPTH, DepthMaps
 from vitsee_core.types import Integers
 
 if TYPE_CHECKING:
-    from vitsee_core.analyses.dense_probe.cells import Head
     from vitsee_core.analyses.dense_probe.features import Patches
     from vitsee_core.analyses.dense_probe.labelled_images import Truth
     from vitsee_stores import Slab
 
+MAJORITY, MEAN = "majority", "mean"
+
 
 @dataclass(frozen=True)
 class HeadKey:
-    """Whose predictions: of a site at an l2 or with k neighbours, or of a baseline on a grid."""
+    """Identifies a head: that of a site at an l2 or with k neighbours, or a baseline on a grid."""
 
     of: str
     l2: float | None = None
@@ -44,13 +42,13 @@ class HeadKey:
 
 
 class Tally(Protocol):
-    """Right and wrong of a head's predictions, by block of the jackknife."""
+    """How right the predictions of one head are, by block of the jackknife."""
 
     def count(self, block: int, found: Labels, pixels: Pixels) -> None:
-        """Add an image; found: (height, width) what is predicted of its pixels."""
+        """Add an image, with the predicted labels of its pixels, (height, width)."""
 
     def add(self, other: Any) -> None:
-        """Add another of its kind."""
+        """Add the tally of other images."""
 
     def __bool__(self) -> bool:
         """Whether any pixel was counted."""
@@ -58,9 +56,15 @@ class Tally(Protocol):
 
 @dataclass(frozen=True)
 class TestImages:
-    """What is predicted. heads: key -> a trained probe; several may read one site. features: site
-    -> its patches. grids: site -> key of its grid in `truth.layouts`. blocks: (images,) of the
-    jackknife, of all rows. tally: makes an empty one."""
+    """The test images, and the heads that predict them.
+
+    Attributes:
+        heads: key -> a trained probe; several may read one site.
+        features: site -> its patches.
+        grids: site -> key of its grid in `truth.layouts`.
+        blocks: (images,) block of the jackknife of every row of the store.
+        tally: makes an empty tally.
+    """
 
     heads: Mapping[HeadKey, Head]
     features: Mapping[str, Patches]
@@ -72,17 +76,17 @@ class TestImages:
 
 @dataclass
 class HeadCounts:
-    """Counts of every head, to be filled by `streaming.fold`."""
+    """The tallies of all heads, to be filled by `streaming.fold`."""
 
     images: TestImages | None
     counts: dict[HeadKey, Tally] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process gives back the counts alone."""
+        """Leave the images out once there are counts: another process returns these alone."""
         return self.__dict__ | ({"images": None} if self.counts else {})
 
     def update(self, slab: Slab) -> None:
-        """Count a slab's images."""
+        """Predict and count the images of a slab."""
         images = self.images
         assert images is not None
         rows = np.arange(slab.rows.start, slab.rows.stop)[slab.valid].tolist()
@@ -103,7 +107,7 @@ class HeadCounts:
                     self._tally(key).count(images.blocks[row], head.predict(z, own), own)
 
     def merge(self, other: HeadCounts) -> None:
-        """Count what `other` counted."""
+        """Add the tallies of other slabs."""
         for key, counts in other.counts.items():
             if key in self.counts:
                 self.counts[key].add(counts)
@@ -111,7 +115,7 @@ class HeadCounts:
                 self.counts[key] = counts
 
     def result(self) -> dict[HeadKey, Tally]:
-        """Of every head."""
+        """Return the tally of each head."""
         return self.counts
 
     def _tally(self, key: HeadKey) -> Tally:
@@ -119,10 +123,6 @@ class HeadCounts:
         if key not in self.counts:
             self.counts[key] = self.images.tally()
         return self.counts[key]
-
-
-MAJORITY, MEAN = "majority", "mean"
-SCORE = "miou"
 
 
 @dataclass(frozen=True)
@@ -140,27 +140,27 @@ class Segmentation:
     label = "class"
 
     def head(self, classes: Integers, scores: Scores, nearest: bool = False) -> Head:
-        """The probe with these scores of classes."""
+        """Make the probe with these scores of classes."""
         return ClassHead(classes, scores, nearest)
 
     def blind(self, places: PlaceSums) -> dict[str, Head]:
-        """Baseline -> its head."""
+        """Return the head of each baseline."""
         classes, *both = places.scores()
         heads = (ClassHead(classes, scores) for scores in both)
         return dict(zip(self.baselines, heads, strict=True))
 
     def tally(self, wanted: Sequence[str], n_blocks: int) -> Callable[[], Tally]:
-        """Makes an empty one for these metrics."""
+        """Return a function that makes an empty tally for these metrics."""
         return partial(metrics.Counts.empty, n_blocks, metrics.BOUNDARY in wanted)
 
     def cells(self, tally: Any, wanted: Sequence[str], per_class: bool) -> Iterator[dict[str, Any]]:
-        """See `metrics.metric_cells`."""
+        """Yield the cells of each row; see `metrics.metric_cells`."""
         names = [*self.maps.classes]
         names += [str(number) for number in range(len(names), IGNORED)]
         return metrics.metric_cells(tally, wanted, names if per_class else ())
 
     def quality(self, tally: Any) -> float:
-        """What the best site has most of."""
+        """Return a number that is highest for the best site."""
         return float(metrics.mean_iou(tally.whole.sum(0)))
 
 
@@ -180,32 +180,32 @@ class Depth:
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Of predictions, metres."""
+        """The least and the largest depth that is predicted, in metres."""
         return MIN_DEPTH, self.maps.max_depth
 
     def head(self, classes: Integers, scores: Scores, nearest: bool = False) -> Head:
-        """The probe with this score."""
+        """Make the probe whose score is the depth."""
         del classes, nearest
         return DepthHead(scores, self.limits)
 
     def blind(self, places: PlaceSums) -> dict[str, Head]:
-        """Baseline -> its head."""
+        """Return the head of each baseline."""
         _, *both = places.scores()
         heads = (DepthHead(scores, self.limits) for scores in both)
         return dict(zip(self.baselines, heads, strict=True))
 
     def tally(self, wanted: Sequence[str], n_blocks: int) -> Callable[[], Tally]:
-        """Makes an empty one."""
+        """Return a function that makes an empty tally."""
         del wanted
         return partial(metrics.DepthErrors.empty, n_blocks)
 
     def cells(self, tally: Any, wanted: Sequence[str], per_class: bool) -> Iterator[dict[str, Any]]:
-        """See `metrics.error_cells`."""
+        """Yield the cells of each row; see `metrics.error_cells`."""
         del per_class
         return metrics.error_cells(tally, wanted)
 
     def quality(self, tally: Any) -> float:
-        """What the best site has most of."""
+        """Return a number that is highest for the best site."""
         whole = tally.sums.sum(0)
         return -float(np.divide(whole[0], whole[-1]))
 
@@ -215,7 +215,7 @@ METRICS = (*metrics.MEANS, *metrics.DEPTH_MEANS)
 
 
 def blind_heads(task: Task, places: Mapping[str, PlaceSums]) -> Iterator[tuple[str, str, Head]]:
-    """(grid, baseline, its head) of every grid."""
+    """Yield grid, name and head of each baseline."""
     for grid, own in places.items():
         for name, head in task.blind(own).items():
             yield grid, name, head

@@ -36,9 +36,15 @@ WITHOUT_VARIANCE = 100  # steps
 
 @dataclass(frozen=True)
 class Batch:
-    """tokens: (images, rows, cols, dim); on_image: (images, rows, cols); labels: (images, height,
-    width) indices of classes, `NO_CLASS` for none, or depths, NaN for none; down: (images, height,
-    rows) and across: (images, width, cols), see `pixels.Pixels`."""
+    """Some training images.
+
+    Attributes:
+        tokens: (images, rows, cols, dim).
+        on_image: (images, rows, cols) which cells are not beside the image.
+        labels: (images, height, width) indices of classes, `NO_CLASS` for none, or depths, NaN for
+            none.
+        down, across: (images, height, rows) and (images, width, cols), see `pixels.Pixels`.
+    """
 
     tokens: Tensor
     on_image: Tensor
@@ -47,13 +53,13 @@ class Batch:
     across: Tensor
 
     def interpolated(self, image: int, scores: Tensor) -> Tensor:
-        """(n, height, width) of an image's scores (rows, cols, n)."""
+        """Interpolate an image's scores (rows, cols, n) to pixels, (n, height, width)."""
         return self.down[image] @ scores.permute(2, 0, 1) @ self.across[image].T
 
 
 class LinearProbe(nn.Module):
-    """Dropout of channels, batch norm, and a linear map of each cell; to be trained. random: of
-    the weights and of dropout, on the CPU."""
+    """Dropout of channels, batch norm, and a linear map of each cell, to be trained. `random` draws
+    the weights and the dropout, on the CPU."""
 
     def __init__(self, dim: int, n_outputs: int, dropout: float, random: torch.Generator) -> None:
         super().__init__()
@@ -63,7 +69,7 @@ class LinearProbe(nn.Module):
         self.weight, self.bias = nn.Parameter(weights), nn.Parameter(torch.zeros(n_outputs))
 
     def forward(self, batch: Batch) -> Tensor:
-        """(images, rows, cols, n) scores, 0 for cells beside the image."""
+        """Return scores (images, rows, cols, n), 0 for cells beside the image."""
         tokens = batch.tokens
         if self.dropout:
             share, shape = 1 - self.dropout, (len(tokens), 1, 1, self.dim)
@@ -75,7 +81,7 @@ class LinearProbe(nn.Module):
         return scores
 
     def scores(self) -> LinearScores:
-        """The trained map, of features as they are stored."""
+        """Return the trained linear map of features as they are stored."""
         trained = (self.norm.weight, self.norm.bias, self.weight, self.bias)
         scale, offset, matrix, bias = (_numbers(own) for own in trained)
         mean, var = (_numbers(own) for own in (self.norm.running_mean, self.norm.running_var))
@@ -86,13 +92,13 @@ class LinearProbe(nn.Module):
 
 @dataclass(frozen=True)
 class BinScores:
-    """(rows, cols, 1) depths, of linear scores of bins; see `linear.Scores`. bins: (n,) metres."""
+    """Depths (rows, cols, 1) from linear scores of bins, at n depths in metres."""
 
     scores: LinearScores
     bins: Float
 
     def __call__(self, tokens: Float) -> Float:
-        """See the class."""
+        """Return the depths of tokens."""
         shares = np.maximum(self.scores(tokens), 0) + LEAST_SHARE
         found: Float = (shares @ self.bins / shares.sum(-1))[..., None]
         return found
@@ -100,7 +106,13 @@ class BinScores:
 
 @dataclass(frozen=True)
 class ClassRecipe:
-    """Of classes. rate, decay: of AdamW; second: of its betas. clip: of the gradient's norm."""
+    """How probes of classes are trained.
+
+    Attributes:
+        rate, decay: learning rate and weight decay of AdamW.
+        second: the second of its betas.
+        clip: largest norm of the gradient.
+    """
 
     n_outputs: int
     dropout: float = 0.1
@@ -132,13 +144,13 @@ class ClassRecipe:
         return total
 
     def finished(self, scores: LinearScores) -> Scores:
-        """What the trained probe says of cells."""
+        """Return the scores that the trained probe gives to cells."""
         return scores
 
 
 @dataclass(frozen=True)
 class DepthRecipe:
-    """Of depths within `limits`, metres; see `ClassRecipe`."""
+    """How probes of depths within `limits` (metres) are trained; see `ClassRecipe`."""
 
     limits: tuple[float, float]
     n_outputs: int = N_BINS
@@ -179,7 +191,7 @@ Recipe = ClassRecipe | DepthRecipe
 def train(
     batches: Iterator[Batch], dim: int, recipe: Recipe, steps: int, seed: int, device: torch.device
 ) -> Iterator[float | Scores]:
-    """The loss of every step, then what the trained probe says of cells.
+    """Yield the loss of every step, then the scores of the trained probe.
 
     Args:
         batches: at least `steps`, on `device`.

@@ -1,4 +1,4 @@
-"""Images of a store as an endless stream of batches, and probes trained on it."""
+"""Training of the probes by SGD, on an endless stream of batches of a store's images."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def train_sgd(part: Part, solver: Solver, execution: Execution) -> Trained:
-    """Probes of every site, one after the other, and the baselines of every grid.
+    """Train the probes of the sites one after the other, and the baselines of every grid.
 
     Raises:
         VitseeError: no pixel counts, or the loss is not finite.
@@ -78,7 +78,7 @@ def train_sgd(part: Part, solver: Solver, execution: Execution) -> Trained:
 
 @dataclass(frozen=True)
 class _Example:
-    """tokens: (cells, dim); pixels: of the model's input."""
+    """A training image: tokens (cells, dim), and the labelled pixels of the model's input."""
 
     tokens: Float32
     pixels: Pixels
@@ -96,7 +96,7 @@ class _Stream:
     execution: Execution
 
     def batches(self, device: torch.device) -> Iterator[Batch]:
-        """Without an end."""
+        """Yield batches without an end."""
         examples = self._examples()
         while True:
             yield self._batch(list(islice(examples, BATCH)), device)
@@ -118,7 +118,7 @@ class _Stream:
                     yield examples[i]
 
     def _groups(self) -> list[list[Slab]]:
-        """Slabs with training images, as many together as half of the memory holds."""
+        """Group the slabs with training images, as many together as half of the memory holds."""
         mask, store = self.part.truth.mask, self.part.store
         cells = self.features.grid[0] * self.features.grid[1]
         pixels = int(np.prod(store.manifest.transform["input_size"][1:]))

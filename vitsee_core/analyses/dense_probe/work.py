@@ -25,9 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """The images of one store that train, or that test. features: what is probed -> its patches;
-    grids: the same -> key of its grid among the truth's. counts: what became of the images, for a
-    sidecar."""
+    """The images of one store that train, or that test.
+
+    Attributes:
+        features: name of what is probed -> its patches.
+        grids: the same name -> key of its grid in `truth.layouts`.
+        truth: the labels.
+        counts: how many images have a map, for a sidecar.
+    """
 
     store: Store
     task: Task
@@ -46,7 +51,7 @@ class Part:
         resolution: str,
         eigen: bool = False,
     ) -> Part:
-        """Of some images of a store.
+        """Find the features and the labels of some images of a store.
 
         Raises:
             MissingInput: a site is stored pooled only.
@@ -63,15 +68,15 @@ class Part:
 
     @property
     def n_images(self) -> int:
-        """Those with a map."""
+        """The number of images with a map."""
         return int(self.truth.mask.sum())
 
     def slab_bytes(self) -> int:
-        """What one slab takes while it is worked on."""
+        """Return the bytes that one slab takes while it is worked on."""
         return max(own.slab_bytes for own in self.features.values())
 
     def no_pixel(self, use: str) -> VitseeError:
-        """Nothing to train or to test with."""
+        """Return the error that there is nothing to train or to test with."""
         return VitseeError(
             f"no pixel of the {self.n_images} {use} images of {self.store.label} has a "
             f"{self.task.label} in {self.truth.maps.name} (all are ignored, or were cropped)"
@@ -80,7 +85,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Trained:
-    """The probes of a pair of stores. heads: by key. notes: of the training, for a sidecar."""
+    """The trained probes of a pair of stores, and notes on the training for a sidecar."""
 
     heads: dict[HeadKey, Head]
     notes: dict[str, object]
@@ -89,7 +94,7 @@ class Trained:
 def score_heads(
     part: Part, heads: dict[HeadKey, Head], wanted: Sequence[str], execution: Execution, alone: bool
 ) -> tuple[dict[HeadKey, Tally], Blocks]:
-    """What each head predicts of the test images, counted; and the jackknife's blocks.
+    """Tally what each head predicts of the test images; also return the jackknife's blocks.
 
     Args:
         part: the test images.
@@ -129,5 +134,5 @@ def lanes(size: int, execution: Execution) -> Iterator[Execution]:
 
 
 def _grid_key(layout: TokenLayout) -> str:
-    """Equal for grids that lie alike on the input."""
+    """Return a key that is equal for grids that lie alike on the input."""
     return f"{layout.grid} every {layout.stride_px} from {layout.offset_px}"
