@@ -5,7 +5,7 @@
 over the n pixels that count of all images: U interpolates tokens bilinearly, Y is 1 for a pixel's
 class and 0 for the others, or its depth; v is the mean variance of a feature over pixels, so that
 l2 has no unit. The intercept b is not penalised. With tokens about a fixed `shift`, the sums of
-`cell_sums` make
+`cells` make
 
     A = Z'SZ - n m m',  B = Z'T - m (sum Y)',  m = Z'S1 / n,   W = (A + l2 n v I)^-1 B
 
