@@ -90,7 +90,9 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Store]:
             folder = tmp_path_factory.mktemp("attribution")
             if name == "mixer":  # timm's is 0 at first
                 words = [*words[:1], "--checkpoint", str(mixer(folder, args)), *words[3:]]
-            self[name] = store_of(folder, *words, *words_of(args), *more, "--inputs")
+            label = name.replace(" ", "-").replace(",", "")
+            words = [*words, *words_of(args), *more, "--inputs"]
+            self[name] = store_of(folder, *words, name=label)
             return self[name]
 
     return Made()
@@ -239,6 +241,80 @@ def test_heads_against_hooks_on_the_model(slow: tuple[Store, Slow]) -> None:
         alone = alone * block.ls1.gamma.detach().double().numpy()
     last = table.where(site="blocks.3.attn", head=n_heads - 1)
     assert last["value"][0] == pytest.approx(model.part(alone, 0), abs=2e-6)
+
+
+# ------------------------------------------------------------------------------- patches
+
+
+def moved_by_hand(slow: Slow, i: int, image: int) -> Array:
+    """(tokens,) what block i's attention moves from each token to the class token, as part of the
+    logit of class 0: from the norm's output by q, k and v, head by head."""
+    block = slow.module.blocks[i]
+    attn = block.attn
+    before = [slow.kept["in"]] + [slow.kept[f"blocks.{b}.ls{k}"] for b in range(i) for k in (1, 2)]
+    x = torch.from_numpy(np.sum(before, axis=0)[image]).float()
+    with torch.inference_mode():
+        qkv = attn.qkv(block.norm1(x)).double().numpy()
+    q, k, v = qkv.reshape(len(x), 3, attn.num_heads, -1).transpose(1, 2, 0, 3)
+    projection = attn.proj.weight.detach().double().numpy()
+    if hasattr(block.ls1, "gamma"):
+        projection = projection * block.ls1.gamma.detach().double().numpy()[:, np.newaxis]
+    wide = q.shape[-1]
+    found = np.zeros(len(x))
+    for head in range(attn.num_heads):
+        scores = k[head] @ q[head][0] / np.sqrt(wide)
+        weights = np.exp(scores - scores.max())
+        weights /= weights.sum()
+        for token in range(len(x)):
+            written = projection[:, head * wide : (head + 1) * wide] @ v[head][token]
+            branch = np.zeros_like(slow.kept["in"])
+            branch[image, 0] = weights[token] * written
+            found[token] += N * slow.part(branch, 0)
+    return found
+
+
+def test_patches_against_hooks_on_the_model(slow: tuple[Store, Slow]) -> None:
+    """Own tokens, or what attention moves to the class token; with the rest they are the logit."""
+    store, model = slow
+    table = run(store, patches=True, image=("3",), classes=("0",), raw=True)
+    name = str(store.samples.id[3])
+    assert table.unique("image") == [name] and table.unique("class") == ["class0"]
+    kept = model.kept
+    n_tokens = kept["in"].shape[1]
+    cells = range(n_tokens - 4 * 6, n_tokens)
+    for i in (0, 3):
+        found = table.where(site=f"blocks.{i}.attn")
+        if model.read == (0,):
+            expected = moved_by_hand(model, i, 3)[list(cells)]
+        else:
+            expected = np.zeros(len(cells))
+            for n, t in enumerate(cells):
+                branch = np.zeros_like(kept["in"])
+                branch[3, t] = kept[f"blocks.{i}.ls1"][3, t]
+                expected[n] = N * model.part(branch, 0)
+        assert found["value"].astype(float) == pytest.approx(expected, abs=2e-6)
+        assert found["row"].tolist()[5:7] == [0, 1] and found["col"].tolist()[5:7] == [5, 0]
+    parts = dict(table.groups("part"))
+    total = parts["patches"]["value"].astype(float)
+    inner = table.take(~np.isin(table["part"].tolist(), ["patches", "rest", "logit"]))
+    by_cell = inner["value"].astype(float).reshape(-1, len(cells)).sum(0)
+    assert total == pytest.approx(by_cell)
+    logit = parts["logit"]["value"][0]
+    assert logit == pytest.approx(kept[""][3, 0], abs=1e-5)
+    assert total.sum() + parts["rest"]["value"][0] == pytest.approx(logit)
+    if model.read != (0,):  # all but the biases, which are 0 here
+        assert parts["rest"]["value"][0] == pytest.approx(0, abs=1e-5)
+
+
+def test_maps_of_several_models_and_of_a_cnn(stores: dict[str, Store]) -> None:
+    """The same images, at their places; less the mean over classes the maps of two are opposite."""
+    some = [stores["class token"], stores["last stage of a CNN"]]
+    table = run(*(store for store in some), patches=True, classes=("0", "1"))
+    values = [rows["value"].astype(float) for _, rows in table.groups("class")]
+    assert values[0] == pytest.approx(-values[1], abs=1e-12)
+    assert len(table.unique("image")) == 4
+    plot(table)
+    plot(table, scale="map")
 
 
 # ------------------------------------------------------------------------------- by hand
@@ -440,6 +516,13 @@ def test_wrong_options(stores: dict[str, Store], tmp_path: Path) -> None:
     ):
         run(other, target="label")
     assert run(other).notes["target"] == {"a": "predicted"}
+    for more in ({"heads": True}, {"by_class": True}):
+        with pytest.raises(VitseeError, match="leave --heads and --by-class out"):
+            run(store, patches=True, **more)
+    with pytest.raises(VitseeError, match="--image names images to map: give --patches"):
+        run(store, image=("0",))
+    with pytest.raises(VitseeError, match="has no image 'dog'"):
+        run(store, patches=True, image=("dog",))
     done = CliRunner().invoke(main, ["logit-attribution", str(store.path), "--target", "mine"])
     assert done.exit_code == 2 and "'mine' is not one of 'label', 'predicted'" in done.output
 
@@ -449,6 +532,8 @@ def test_the_command(stores: dict[str, Store], tmp_path: Path) -> None:
     words = [str(stores["class token"].path), "--heads", "-o", str(out), "--png", str(out) + ".png"]
     done = CliRunner().invoke(main, ["logit-attribution", *words])
     assert done.exit_code == 0, done.output
-    assert json.loads((tmp_path / "r.csv.json").read_text())["notes"]["target"] == {"a": "label"}
+    assert json.loads((tmp_path / "r.csv.json").read_text())["notes"]["target"] == {
+        "class-token": "label"
+    }
     again = CliRunner().invoke(main, ["plot", str(out), "-o", str(tmp_path / "again.png")])
     assert again.exit_code == 0, again.output

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 
 Array = NDArray[Any]
 Take = Callable[[StoredAttention, "Tensor"], Mapping[str, "Tensor"]]
+TakeCall = Callable[[StoredAttention, "AttentionCall"], Mapping[str, "Tensor"]]
 
 BATCH_BYTES = 256 << 20  # attention of one block over one batch
 MOST_IMAGES = 32
@@ -132,7 +134,9 @@ def attention_of_images(
         parts = (
             _stored(store, rows, take, chosen)
             if stored
-            else _computed(store, rows, take, chosen, origin or Provenance(), device)
+            else recomputed_calls(
+                store, rows, partial(_softmaxed, take), chosen, origin or Provenance(), device
+            )
         )
         for part in parts:
             yield part
@@ -174,14 +178,23 @@ def _stored(
         yield Attended(part, values)
 
 
-def _computed(
+def _softmaxed(take: Take, block: StoredAttention, call: AttentionCall) -> Mapping[str, Tensor]:
+    import torch
+
+    return take(block, torch.softmax(call.scores(slice(None)), -1))
+
+
+def recomputed_calls(
     store: Store,
     rows: Integers,
-    take: Take,
+    take: TakeCall,
     blocks: Sequence[StoredAttention],
     origin: Provenance,
-    device: str,
+    device: str = "auto",
 ) -> Iterator[Attended]:
+    """The results of `take(block, call)` for each block's attention, with queries, keys and values
+    as the model computes them again, one batch of images at a time. Arguments and errors as for
+    `attention_of_images`."""
     import torch
 
     from vitsee_core.images import normalise
@@ -222,7 +235,7 @@ def _computed(
 class _Taker:
     """An observer that collects the results of `take` for each block's attention."""
 
-    def __init__(self, blocks: Mapping[str, StoredAttention], take: Take) -> None:
+    def __init__(self, blocks: Mapping[str, StoredAttention], take: TakeCall) -> None:
         self._blocks, self._take = blocks, take
         self.values: dict[str, dict[str, Array]] = {}
 
@@ -231,7 +244,4 @@ class _Taker:
     def branch(self, *_: Any) -> None: ...
 
     def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
-        import torch
-
-        a = torch.softmax(call.scores(slice(None)), -1)
-        self.values[block.name] = _keep(self._take(self._blocks[block.name], a))
+        self.values[block.name] = _keep(self._take(self._blocks[block.name], call))

@@ -23,13 +23,17 @@ what later ones do, and an ablation changes these, too.
 
 With `heads`, the attention's part is divided once more: what each head gave, through its columns of
 the output projection, and the projection's bias.
+
+With `patches`, single images are mapped: where the classifier reads the mean over tokens, the part
+of each patch's own token, of every term; where it reads the class token, what each block's
+attention moves there from each patch (weight times value, through the projection), as Gandelsman et
+al. do. What the map has not (other tokens, MLPs, biases) is the part `rest`.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,41 +46,33 @@ from vitsee_core.analyses.logit_attribution.contributions import (
     LOGIT,
     PROJECTION_BIAS,
     RESIDUE,
-    WHOLE,
-    Asked,
-    Contributions,
-    Key,
-    Projection,
-    ReadContributions,
-    Readout,
 )
-from vitsee_core.analyses.logit_attribution.stream import (
-    ResidualStream,
-    residual_stream,
-    tolerance_of,
+from vitsee_core.analyses.logit_attribution.explained_store import (
+    LABEL,
+    METRIC,
+    PREDICTED,
+    ExplainedStore,
 )
-from vitsee_core.labels.own_classes import why_not_own
+from vitsee_core.analyses.logit_attribution.patch_sheet import SCALES, draw_patch_parts
+from vitsee_core.analyses.logit_attribution.patch_table import patch_table
+from vitsee_core.analyses.logit_attribution.stream import ResidualStream, residual_stream
 from vitsee_core.models.classifiers import Classifiers
-from vitsee_core.models.provenance import Provenance, model_of
+from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.options import FLOW, Gather, Offers, Option
+from vitsee_core.runtime.options import FLOW, Gather, Offers, Option, image_option
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.store_selection import select_each
-from vitsee_core.runtime.streaming import Rows
-from vitsee_core.statistics.moments import INTERVAL_METHOD, Summary
-from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.statistics.moments import INTERVAL_METHOD
+from vitsee_core.tables.columns import SITE
 from vitsee_core.tables.headlines import Answer, by_store, measured
 from vitsee_core.tables.results import Table
-from vitsee_stores.errors import MissingInput, SiteError, VitseeError
-from vitsee_stores.manifest import few
+from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from vitsee_stores import SiteSpec, Store
-
-log = logging.getLogger(__name__)
+    from vitsee_stores import Store
 
 QUESTION = FLOW
 HELP = """
@@ -92,6 +88,7 @@ row of its own. Stores need every branch, and for --heads what each head gave:
 
   $ vitsee logit-attribution b16.zarr -o parts.csv --png parts.png
   $ vitsee logit-attribution b16.zarr --heads --by-class -o heads.csv
+  $ vitsee logit-attribution b16.zarr --patches --image cat.jpg --png cat.png > cat.csv
 
 --tokens pooled is enough where the classifier reads the class token, or normalises the mean over
 patches. Not for models whose logits are no such sum: with an activation or a norm after the sum
@@ -100,7 +97,8 @@ patches. Not for models whose logits are no such sum: with an activation or a no
 MEANING = {
     "site": "the sublayer; the stream's beginning; logits: the whole model",
     "class": "empty: each image's own",
-    "part": "input, attn, mlp, token, channel, block; head, projection_bias; bias, residue, logit",
+    "part": "input, attn, mlp, token, channel, block; head, projection_bias; bias, residue, logit; "
+    "of --patches also patches, all of a map, and rest",
 }
 NEEDS = ("residual",)
 READING = (
@@ -114,8 +112,6 @@ COLUMNS = (
     *(*SITE, "head", "class", "part"),
     *("metric", "value", "std", "low", "high", "n_images"),
 )
-METRIC = "logit"
-LABEL, PREDICTED = "label", "predicted"
 
 
 @analysis
@@ -145,7 +141,18 @@ def run(
         ),
     ] = (),
     raw: Annotated[bool, Option("Logits as they are, not less their mean over classes.")] = False,
-    origin: Annotated[Provenance | None, Gather(Provenance, ("checkpoint", "trust"))] = None,
+    patches: Annotated[
+        bool,
+        Option(
+            "Maps of single images in place of means: what each patch adds, by its own token where "
+            "their mean is read, else by attention from the class token (loads the model)."
+        ),
+    ] = False,
+    image: Annotated[
+        Sequence[str],
+        image_option("Of --patches: map", "the first 4"),
+    ] = (),
+    origin: Annotated[Provenance | None, Gather(Provenance)] = None,
     execution: Annotated[
         Execution, Offers("images seed jobs memory", dask="slabs", replicates=False)
     ] = DEFAULT,
@@ -155,13 +162,15 @@ def run(
     Columns: `COLUMNS`; `value` in units of logits, mean over images. `part`: what the row is about:
     `input` (where the stream begins), the kind of sublayer, `head`, `projection_bias`, `bias`
     (of norm and classifier), `residue` (the logit less all parts but heads) and `logit`, as stored.
-    An image without a label is left out where its label's logit is asked for.
+    An image without a label is left out where its label's logit is asked for. With `patches` the
+    columns are `patch_table.COLUMNS`, a row per image, class, term and patch.
 
-    Memory: one site of a slab at a time.
+    Memory: one site of a slab at a time; with `patches` one image's, and one block's attention.
 
     Args:
         stores: with all branches of the blocks that the classifier reads, and the classifier.
-        origin: where the weights are now, of stores that keep no classifier, and for `heads`.
+        origin: where the weights are now, of stores that keep no classifier, for `heads` and for
+            `patches` of a class token; and the images, for the latter and for photographs.
 
     Raises:
         MissingInput: no store has the branches or a classifier, or its logits are no such sum.
@@ -173,15 +182,24 @@ def run(
             "--class takes one class's logit of every image, "
             f"{'--by-class' if by_class else '--target'} each image's own: give one of them"
         )
+    if patches and (heads or by_class):
+        raise VitseeError("--patches maps single images: leave --heads and --by-class out")
+    if image and not patches:
+        raise VitseeError("--image names images to map: give --patches, too")
     origin = origin or Provenance()
     classifiers = Classifiers(origin)
     selected = select_each(
         stores, ["blocks"], partial(_streams, classifiers=classifiers, execution=execution)
     )
     works = [
-        _Store.of(store, stream, execution.rows(store), heads, target, by_class, classes, origin)
+        ExplainedStore.of(
+            store, stream, execution.rows(store), heads, target, by_class, classes, origin
+        )
         for store, (stream,) in selected.members
     ]
+    if patches:
+        found = patch_table(works, image, raw, origin, execution)
+        return replace(found, notes={**found.notes, **selected.notes()})
     rows: list[dict[str, Any]] = []
     residue = {}
     with counting(execution.progress, sum(work.rows.n for work in works)):
@@ -205,8 +223,25 @@ def run(
     return Table.from_rows(rows, COLUMNS, notes)
 
 
-def plot(table: Table) -> Figure:
-    """From the table alone; see `attribution_figure.draw_attributions`."""
+def plot(
+    table: Table,
+    scale: Annotated[
+        str,
+        Option(
+            "Colours of --patches: one scale for all maps, or each map over its own range.",
+            choices=SCALES,
+        ),
+    ] = SCALES[0],
+) -> Figure:
+    """From the table alone; see `attribution_figure.draw_attributions`, and of `--patches`
+    `patch_sheet.draw_patch_parts`.
+
+    Args:
+        table: from `run`.
+        scale: of maps of patches, "shared" or "map".
+    """
+    if "image" in table.columns:
+        return draw_patch_parts(table, scale)
     return draw_attributions(table)
 
 
@@ -214,156 +249,6 @@ def _streams(
     store: Store, _: Sequence[str], classifiers: Classifiers, execution: Execution
 ) -> list[ResidualStream]:
     return [residual_stream(store, classifiers(store), execution.rows(store))]
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A sublayer, or what belongs to the whole model, where rows name it."""
-
-    name: str
-    block: str | None
-    depth: int
-    rel_depth: float
-
-
-@dataclass(frozen=True)
-class _Store:
-    """One store's rows. target: whose logit, in words."""
-
-    store: Store
-    stream: ResidualStream
-    rows: Rows
-    asked: Asked
-    target: str
-    projections: dict[str, Projection]
-
-    @classmethod
-    def of(
-        cls,
-        store: Store,
-        stream: ResidualStream,
-        rows: Rows,
-        heads: bool,
-        target: str | None,
-        by_class: bool,
-        classes: Sequence[str],
-        origin: Provenance,
-    ) -> _Store:
-        remark = why_not_own(store, rows.mask & store.valid, stream.head.n_classes)
-        if target == LABEL and remark:
-            raise VitseeError(f"{remark}: no logit of a label; give --target {PREDICTED}")
-        chosen = tuple(_class_number(store, stream.head.n_classes, text) for text in classes)
-        if remark and target is None and not classes:
-            log.info("%s: the logit of the class that it predicts", remark)
-        predicted = bool(remark) or target == PREDICTED
-        own = PREDICTED if predicted else LABEL
-        asked = Asked(tuple(dict.fromkeys(chosen)), predicted, by_class)
-        found = _projections(store, stream, origin) if heads else {}
-        return cls(store, stream, rows, asked, "" if chosen else own, found)
-
-    def table(self, raw: bool, execution: Execution) -> tuple[list[dict[str, Any]], Any]:
-        """The rows, and what the sidecar says of the residue."""
-        readout = Readout.of(self.stream.head)
-        read = ReadContributions(self.stream, readout, self.asked, self.projections, raw)
-        found, gap = execution.fold(
-            self.store, partial(Contributions, read), self.rows, slab_bytes=self._slab_bytes()
-        ).result()
-        most = tolerance_of(self.store, self.stream)
-        level = log.info if gap <= most else log.warning
-        level("%s: the parts miss its logits by %.2g of the largest", self.store.label, gap)
-        rows = [row for entry in self._entries() for row in self._rows(found, *entry)]
-        return rows, {"largest": gap, "expected": most}
-
-    def _slab_bytes(self) -> int:
-        site = max(self.stream.terms, key=lambda site: int(np.prod(site.shape)))
-        tokens = 1 if self.stream.head.pooled_kind else int(np.prod(site.shape)) // site.dim
-        n = self.store.plan.slab
-        return n * (4 * tokens * site.dim + 8 * 4 * (site.dim + self.stream.head.n_classes))
-
-    def _entries(self) -> Iterator[tuple[Key, str, Any]]:
-        """(key of the result, part, place) in the order of the rows."""
-        base = self.stream.base
-        yield (base.name, ""), "input", base
-        for site in self.stream.branches:
-            place = self._sublayer(site)
-            kind = place.name.removeprefix(str(site.block)).removeprefix(".") or "block"
-            yield (site.name, ""), kind, place
-            if site.part == "attn.branch" and str(site.block) in self.projections:
-                yield (site.name, HEAD), HEAD, place
-                yield (site.name, PROJECTION_BIAS), PROJECTION_BIAS, place
-        end = self.store.site(self.stream.head.site)
-        whole = self.store.sites.get("logits") or _Part("logits", None, end.depth, 1.0)
-        for part in (BIAS, RESIDUE, LOGIT):
-            yield (WHOLE, part), part, whole
-
-    def _sublayer(self, branch: SiteSpec) -> _Part:
-        """The sublayer of a branch, with its index among all of the model."""
-        name = branch.name.removesuffix(".branch")
-        places = {at: (depth, rel) for at, depth, rel in self.store.plan.places}
-        if name not in places:  # a store without dot products of skips and branches
-            every = [s.name for s in self.store.sites.values() if s.name.endswith(".branch")]
-            i = every.index(branch.name)
-            return _Part(name, branch.block, i, i / max(len(every) - 1, 1))
-        return _Part(name, branch.block, *places[name])
-
-    def _rows(
-        self, found: dict[Key, Summary], key: Key, part: str, place: Any
-    ) -> Iterator[dict[str, Any]]:
-        summary = found[key]
-        about = site_columns(self.store, place) | {"part": part, "metric": METRIC}
-        asked = self.asked
-        several = asked.classes or (range(self.stream.head.n_classes) if asked.by_class else ())
-        n_heads = summary.n.shape[-1] if part == HEAD else 0
-        for head in range(n_heads) if n_heads else [None]:
-            at_head = () if head is None else (head,)
-            if not several:
-                yield about | {"head": head} | summary.cells(at_head)
-            for i, number in enumerate(several):
-                if asked.classes or summary.n[(i, *at_head)]:
-                    name = _class_name(self.store, self.stream.head.n_classes, number)
-                    yield about | {"head": head, "class": name} | summary.cells((i, *at_head))
-
-
-def _class_name(store: Store, n_classes: int, number: int) -> str:
-    names = store.class_names or ()
-    return names[number] if len(names) == n_classes else str(number)
-
-
-def _class_number(store: Store, n_classes: int, text: str) -> int:
-    """Raises SiteError: no such class."""
-    names = list(store.class_names or ()) if len(store.class_names or ()) == n_classes else []
-    if text in names:
-        return names.index(text)
-    if text.isdigit() and int(text) < n_classes:
-        return int(text)
-    expected = f"{few(names)} or a number" if names else "a number"
-    raise SiteError(
-        f"the classifier of {store.label} has no class {text!r}; expected {expected} from 0 to "
-        f"{n_classes - 1}"
-    )
-
-
-def _projections(store: Store, stream: ResidualStream, origin: Provenance) -> dict[str, Projection]:
-    """Block -> projection of its heads.
-
-    Raises:
-        MissingInput: the heads' outputs are not stored, or the model cannot be loaded again.
-    """
-    from vitsee_core.analyses.logit_attribution.projections import projections
-
-    blocks = [str(site.block) for site in stream.branches if site.part == "attn.branch"]
-    if not blocks:
-        raise MissingInput(f"{store.label} has no attention among its branches: no --heads")
-    for block in blocks:
-        name = f"{block}.attn.heads"
-        if name not in store.sites:
-            raise MissingInput(
-                f"{store.label} lacks {name}: extract with --sites blocks --sites head --sites "
-                "residual --sites heads"
-            )
-        if stream.head.pooled_kind is None:
-            store.acts(name)
-    return projections(model_of(store, origin.checkpoint, trust=origin.trust), blocks)
 
 
 def headline(table: Table) -> list[Answer]:

@@ -1,0 +1,67 @@
+"""The figure of `vitsee logit-attribution --patches`: maps beside photographs. From the columns of
+its table and the notes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vitsee_core.figures.patch_sheets import (
+    Map,
+    Sheet,
+    SheetLine,
+    grid_of,
+    place_values,
+    shown_sites,
+)
+from vitsee_core.figures.plotting import styled
+from vitsee_core.figures.token_maps import DIVERGING
+from vitsee_core.tables.results import Table
+from vitsee_core.tables.words import site_words
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TOTAL = "patches"
+
+
+SCALES = ("shared", "map")
+
+
+@styled
+def draw_patch_parts(table: Table, scale: str) -> Figure:
+    """A line per image (and class): the photograph, what each patch adds to the logit in all, and
+    in evenly spaced layers, models below one another; white is 0. scale: "shared", one scale of
+    colours, or "map", each map over its own."""
+    cells = table.take(table.given("row"))
+    sheet = table.notes.get("sheet", {})
+    sites = {store: shown_sites(rows) for store, rows in cells.groups("store")}
+    # All together first; the sum of all terms stands last in the table.
+    order = {store: [shown[-1], *shown[:-1]] for store, shown in sites.items()}
+    lines = []
+    for image, of_image in cells.groups("image"):
+        for name, own in of_image.groups("class"):
+            maps = []
+            for store, rows in own.groups("store"):
+                tiles = []
+                key = next(iter(sheet.get("grids", {}).get(str(store), {"": None})))
+                for site in order[store]:
+                    of_site = rows.where(site=site)
+                    shape, edges = grid_of(of_site, sheet, key, image)
+                    title = site_words(site).replace(", ", "\n")
+                    title = "all\n" if site == sites[store][-1] else title
+                    values = place_values(of_site, shape)
+                    if scale == "map":
+                        values = values / (float(np.nanmax(np.abs(values))) or 1.0)
+                    tiles.append(Map(title, values, edges))
+                maps.append((store, tiles))
+            lines.append(SheetLine(image, f"{name}: {image}" if name else image, maps))
+    every = [tile.values for line in lines for _, tiles in line.maps for tile in tiles]
+    top = max((float(np.nanmax(np.abs(one))) for one in every), default=1.0) or 1.0
+    caption = ["what each patch adds to the logit, directly (red: for the class)"]
+    if any(len(rows.unique("site")) > len(sites[of]) for of, rows in cells.groups("store")):
+        caption.append("evenly spaced layers; the table has all")
+    look = {"vmin": -top, "vmax": top, "cmap": DIVERGING}
+    bar = "part of the logit" if scale == "shared" else "each map over its own range"
+    return Sheet(lines, sheet.get("images", {}), caption, look, bar).draw()
