@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -107,21 +108,22 @@ def through_attention(
     if len(blocks) < len(projections):
         left = next(block for block in projections if block not in {b.site for b in blocks})
         raise NotOffered(f"{store.label} has no attention of {left}: no --patches")
+    every = sorted({c for own in classes.values() for c in own})
+    vectors = readout.vectors[every]
+    back = {block.site: vectors @ projections[block.site].weight for block in blocks}
     rows = np.array([*classes], np.int64)
-    for some in recomputed_calls(store, rows, _moved, blocks, origin):
+    for some in recomputed_calls(store, rows, partial(_moved, back), blocks, origin):
         for i, row in enumerate(some.rows.tolist()):
             piece = one_image(store, row)
             frozen = stream.frozen(piece)
-            vectors = readout.vectors[list(classes[row])] * frozen.weights[0, 0]
+            scale = frozen.weights[0, 0]
+            own = [every.index(c) for c in classes[row]]
             maps = {}
             for block in blocks:
-                moved = some.values[block.site]["moved"][i].astype(np.float64)
-                projection = projections[block.site]
-                back = (vectors @ projection.weight).reshape(len(vectors), *moved.shape[::2])
-                parts = np.einsum("hte,che->ct", moved, back)
+                parts = scale * some.values[block.site]["moved"][i][own].astype(np.float64)
                 name = f"{block.site}.attn.branch"
-                stored = readout.vectors[list(classes[row])] @ frozen.pooled(piece, name)[0]
-                again = parts.sum(1) + vectors @ projection.bias
+                stored = vectors[own] @ frozen.pooled(piece, name)[0]
+                again = parts.sum(1) + scale * (vectors[own] @ projections[block.site].bias)
                 if not np.abs(again - stored).max() <= AGAIN * np.abs(parts).sum(1).max():
                     raise VitseeError(
                         f"{store.label}: attention computed again moves another part to the class "
@@ -131,9 +133,14 @@ def through_attention(
             yield PatchParts(row, maps)
 
 
-def _moved(block: StoredAttention, call: AttentionCall) -> dict[str, Tensor]:
-    """(images, heads, tokens, head dim) what goes from every token to the class token."""
+def _moved(
+    back: Mapping[str, Float], block: StoredAttention, call: AttentionCall
+) -> dict[str, Tensor]:
+    """(images, classes, tokens) what goes from every token to the class token, before the norm.
+    back: block -> (classes, heads x head dim), classes read back through the projection."""
     import torch
 
-    a = torch.softmax(call.scores(slice(None)), -1)[:, :, block.layout.cls]
-    return {"moved": a.unsqueeze(-1) * call.value.float()}
+    weights = torch.softmax(call.scores(slice(None)), -1)[:, :, block.layout.cls]
+    read = torch.from_numpy(back[block.site]).to(weights)
+    read = read.reshape(len(read), call.n_heads, -1)
+    return {"moved": torch.einsum("nht,nhte,che->nct", weights, call.value.float(), read)}

@@ -36,9 +36,7 @@ def draw_patch_parts(table: Table, scale: str) -> Figure:
     colours, or "map", each map over its own."""
     cells = table.take(table.given("row"))
     sheet = table.notes.get("sheet", {})
-    sites = {store: shown_sites(rows) for store, rows in cells.groups("store")}
-    # All together first; the sum of all terms stands last in the table.
-    order = {store: [shown[-1], *shown[:-1]] for store, shown in sites.items()}
+    order = {store: _shown(rows) for store, rows in cells.groups("store")}
     lines = []
     for image, of_image in cells.groups("image"):
         for name, own in of_image.groups("class"):
@@ -50,18 +48,26 @@ def draw_patch_parts(table: Table, scale: str) -> Figure:
                     of_site = rows.where(site=site)
                     shape, edges = grid_of(of_site, sheet, key, image)
                     title = site_words(site).replace(", ", "\n")
-                    title = "all\n" if site == sites[store][-1] else title
+                    title = "all" if site == order[store][0] else title
                     values = place_values(of_site, shape)
                     if scale == "map":
                         values = values / (float(np.nanmax(np.abs(values))) or 1.0)
                     tiles.append(Map(title, values, edges))
                 maps.append((store, tiles))
-            lines.append(SheetLine(image, f"{name}: {image}" if name else image, maps))
+            lines.append(SheetLine(image, str(name), maps))
     every = [tile.values for line in lines for _, tiles in line.maps for tile in tiles]
     top = max((float(np.nanmax(np.abs(one))) for one in every), default=1.0) or 1.0
     caption = ["what each patch adds to the logit, directly (red: for the class)"]
-    if any(len(rows.unique("site")) > len(sites[of]) for of, rows in cells.groups("store")):
+    caption.append(f"images: {', '.join(map(str, cells.unique('image')))}")
+    if any(len(rows.unique("site")) > len(order[of]) for of, rows in cells.groups("store")):
         caption.append("evenly spaced layers; the table has all")
     look = {"vmin": -top, "vmax": top, "cmap": DIVERGING}
     bar = "part of the logit" if scale == "shared" else "each map over its own range"
     return Sheet(lines, sheet.get("images", {}), caption, look, bar).draw()
+
+
+def _shown(rows: Table) -> list[str]:
+    """The sum of all terms, which stands last in the table, then evenly spaced ones."""
+    *every, total = rows.unique("site")
+    n = min(len(every), len(shown_sites(rows)) - 1)
+    return [total, *(every[k] for k in np.linspace(0, len(every) - 1, n).round().astype(int))]
