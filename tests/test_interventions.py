@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.extractions import RESNET, VIT, extracted, plant_images
+from tests.models_helpers import images, small
+from vitsee_core.models.ablation import ablate_skips
+from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.intervention_spec import parse
+from vitsee_core.models.interventions.proof import prove
+from vitsee_core.models.interventions.switching import Switch
 from vitsee_core.models.load import load_model
+from vitsee_core.models.site_tables import site_table
 from vitsee_stores import Store, open_store, validate
 
 N = 7
@@ -208,3 +215,39 @@ def test_heads(bases: dict[str, Path], folder: Path, tmp_path: Path, name: str, 
 
     changed(store, base, plain_pass(model, base, "blocks.1.attn.proj", change, enters=True))
     assert store.manifest.model["interventions"] == [f"heads 0,{head}={kind} at blocks.1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "size", "options", "cut"),
+    [
+        ("test_vit", 32, {}, ["blocks.1"]),
+        ("resnet18", 64, {}, ["layer1.0"]),
+        ("resnetv2_50", 64, {"layers": (1, 1, 1, 1)}, []),
+        ("convnext_atto", 64, {}, []),
+        ("swin_tiny_patch4_window7_224", 64, {"depths": (1, 1), "window_size": 4}, []),
+        ("cait_xxs24_224", 32, {"patch_size": 8, "depth": 2}, []),
+        ("eva02_tiny_patch14_224", 28, {"depth": 2}, []),
+        ("levit_128s", 64, {}, []),
+        ("vit_small_patch16_18x2_224", 32, {"patch_size": 8, "depth": 2}, []),
+    ],
+)
+def test_every_site_of_tokens(name: str, size: int, options: Any, cut: list[str]) -> None:
+    """What lies on a grid is replaced as proven, beside ablated skips too; the rest is refused."""
+    model = small(name, size, **options)
+    if cut:
+        ablate_skips(model, cut)
+    table, x, done = site_table(model), images(model), 0
+    for site in table.sites:
+        if site.alias_of is not None or set(site.groups) <= {"modules", "all"}:
+            continue
+        switch = Switch(name, table, parse([f"all@{site.name}=zero"]))
+        if site.kind != "tokens":
+            with pytest.raises(ModelError, match="without tokens that could be replaced"):
+                switch.lines()
+            continue
+        changes = switch.changes(model.module)
+        changes.index = np.arange(len(x))
+        prove(model, table, changes, x)
+        done += 1
+    assert done >= 12

@@ -45,15 +45,15 @@ class Reference:
         if kind == "shuffle":
             self.partners = cycle(store.valid, seed)
             self.array = store.acts(site, self.words)
-            fits = self.array.size_bytes <= memory_bytes() // HELD_SHARE
-            self.held: NDArray[Any] | None = self.array[:] if fits else None
+            self.whole = self.array.size_bytes <= memory_bytes() // HELD_SHARE
+            self.held: NDArray[Any] | None = self.array[:] if self.whole else None
             self.first = 0
         else:
             self.mean, self.std = self._moments()
 
     def begin(self, rows: slice) -> None:
         """Read ahead what these rows of the new store will need, if it is not in memory."""
-        if self.kind == "shuffle" and self.array.size_bytes > memory_bytes() // HELD_SHARE:
+        if self.kind == "shuffle" and not self.whole:
             self.held, self.first = self.array[self.partners[rows]], rows.start
 
     def of(self, rows: Places, places: Places, draws: list[np.random.Generator]) -> Array:
@@ -61,8 +61,7 @@ class Reference:
         draws: one generator for each image."""
         if self.kind == "shuffle":
             assert self.held is not None
-            whole = len(self.held) == len(self.partners)
-            taken = self.held[self.partners[rows] if whole else rows - self.first]
+            taken = self.held[self.partners[rows] if self.whole else rows - self.first]
             return np.take_along_axis(taken, places[:, :, None], 1).astype(np.float32)
         values = self.mean[places]
         if self.kind == "noise":

@@ -234,7 +234,9 @@ def interventions_of(name: str, table: SiteTable, texts: Mapping[str, Sequence[s
 
 def _tokens_of(site: SiteSpec, words: Sequence[str], what: str) -> TokenChoice:
     if site.kind != "tokens" or site.layout is None:
-        raise ModelError(f"{what} is a site of {site.kind}, without tokens that could be replaced")
+        kinds = {"vector": "a vector", "rows": "rows on no grid", "raw": "a raw output"}
+        found = kinds.get(site.kind, site.kind)
+        raise ModelError(f"{what} is {found}, without tokens that could be replaced")
     return choose_tokens(words, site.layout, what)
 
 
