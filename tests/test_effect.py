@@ -18,7 +18,8 @@ from tests.reference_cka import loop_cka
 from tests.stores import CNN, VIT, write_labelled
 from vitsee_cli.main import main
 from vitsee_core.analyses.effect import COLUMNS, headline, plot, run
-from vitsee_core.analyses.effect.changes import compare_outputs, cosines
+from vitsee_core.analyses.effect.changes import cosines
+from vitsee_core.labels.changed_outputs import compare_outputs
 from vitsee_core.statistics.paired_shares import difference_interval, mcnemar
 from vitsee_core.tables.metrics import direction
 from vitsee_core.tables.results import Table

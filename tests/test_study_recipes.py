@@ -89,6 +89,32 @@ def test_fewer_images_and_other_models(own: RecipeFile, tmp_path: Path) -> None:
         own.of_models(["c"])
 
 
+def test_stores_that_stores_are_made_of(own: RecipeFile, tmp_path: Path) -> None:
+    """They come first, and their paths stand in the option."""
+    text = OWN.replace(
+        "[stores.b]",
+        """[stores.c]
+model = "some_model"
+options = "--data pictures/val --replace cls@last=mean:a.zarr"
+[stores.b]""",
+    ).replace('"cka {both} --sites last", ', '"effect a.zarr new=c.zarr", ')
+    recipe = read_recipe(str(written(tmp_path, text)))
+    assert recipe.stores["c"].stores == ["a"]
+    (tmp_path / "pictures" / "val").mkdir(parents=True)
+    places = data_places(recipe, str(tmp_path))
+    found = plan_recipe(recipe, study(tmp_path / "out"), places)
+    stores = tmp_path / "out" / "stores"
+    assert [step.name for step in found.extractions] == ["extract-a", "extract-c", "extract-b"]
+    assert f"--replace cls@last=mean:{stores}/a.zarr" in found.extractions[1].line
+    assert found.extractions[1].inputs == (stores / "a.zarr",)
+    assert f"effect {stores}/a.zarr new={stores}/c.zarr" in found.analyses[0].line
+    few = plan_recipe(recipe.of_models(["c", "b"]), study(tmp_path / "out"), places)
+    assert few.left_out["Figure 2 (effect)"] == "it is not among --models"
+    wrong = text.replace("mean:a.zarr", "mean:b.zarr")
+    with pytest.raises(RecipeError, match=r"stores.c: b.zarr; expected stores above it$"):
+        read_recipe(str(written(tmp_path, wrong)))
+
+
 def test_what_is_not_there_is_left_out(own: RecipeFile, tmp_path: Path) -> None:
     (tmp_path / "pictures" / "val").mkdir(parents=True)
     asked = study(tmp_path / "out", seed=3)
@@ -149,7 +175,7 @@ def test_a_file_that_is_no_recipe(tmp_path: Path, before: str, after: str, said:
         (["raghu2021", "demo:vit", "--quick"], "raghu2021 is a recipe: give it alone"),
         (
             ["demo:vit", "--quick"],
-            "--quick is of a recipe: dosovitskiy2021, miniatures, raghu2021, wal",
+            "--quick is of a recipe: dosovitskiy2021, heads, miniatures, raghu2021, re",
         ),
         (["demo:vit", "--models", "a", "--data", "demo:test"], "--models is of a recipe"),
         (["demo:vit"], "--data DATA is missing"),

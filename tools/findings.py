@@ -89,14 +89,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--print", action="store_true", help="to stdout")
     args = parser.parse_args()
-    text = page(_read(TABLE), {row["name"]: row for row in _read(REAL_TABLE)})
+    text = page(read_rows(TABLE), {row["name"]: row for row in read_rows(REAL_TABLE)})
     if args.print:
         sys.stdout.write(text)
     else:
         PAGE.write_text(text)
 
 
-def _read(path: Path) -> list[dict[str, str]]:
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a table, as text."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 

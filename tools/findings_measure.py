@@ -1,6 +1,7 @@
 """Measures the findings of docs/findings.md on the demo's models: docs/findings.csv.
 
     python tools/findings_measure.py FOLDER    # for its stores; what is there is not made again
+    python tools/findings_measure.py FOLDER --only uniform     # the others' rows stay
     python tools/findings_measure.py FOLDER --real real-out    # of vitsee demo --real
     python tools/findings.py                   # the page
 
@@ -17,10 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from findings import REAL_TABLE, TABLE
+from findings import REAL_TABLE, TABLE, read_rows
 
 from vitsee_core import demo
-from vitsee_core.analyses import keypoints
+from vitsee_core.analyses import effect, head_importance, keypoints
 from vitsee_core.demo.spair import write_spair
 from vitsee_core.extraction.keywords import extract
 from vitsee_core.findings.finding import Finding
@@ -76,6 +77,19 @@ class Family(ModelTables):
         found = keypoints.run(store, pairs=clothes, alphas=(0.1,))
         return found.where(metric="pck@0.1", baseline="")
 
+    def replaced(self, model: str, values: str) -> Table:
+        """Of the class token at the output of the block halfway."""
+        whole = self.store(model)
+        by = values if values == "zero" else f"{values}:{whole.path}"
+        lean = {"sites": ["head"], "tokens": "pooled", "attention": "none", "residual": False}
+        change = {"images": IMAGES, "replace": [f"cls@depth:0.5={by}"]}
+        changed = self._extract(model, "demo:test", f"-cls-{values}", **lean, **change)
+        return effect.run(whole, changed, sites=())
+
+    def importance(self, model: str) -> Table:
+        """Of every head, over all images."""
+        return self._keep(("heads", model), lambda: head_importance.run(self.store(model)))
+
     def _extract(self, model: str, data: str, suffix: str, **options: Any) -> Store:
         path = self.folder / f"{model}{suffix}.zarr"
         return extract(f"demo:{model}", data, path, **{"slab": 50, **options})
@@ -118,6 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--real", type=Path, metavar="FOLDER", help="of vitsee demo --real")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[f.name for f in FINDINGS])
     args = parser.parse_args()
     warnings.simplefilter("error", RuntimeWarning)
     if args.real is not None:
@@ -125,7 +140,11 @@ def main() -> None:
         return
     family, there = Family(args.folder), demo.models()
     rows = []
+    before = {row["name"]: row for row in read_rows(TABLE)} if args.only else {}
     for finding in FINDINGS:
+        if args.only and finding.name not in args.only:
+            rows.append(before[finding.name])
+            continue
         missing = needs(finding) - {*there}
         print(finding.name, "not trained" if missing else "...", flush=True)
         if missing:

@@ -17,6 +17,7 @@ from pathlib import Path
 from vitsee_core.study.recipe_file import FigureRecipe, RecipeFile, StoreRecipe, read_recipe
 
 PAPERS = ("raghu2021", "walmer2023", "dosovitskiy2021")
+INTERVENTIONS = ("registers", "heads")
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "guide" / "papers.md"
 
 
@@ -40,10 +41,12 @@ def page() -> str:
             "behind each. `vitsee study raghu2021 --data DATASETS -o raghu` makes all of a "
             "paper's, and a report of them in its order; `--quick` tries that on the demo's "
             "models and images ([more of it](study.md#figures-of-a-paper)). Each paper's findings "
-            "as numbers with intervals: [findings](../findings.md)."
+            "as numbers with intervals: [findings](../findings.md). Two studies of interventions, "
+            "each with the controls that its claims need, come last."
         ),
     ]
-    return "\n\n".join([*parts, *map(section, map(read_recipe, PAPERS))]) + "\n"
+    recipes = map(read_recipe, (*PAPERS, *INTERVENTIONS))
+    return "\n\n".join([*parts, *map(section, recipes)]) + "\n"
 
 
 def section(paper: RecipeFile) -> str:

@@ -148,6 +148,11 @@ PICTURES = (
         ),
     ),
     Picture(
+        "head-importance",
+        "more/head-importance.csv",
+        (f"head-importance {VIT} -o more/head-importance.csv --force",),
+    ),
+    Picture(
         "cosine-map",
         "more/cosine-map.csv",
         (

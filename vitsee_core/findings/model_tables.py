@@ -66,6 +66,20 @@ class ModelTables:
         stores."""
         raise MissingInput(f"{self.store(model).label}: it takes keypoints: vitsee keypoints")
 
+    def replaced(self, model: str, values: str) -> Table:
+        """`effect` on the outputs of the class token being replaced halfway, by "zero", "mean" or
+        "shuffle". Raises MissingInput: these stores are of whole models."""
+        raise MissingInput(
+            f"{self.store(model).label}: it takes stores with the class token replaced: vitsee "
+            "study registers"
+        )
+
+    def importance(self, model: str) -> Table:
+        """What every head is worth. Raises MissingInput: these stores do not say it."""
+        raise MissingInput(
+            f"{self.store(model).label}: it takes a pass for each head: vitsee head-importance"
+        )
+
     def _keep(self, key: tuple[str, ...], make: Callable[[], Table]) -> Table:
         if key not in self._kept:
             self._kept[key] = make()

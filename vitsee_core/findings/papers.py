@@ -4,11 +4,12 @@ Which third, half or quarter of the layers is meant, and which models are compar
 and was chosen from the papers' text and not from the numbers.
 """
 
-from vitsee_core.findings import attention, similarity, skips, training
+from vitsee_core.findings import attention, interventions, similarity, skips, training
 
 FINDINGS = (
     *similarity.FINDINGS,
     *attention.FINDINGS,
     *skips.FINDINGS,
     *training.FINDINGS,
+    *interventions.FINDINGS,
 )

@@ -19,7 +19,7 @@ from vitsee_core.statistics.jackknife import (
 )
 from vitsee_core.statistics.value_columns import Cells
 from vitsee_core.tables.replicates import WORD
-from vitsee_core.types import Float
+from vitsee_core.types import Float, Integers
 
 if TYPE_CHECKING:
     from vitsee_stores import Slab
@@ -72,17 +72,22 @@ class BlockMeans:
     """To be filled by `streaming.fold`, over one store or a pair.
 
     `read(*slabs)` gives key -> (images,) for the images that count, NaN for no value, with the same
-    keys for each slab; it must be picklable.
+    keys for each slab; it must be picklable. None: values are counted as they come.
     """
 
-    def __init__(self, read: Callable[..., Mapping[Key, Float]], blocks: Blocks) -> None:
+    def __init__(self, read: Callable[..., Mapping[Key, Float]] | None, blocks: Blocks) -> None:
         self._read, self._blocks = read, blocks
         self._found: dict[Key, BlockMean] = {}
 
     def update(self, *slabs: Slab) -> None:
+        assert self._read is not None
         first = slabs[0]
-        labels = self._blocks.of_rows[first.rows][first.valid]
-        for key, values in self._read(*slabs).items():
+        self.count(self._read(*slabs), np.arange(len(first.valid))[first.valid] + first.rows.start)
+
+    def count(self, found: Mapping[Key, Float], rows: Integers) -> None:
+        """Add values key -> (images,) of these rows of the store."""
+        labels = self._blocks.of_rows[rows]
+        for key, values in found.items():
             present = ~np.isnan(values)
             parts = (np.where(present, values, 0.0), present)
             self._add(key, BlockMean(*(block_sums(x, labels, self._blocks.n) for x in parts)))

@@ -13,7 +13,7 @@ A paper's figures are such a file (`recipe_files/`), and users write their own, 
     "--data imagenet/val" = "--data demo:test --images 64"
     [stores.b16]                     # b16.zarr in commands
     model = "vit_base_patch16_224"   # as for extract
-    options = "{val} --inputs"       # of extract
+    options = "{val} --inputs"       # of extract; may name stores above, as in =mean:b16.zarr
     quick = "demo:vit"               # with --quick: the model, unless it is one of the demo
     [[figures]]
     names = "3, C.5"                 # as the paper numbers them
@@ -71,6 +71,11 @@ class StoreRecipe:
     model: str
     options: str
     quick: str = ""
+
+    @property
+    def stores(self) -> list[str]:
+        """Names of the stores that extract reads."""
+        return [name for name in map(store_in, shlex.split(self.options)) if name]
 
 
 @dataclass(frozen=True)
@@ -168,8 +173,8 @@ class RecipeFile:
 
 
 def store_in(word: str) -> str:
-    """`b16` of `b16.zarr` and of `LABEL=b16.zarr`, "" of other words."""
-    name = word.rpartition("=")[2]
+    """`b16` of `b16.zarr`, `LABEL=b16.zarr` and `cls@last=mean:b16.zarr`, "" of other words."""
+    name = re.split("[=:]", word)[-1]
     return name.removesuffix(".zarr") if name.endswith(".zarr") else ""
 
 
@@ -229,6 +234,9 @@ class _Reader:
             name: self.store(value, f"stores.{name}", words)
             for name, value in table["stores"].items()
         }
+        for number, (name, store) in enumerate(stores.items()):
+            if unknown := [one for one in store.stores if one not in [*stores][:number]]:
+                raise self.error(f"stores.{name}", "stores above it", f"{unknown[0]}.zarr")
         figures = tuple(
             self.figure(value, f"figures[{number}]", words, stores)
             for number, value in enumerate(table["figures"], 1)

@@ -19,6 +19,7 @@ from vitsee_stores.errors import VitseeError
 
 # The bundled miniature of a set of images -> the module of `demo` that writes it.
 MINIATURES = {"coco": "coco", "DAVIS": "davis", "roxford5k": "revisited", "SPair-71k": "spair"}
+ABSENT = "it is not among --models"
 RESULT = re.compile(r"[\w.+-]+\.(csv|png)")
 
 
@@ -82,10 +83,10 @@ class _Planned:
         self.plan_ = Plan()
 
     def plan(self) -> Plan:
-        lacking = {
-            name: self._lacks(shlex.split(store.options))
-            for name, store in self.recipe.stores.items()
-        }
+        lacking = dict[str, str]()
+        for name, store in self.recipe.stores.items():
+            before = [lacking.get(one, ABSENT) for one in store.stores]
+            lacking[name] = next(filter(None, before), self._lacks(shlex.split(store.options)))
         for figure in self.recipe.figures:
             self._figure(figure, lacking)
         # In the file's order.
@@ -120,7 +121,7 @@ class _Planned:
         self, command: Command, lacking: Mapping[str, str], before: Sequence[Step]
     ) -> tuple[Command, str]:
         """The command on the stores that can be made; and why it cannot be run, or ""."""
-        known = {word: lacking.get(name, "it is not among --models")
+        known = {word: lacking.get(name, ABSENT)
                  for word in command.words if (name := store_in(word))}  # fmt: skip
         words = tuple(w for w in command.words if w not in command.some or not known.get(w))
         reasons = [why for word in words if (why := known.get(word))]
@@ -148,7 +149,7 @@ class _Planned:
             if store := store_in(word):
                 path = self._store(store)
                 inputs.append(path)
-                word = f"{word[: word.rfind('=') + 1]}{path}"
+                word = f"{word.removesuffix(f'{store}.zarr')}{path}"
             elif RESULT.fullmatch(word):
                 path = output.with_name(word)
                 (more if before.startswith("--") else inputs).append(path)
@@ -171,6 +172,10 @@ class _Planned:
         if name not in self.made:
             store = self.recipe.stores[name]
             words = [self._placed(word) for word in shlex.split(store.options)]
+            read = [self._store(one) for one in store.stores]
+            for number, word in enumerate(words):
+                if one := store_in(word):
+                    words[number] = f"{word.removesuffix(f'{one}.zarr')}{self.study.store(one)}"
             words += ["--seed", str(self.study.seed)] if self.study.seed else []
             words += ["--device", self.study.device] if self.study.device != "auto" else []
             words = [*self.study.with_settings("extract", words)]
@@ -178,7 +183,7 @@ class _Planned:
             self.made[name] = Step(
                 f"extract-{name}",
                 ("extract", store.model, *words, "-o", str(place)),
-                tuple(path for path in inputs if any(w.startswith(str(path)) for w in words)),
+                (*(p for p in inputs if any(w.startswith(str(p)) for w in words)), *read),
                 (place,),
             )
         return place

@@ -22,6 +22,7 @@ LABELS, TRAIN, GIVEN = "labels", "train", "given"
 NEIGHBOURS, VOTERS = 10, 20  # of similarity and of knn, where there are images enough
 CKA_IMAGES = 4  # debiased HSIC divides by n - 3
 FEW = 4  # models that are all compared with each other; more are compared with the first
+ABLATED = 64  # images of head-importance
 EXPLORE = "explore"  # no analysis: a page beside the report
 EXPLORED, FEWEST_EXPLORED, OF_ALL = 12, 4, 36  # images of that page, of all models together
 
@@ -228,6 +229,13 @@ def _effect(study: Study, models: Models) -> Iterator[Step]:
             yield step(study, "effect", first.label, _labels(same), "--replicates")
 
 
+def _head_importance(study: Study, models: Models) -> Iterator[Step]:
+    """Of few images, as the model runs once for each head."""
+    if study.thorough or "head-importance" in study.analyses:
+        most = ("--images", str(min(study.n_images(), ABLATED)))
+        yield from each("head-importance", *most)(study, models)
+
+
 def _explore(study: Study, models: Models) -> Iterator[Step]:
     """A page; of so many images that it stays small."""
     stores = [study.store(model.label) for model in models]
@@ -252,6 +260,10 @@ RECIPES: dict[str, Recipe] = {
     ),
     "effect": Recipe(
         _effect, least=CKA_IMAGES, alone="it compares variants of a model (NAME?random-init=0)"
+    ),
+    "head-importance": Recipe(
+        *(_head_importance, (ATTENTION, PIXELS)),
+        alone="it runs the model once for each head: ask with --analyses or --thorough",
     ),
     "normratio": Recipe(_normratio, (RESIDUAL,)),
     "localize": Recipe(_localize, (TOKENS, PIXELS), least=CKA_IMAGES),
@@ -283,7 +295,7 @@ RECIPES: dict[str, Recipe] = {
     ),
 }
 # What a model has to offer beyond an analysis' NEEDS for its recipe to make sense.
-MORE_NEEDS = {"lens": ("classifier",), "logit-attribution": ("classifier",)}
+MORE_NEEDS = dict.fromkeys(("lens", "logit-attribution", "head-importance"), ("classifier",))
 
 
 def recipe_of(command: str) -> Recipe:

@@ -174,6 +174,7 @@ def command(
       $ vitsee study walmer2023 --quick -o walmer
 
     RECIPE is dosovitskiy2021, raghu2021 or walmer2023, the figures of a paper in its order,
+    registers or heads, interventions with their controls,
     miniatures, or a file.toml of your own. Figures whose images are not there are left out with the
     reason.
     Options of a model stand behind its name: those of extract that decide weights and input.

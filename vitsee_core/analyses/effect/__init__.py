@@ -23,26 +23,22 @@ of each image's own features and survives neither that nor an added constant.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
-
-from vitsee_core.analyses.effect.changes import (
-    AGREEMENT,
-    COSINE,
-    KL,
-    ONLY_BASE,
-    ONLY_CHANGED,
-    RIGHT,
-    RIGHT_BASE,
-    ReadChange,
-)
+from vitsee_core.analyses.effect.changes import COSINE, ReadChange
 from vitsee_core.analyses.effect.effect_figure import draw_effect
 from vitsee_core.features import SiteFeatures, choose_features
+from vitsee_core.labels.changed_outputs import (
+    AGREEMENT,
+    OUTPUT_INTERVALS,
+    RIGHT_BASE,
+    output_rows,
+    top1_cells,
+)
 from vitsee_core.labels.own_classes import why_not_own
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
@@ -53,12 +49,8 @@ from vitsee_core.similarity import Estimator, GramOptions, Representation, hsic,
 from vitsee_core.similarity import options as pairwise
 from vitsee_core.similarity.hsic import without_value
 from vitsee_core.statistics.block_means import BlockMean, BlockMeans
-from vitsee_core.statistics.jackknife import METHOD as BLOCKS
 from vitsee_core.statistics.jackknife import Blocks
-from vitsee_core.statistics.paired_shares import METHOD as PAIRED
-from vitsee_core.statistics.paired_shares import TEST, difference_interval, mcnemar
-from vitsee_core.statistics.shares import METHOD as SHARES
-from vitsee_core.statistics.shares import wilson
+from vitsee_core.statistics.paired_shares import TEST
 from vitsee_core.statistics.value_columns import Cells
 from vitsee_core.tables.columns import SITE, VALUES, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured
@@ -112,7 +104,7 @@ COLUMNS = (
     *("n_images", "n_only_base", "n_only_changed"),
 )
 LOGITS = "logits"
-NOT_NEGATIVE, COSINES = (0.0, np.inf), (-1.0, 1.0)
+COSINES = (-1.0, 1.0)
 OUTPUTS_OF = "extract with --sites head, or a model with a classifier"
 
 
@@ -178,15 +170,18 @@ def run(
     for remark in remarks:
         log.info("%s", remark)
     rows: list[Cells] = []
-    own_top1: list[Cells] = []
     with counting(execution.progress, images.n * len(changed)):
         for store, work in zip(changed, works, strict=True):
             make = partial(BlockMeans, work, blocks)
             total = execution.fold((base, store), make, images, slab_bytes=work.slab_bytes)
             found = total.result()
-            own_top1 = own_top1 or list(_base_top1(base, found))
-            about = {"base": base.label}
-            rows += [about | row for row in _output_rows(store, found)]
+            about, of_outputs = {"base": base.label}, _outputs_of(found)
+            if RIGHT_BASE in of_outputs and not rows:
+                place = site_columns(base, base.sites[LOGITS])
+                rows.append(place | top1_cells(of_outputs[RIGHT_BASE]))
+            if of_outputs:
+                place = site_columns(store, store.sites[LOGITS])
+                rows += [about | place | row for row in output_rows(of_outputs)]
             rows += [about | row for row in cka.get(store.label, ())]
             rows += [
                 about | site_columns(store, store.sites[site]) | {"metric": COSINE}
@@ -196,9 +191,8 @@ def run(
     notes = {
         "base": base.label,
         "interval": {
-            "top1, agreement": SHARES,
-            "top1_difference": PAIRED,
-            "kl, cosine": f"delete-a-block jackknife over images: {BLOCKS}",
+            **OUTPUT_INTERVALS,
+            "cosine": OUTPUT_INTERVALS["kl"],
             **({"cka": notes["spread"]} if notes else {}),
         },
         "p": TEST,
@@ -209,7 +203,7 @@ def run(
         **({"cka": notes} if notes else {}),
         "remarks": remarks,
     }
-    return Table.from_rows([*own_top1, *rows], COLUMNS, notes)
+    return Table.from_rows(rows, COLUMNS, notes)
 
 
 def plot(table: Table) -> Figure:
@@ -333,37 +327,8 @@ def _cka(
     return found, h.notes
 
 
-def _base_top1(base: Store, found: dict[tuple[str, str], BlockMean]) -> list[Cells]:
-    """The base's own row, if there is one."""
-    mean = found.get((RIGHT_BASE, ""))
-    return [] if mean is None else [site_columns(base, base.sites[LOGITS]) | _top1(mean)]
-
-
-def _top1(mean: BlockMean) -> Cells:
-    return {"metric": "top1", **mean.cells_between(wilson(mean.value, mean.n))}
-
-
-def _output_rows(store: Store, found: dict[tuple[str, str], BlockMean]) -> list[Cells]:
-    """Rows about a changed store's outputs."""
-    of = {metric: mean for (metric, site), mean in found.items() if not site}
-    if not of:
-        return []
-    rows: list[Cells] = []
-    if RIGHT in of:
-        fewer, more = (round(of[name].total) for name in (ONLY_BASE, ONLY_CHANGED))
-        n = of[RIGHT].n
-        difference = BlockMean(of[RIGHT].sums - of[RIGHT_BASE].sums, of[RIGHT].counts)
-        rows.append(_top1(of[RIGHT]))
-        rows.append(
-            {"metric": "top1_difference"}
-            | difference.cells_between(difference_interval(more, fewer, n))
-            | {"p": mcnemar(more, fewer), "n_only_base": fewer, "n_only_changed": more}
-        )
-    same = of[AGREEMENT]
-    rows.append({"metric": AGREEMENT, **same.cells_between(wilson(same.value, same.n))})
-    rows.append({"metric": KL, **of[KL].cells(NOT_NEGATIVE)})
-    place = site_columns(store, store.sites[LOGITS])
-    return [place | row for row in rows]
+def _outputs_of(found: Mapping[tuple[str, str], BlockMean]) -> dict[str, BlockMean]:
+    return {metric: mean for (metric, site), mean in found.items() if not site}
 
 
 def headline(table: Table) -> list[Answer]:
@@ -373,7 +338,7 @@ def headline(table: Table) -> list[Answer]:
     texts = {
         "top1_difference": "top-1 changed by {}",
         AGREEMENT: "the same class in {}",
-        KL: "KL {} nats",
+        "kl": "KL {} nats",
     }
     for metric, text in texts.items():
         for store, rows in by_store(table, metric=metric):

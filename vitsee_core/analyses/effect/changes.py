@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vitsee_core.features import SiteFeatures
-from vitsee_core.types import Float, Float32, Integers
+from vitsee_core.labels.changed_outputs import compare_outputs
+from vitsee_core.types import Float, Float32
 
 if TYPE_CHECKING:
     from vitsee_stores import Slab
 
 PIECE_BYTES = 64 << 20  # of tokens of one store that are compared at a time
-RIGHT, RIGHT_BASE, ONLY_BASE, ONLY_CHANGED = "right", "right base", "only base", "only changed"
-AGREEMENT, KL, COSINE = "agreement", "kl", "cosine"
+COSINE = "cosine"
 
 
 @dataclass(frozen=True)
@@ -54,37 +54,6 @@ class ReadChange:
         for pair in self.sites:
             found[COSINE, pair[0].site.name] = _cosines(*pair, base, changed)
         return found
-
-
-def compare_outputs(
-    base: Float, changed: Float, labels: Integers | None = None
-) -> dict[str, Float]:
-    """Metric -> (images,) of logits (images, classes); with labels (images,), -1 for none, which of
-    both have the label's class as their first: NaN where there is none."""
-    first, then = base.argmax(1), changed.argmax(1)
-    log_p, log_q = log_softmax(base), log_softmax(changed)
-    found = {
-        AGREEMENT: (first == then).astype(np.float64),
-        KL: (np.exp(log_p) * (log_p - log_q)).sum(1),
-    }
-    if labels is None:
-        return found
-    right, right_base = then == labels, first == labels
-    known = labels >= 0
-    shares = {
-        RIGHT: right,
-        RIGHT_BASE: right_base,
-        ONLY_BASE: right_base & ~right,
-        ONLY_CHANGED: right & ~right_base,
-    }
-    return found | {name: np.where(known, of, np.nan) for name, of in shares.items()}
-
-
-def log_softmax(logits: Float) -> Float:
-    """Logarithms of the softmax of (images, classes), along classes."""
-    shifted = logits - logits.max(1, keepdims=True)
-    log_sums: Float = np.log(np.exp(shifted).sum(1, keepdims=True))
-    return shifted - log_sums
 
 
 def _cosines(ours: SiteFeatures, theirs: SiteFeatures, base: Slab, changed: Slab) -> Float:

@@ -26,6 +26,7 @@ LAYERS = ("cka", "cosine")
 UNCHANGED = {"top1_difference": 0.0, "agreement": 1.0, "kl": 0.0}
 LINE, MARGINS = 1.7, 5.5  # ems: of a store's line, and above and below all
 MOST_LETTERS = 22
+FAR = 0.5
 
 
 @styled
@@ -54,7 +55,11 @@ def draw_effect(table: Table) -> Figure:
         panels = below.panels(parts[-1], of_metrics(of_layers, layers))
         for axes, _, rows in panels:
             draw_depth_curves(axes, rows, among=of_layers)
-            axes.set_ylim(min(0.0, axes.dataLim.y0), max(1.02, axes.dataLim.y1))
+            low = min(axes.dataLim.y0, 0.98)
+            # From 0 on, unless that would hide what there is to see.
+            axes.set_ylim(
+                min(0.0, low) if low < FAR else low - 0.1 * (1 - low), 1 + 0.04 * (1 - low)
+            )
             every.append(axes)
         below.finish(panels)
     legend_below(figure, handles_of(every))

@@ -1,0 +1,276 @@
+"""Head importance: which attention heads does the model's answer need?
+
+Each head alone has its output, before the projection, replaced: by its mean over images, token by
+token, or by zero (Michel et al. 2019, who mask by zero), and the model runs on. Of the outputs, for
+logits u of the model and v without the head's information:
+
+- `top1_difference`: accuracy lost (below 0), with McNemar's exact test, where the labels are the
+  head's classes; `agreement`: images with the same answer;
+- `kl`: KL(softmax u || softmax v) in nats, mean over images.
+
+Beside it `distance_px`, the head's mean attention distance, as in `vitsee attn-dist`; and over all
+heads Spearman's rank correlation of each with it: `spearman_kl`, and `spearman_top1` of the loss of
+accuracy. Both change with depth, so that `spearman_kl_within` and `spearman_top1_within` rank heads
+within their block and count what is left.
+
+A head is judged with all others in their place: two heads that do the same are both unimportant.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+
+from vitsee_core.analyses.head_importance.ablated_runs import AblatedRuns, Head, batches
+from vitsee_core.analyses.head_importance.importance_figure import draw_importance
+from vitsee_core.analyses.head_importance.rank_correlation import rank_correlation
+from vitsee_core.attention.heads import StoredAttention, attention_blocks
+from vitsee_core.labels.changed_outputs import (
+    KL,
+    OUTPUT_INTERVALS,
+    RIGHT,
+    compare_outputs,
+    loss,
+    output_rows,
+)
+from vitsee_core.labels.own_classes import why_not_own
+from vitsee_core.models.provenance import Provenance
+from vitsee_core.runtime.arguments import analysis
+from vitsee_core.runtime.execution import DEFAULT, Execution
+from vitsee_core.runtime.options import ATTENTION, Gather, Offers, Option, blocks_option
+from vitsee_core.runtime.progress import counting
+from vitsee_core.runtime.store_selection import select_each
+from vitsee_core.statistics.block_means import BlockMean, BlockMeans
+from vitsee_core.statistics.jackknife import Blocks, interval
+from vitsee_core.statistics.paired_shares import TEST
+from vitsee_core.statistics.value_columns import Cells
+from vitsee_core.tables.columns import SITE, VALUES, site_columns
+from vitsee_core.tables.headlines import Answer, measured, picked
+from vitsee_core.tables.replicates import WORD
+from vitsee_core.tables.results import Table
+from vitsee_core.types import Float
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vitsee_stores import Slab, Store
+
+log = logging.getLogger(__name__)
+
+QUESTION = ATTENTION
+HELP = """
+Measure which attention heads the model's answer needs.
+
+Each head's output is replaced by its mean over images (or by zero) while the others stay (Michel
+et al. 2019): accuracy lost, with McNemar's exact test, and KL(model || without the head). Beside
+it how far the head looks, and the rank correlation of both. The model runs again, once for each
+head: of ViT-B 146 forward passes of every image, so take few.
+
+  $ vitsee extract vit_base_patch16_224 --data val --images 500 -o b16.zarr
+  $ vitsee head-importance b16.zarr --images 200 -o heads.csv --png heads.png
+  $ vitsee head-importance b16.zarr --sites blocks.0,blocks.11 --by zero > ends.csv
+
+Needs the model's weights and the images again, where extract read them.
+"""
+MEANING = {
+    "head": "empty in the rows about all heads",
+    "p": "of top1_difference: McNemar's exact test",
+    "n_only_base": "images that only the whole model has right",
+    "n_only_changed": "that only the model without the head has right",
+}
+NEEDS = ("attention", "heads")
+READING = (
+    "Every dot is a head: how far it attends on average against what the answer loses without it, "
+    "coloured by its block. Most heads cost little alone, because others do the same; a rank "
+    "correlation says whether far or near heads matter more, and within blocks whether that is "
+    "more than a matter of depth. Bars are 95 % intervals over images."
+)
+SOURCE = "Michel et al. 2019"
+AT_A_GLANCE = ""
+COLUMNS = (*SITE, "head", *VALUES, "p", "n_images", "n_only_base", "n_only_changed")
+WAYS = ("mean", "zero")
+DISTANCE = "distance_px"
+SPEARMAN = (
+    "Spearman's rank correlation with distance_px over heads, within: of ranks within blocks less "
+    "their mean; 95 % interval over images by the jackknife of both"
+)
+CORRELATIONS = (-1.0, 1.0)
+
+
+@analysis
+def run(
+    *stores: Store,
+    sites: Annotated[Sequence[str], blocks_option()] = ("blocks",),
+    by: Annotated[
+        str, Option("What takes the place of a head's output: its mean, or zero.", choices=WAYS)
+    ] = "mean",
+    origin: Annotated[Provenance | None, Gather(Provenance)] = None,
+    execution: Annotated[Execution, Offers("images seed device")] = DEFAULT,
+) -> Table:
+    """One row per store, head and metric; and per store the rank correlations over heads.
+
+    Columns: see `COLUMNS`; `std` is the jackknife's standard error. `distance_px` in pixels, `kl`
+    in nats; rows about all heads have no site.
+
+    Memory: the model, and a batch of 16 images.
+
+    Args:
+        stores: with attention summaries, of models with a classifier; others are left out where
+            one can be used.
+        origin: where weights and images are now.
+
+    Raises:
+        MissingInput: no store has attention, or a model with a classifier.
+        SiteError: a pattern matches no block.
+        VitseeError: weights or images that are gone, or others than the store's.
+    """
+    origin = origin or Provenance()
+    selected = select_each(stores, sites, attention_blocks)
+    rows: list[Cells] = []
+    notes: dict[str, Any] = {"remarks": [], WORD: {}, "images": {}}
+    for store, blocks in selected.members:
+        work = _Store(store, blocks, origin, execution)
+        rows += work.rows(by)
+        notes["remarks"] += [work.remark] if work.remark else []
+        notes[WORD][store.label] = work.blocks.describe()
+        notes["images"][store.label] = work.images.describe()
+    notes |= {
+        "interval": {**OUTPUT_INTERVALS, DISTANCE: OUTPUT_INTERVALS[KL], "spearman": SPEARMAN},
+        "p": TEST,
+        "replaced_by": by,
+        "seed": execution.seed,
+        **selected.notes(),
+    }
+    return Table.from_rows(rows, COLUMNS, notes)
+
+
+def plot(table: Table) -> Figure:
+    """From the table alone; see `importance_figure.draw_importance`."""
+    return draw_importance(table)
+
+
+class _Store:
+    """The rows of one store."""
+
+    def __init__(
+        self,
+        store: Store,
+        blocks: Sequence[StoredAttention],
+        origin: Provenance,
+        execution: Execution,
+    ) -> None:
+        self.store, self.execution = store, execution
+        self.runs = AblatedRuns(store, blocks, origin, execution.device)
+        self.images = execution.rows(store)
+        mask = self.images.mask & store.valid
+        self.numbers = np.flatnonzero(mask)
+        self.blocks = Blocks.of(store, mask, execution.seed)
+        self.mask, self.remark = mask, ""
+
+    def rows(self, by: str) -> list[Cells]:
+        outputs = self._outputs(by)
+        distances = self._distances()
+        places = {block.site: site_columns(self.store, block) for block in self.runs.blocks}
+        found: list[Cells] = []
+        for head in self.runs.heads:
+            place = places[head[0]] | {"head": head[1]}
+            own = [row for row in output_rows(outputs[head]) if row["metric"] != "top1"]
+            own.append({"metric": DISTANCE, **distances[head].cells()})
+            found += [place | row for row in own]
+        return found + self._correlations(outputs, distances)
+
+    def _outputs(self, by: str) -> dict[Head, dict[str, BlockMean]]:
+        """Head -> means of what `compare_outputs` gives."""
+        n, labels = len(self.numbers), self.store.samples.label.astype(np.int64)
+        means = BlockMeans(None, self.blocks)
+        n_passes = n * (1 + len(self.runs.heads) + (by == "mean"))
+        log.info(
+            "%s: %d heads, %d forward passes of an image on %s",
+            *(self.store.label, len(self.runs.heads), n_passes, self.runs.device),
+        )
+        with counting(self.execution.progress, n_passes, "forward passes") as progress, self.runs:
+            held = self.runs.means(self.numbers, progress.advance) if by == "mean" else None
+            changes = self.runs.changes(held)
+            for part in batches(self.numbers):
+                x = self.runs.pixels(part)
+                whole = self.runs.logits(x)
+                if part[0] == self.numbers[0]:
+                    self.remark = why_not_own(self.store, self.mask, whole.shape[1])
+                    self.remark = self.remark and f"no top1: {self.remark}"
+                    log.info("%s", self.remark) if self.remark else None
+                progress.advance(len(part))
+                for head, change in changes.items():
+                    without = self.runs.logits(x, change)
+                    own = compare_outputs(whole, without, None if self.remark else labels[part])
+                    means.count({(head, metric): values for metric, values in own.items()}, part)
+                    progress.advance(len(part))
+        found: dict[Head, dict[str, BlockMean]] = {}
+        for (head, metric), mean in means.result().items():
+            found.setdefault(head, {})[metric] = mean
+        return found
+
+    def _distances(self) -> dict[Head, BlockMean]:
+        read = partial(_read_distances, self.runs.blocks)
+        make = partial(BlockMeans, read, self.blocks)
+        return self.execution.fold(self.store, make, self.images).result()
+
+    def _correlations(
+        self,
+        outputs: Mapping[Head, Mapping[str, BlockMean]],
+        distances: Mapping[Head, BlockMean],
+    ) -> list[Cells]:
+        names = [block.site for block in self.runs.blocks]
+        of = np.array([names.index(block) for block, _ in self.runs.heads])
+        far = _stacked([distances[head] for head in self.runs.heads])
+        asked = {KL: [outputs[head][KL] for head in self.runs.heads]}
+        if RIGHT in outputs[self.runs.heads[0]]:
+            asked["top1"] = [loss(outputs[head]) for head in self.runs.heads]
+        place = site_columns(self.store, self.runs.blocks[0])
+        place |= dict.fromkeys(("site", "block"), "") | {"depth": None, "rel_depth": None}
+        found: list[Cells] = []
+        for name, means in asked.items():
+            for end, blocks in (("", None), ("_within", of)):
+                value, *without = rank_correlation(_stacked(means), far, blocks)
+                std, low, high = interval(np.array(value), np.array(without), CORRELATIONS)
+                numbers = {"value": value, "std": std, "low": low, "high": high}
+                found.append(
+                    place
+                    | {"metric": f"spearman_{name}{end}", "spread": "jackknife"}
+                    | {key: float(number) for key, number in numbers.items()}
+                    | {"n_images": len(self.numbers), WORD: np.array(without)}
+                )
+        return found
+
+
+def _stacked(means: Sequence[BlockMean]) -> Float:
+    """(heads, 1 + blocks) the means, and those without each block of images."""
+    return np.array([[mean.value, *mean.without] for mean in means])
+
+
+def _read_distances(blocks: Sequence[StoredAttention], slab: Slab) -> dict[Head, Float]:
+    """Head -> (images,) mean attention distance in pixels."""
+    arrays = {group: slab.attention(DISTANCE, group) for group in {b.group for b in blocks}}
+    return {
+        (block.site, head): arrays[block.group][slab.valid][:, block.row, head].astype(np.float64)
+        for block in blocks
+        for head in range(block.n_heads)
+    }
+
+
+def headline(table: Table) -> list[Answer]:
+    """The head that the answer needs most, and the rank correlation with distance."""
+    answers = []
+    for store, rows in picked(table, metric=KL).groups("store"):
+        i = int(rows["value"].astype(float).argmax())
+        text = f"KL is largest without head {int(rows['head'][i])} of {rows['block'][i]}: "
+        text += f"{measured(rows, i)} nats"
+        for metric, words in (("spearman_kl", ""), ("spearman_kl_within", ", within blocks ")):
+            own = picked(table, metric=metric, store=store)
+            before = words or "; rank correlation with distance "
+            text += f"{before}{measured(own)}" if len(own) else ""
+        answers.append((str(store), text))
+    return answers

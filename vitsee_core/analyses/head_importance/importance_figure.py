@@ -1,0 +1,78 @@
+"""Heads by how far they look and how much the answer needs them. From the columns of `vitsee
+head-importance`' table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vitsee_core.figures.panels import Grid, colour_bar, note_count, stack
+from vitsee_core.figures.plotting import GREY, styled
+from vitsee_core.tables.text import shorten
+from vitsee_core.tables.words import metric_words
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from vitsee_core.tables.results import Table
+
+SHOWN = {"kl": "spearman_kl", "top1_difference": "spearman_top1"}
+LOST = "top-1 accuracy lost"
+
+
+@styled
+def draw_importance(table: Table) -> Figure:
+    """One panel per store and metric: what the answer loses without each head against the head's
+    mean attention distance, with 95 % intervals, coloured by block; below the axis the rank
+    correlations."""
+    from matplotlib.ticker import MaxNLocator
+
+    metrics = [metric for metric in SHOWN if metric in table.unique("metric")]
+    stores = list(table.groups("store"))
+    grid = Grid(len(stores) * len(metrics), width=24, widest=36, height=17, most=2)
+    figure, (box,) = stack(grid)
+    every = iter(grid.axes(box))
+    for store, rows in stores:
+        for metric in metrics:
+            axes = next(every)
+            if len(own := rows.where(metric=metric)):
+                image = _draw(axes, own, rows)
+                _explain(axes, rows, SHOWN[metric])
+                axes.set_title(shorten(str(store), 24))
+                colour_bar(axes, image, "block", ticks=MaxNLocator(5, integer=True))
+            else:
+                axes.set_visible(False)
+    return figure
+
+
+def _draw(axes: Axes, own: Table, rows: Table) -> Any:
+    far = rows.where(metric="distance_px")
+    places = {_key(far, i): float(far["value"][i]) for i in range(len(far))}
+    x = np.array([places[_key(own, i)] for i in range(len(own))])
+    metric = str(own["metric"][0])
+    sign = 1 if metric == "kl" else -1
+    value, low, high = (sign * own[name].astype(float) for name in ("value", "low", "high"))
+    depth = own["depth"].astype(float)
+    axes.axhline(0, color=GREY, linestyle=(0, (5, 3)), linewidth=1, zorder=1)
+    axes.vlines(x, low, high, color=GREY, linewidth=0.7, zorder=2)
+    image = axes.scatter(x, value, c=depth, cmap="viridis", s=14, zorder=3)
+    axes.set_ylabel(metric_words(metric) if sign > 0 else LOST)
+    note_count(axes, own)
+    return image
+
+
+def _key(rows: Table, i: int) -> tuple[str, int]:
+    return str(rows["site"][i]), int(float(rows["head"][i]))
+
+
+def _explain(axes: Axes, rows: Table, metric: str) -> None:
+    """The x axis with the rank correlations below it."""
+    lines = [metric_words("distance_px")]
+    for name, words in ((metric, "rank correlation"), (f"{metric}_within", "within blocks")):
+        own = rows.where(metric=name)
+        if len(own):
+            value, low, high = (float(own[n].astype(float)[0]) for n in ("value", "low", "high"))
+            lines.append(f"{words} {value:.2f} ({low:.2f} to {high:.2f})")
+    axes.set_xlabel("\n".join(lines))
