@@ -46,7 +46,7 @@ def number(table: Table, metric: str, block: str, head: int) -> float:
 
 def by_hooks(store: Store, block: int, head: int, by: str) -> tuple[Any, Any]:
     """Logits of the whole model and without a head, whose input to the projection is replaced."""
-    module = load_model(
+    module: Any = load_model(
         "test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8, **SMALL}
     ).module
     x = torch.from_numpy(np.asarray(store.inputs()))

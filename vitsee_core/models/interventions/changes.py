@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -27,11 +27,21 @@ from vitsee_core.models.hook_points import (
     output_tensor,
 )
 from vitsee_core.models.interventions.blocked import BlockedAttention
-from vitsee_core.models.interventions.references import Reference, generators
-from vitsee_core.models.interventions.tokens import TokenChoice
+from vitsee_core.models.interventions.references import Array, generators
+from vitsee_core.models.interventions.tokens import Places, TokenChoice
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
+
+
+class Given(Protocol):
+    """What takes the place of tokens: `references.Reference`, or values that are at hand."""
+
+    def begin(self, rows: slice) -> None:
+        """Read ahead what these rows of the new store will need."""
+
+    def of(self, rows: Places, places: Places, draws: list[np.random.Generator]) -> Array:
+        """(images, chosen, dim) for these rows at these tokens (images, chosen)."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,7 @@ class Change:
 
     tokens: TokenChoice
     channels: NDArray[np.int64] | None
-    reference: Reference | None
+    reference: Given | None
     about: str
 
 
