@@ -70,8 +70,8 @@ have. It is one ViT and one CNN, so that of these a verdict says nothing of ViTs
 `vitsee findings vit.zarr cnn.zarr`.
 
 The last section replaces tokens and heads while the model runs, over the same images
-([effect](analyses/effect.md), [head-importance](analyses/head-importance.md); `vitsee study registers`
-and `vitsee study heads` are of public checkpoints).
+([effect](analyses/effect.md), [head-importance](analyses/head-importance.md); `vitsee study
+registers` and `vitsee study heads` are of public checkpoints).
 
 Not measured here: whatever compares models of several sizes, or before and after fine-tuning
 (Raghu et al., Fig. 13, App. G); a single token against all tokens pooled (Fig. 11 right); the order

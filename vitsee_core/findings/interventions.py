@@ -64,7 +64,7 @@ FINDINGS = (
         SECTION,
         "heads-far",
         "Within a block, heads that attend farther are needed more.",
-        "of no paper",
+        "Of no paper",
         "rank correlation over heads, within blocks, of KL without the head's output with its mean "
         "attention distance",
         "rank correlation",
