@@ -139,7 +139,7 @@ class AblatedRuns:
 
     def changes(self, means: dict[str, NDArray[np.float32]] | None) -> dict[Head, Changes]:
         """Head -> its ablation: by its mean, or by zero (None)."""
-        from vitsee_core.models.interventions.spec import parse
+        from vitsee_core.models.intervention_spec import parse
         from vitsee_core.models.interventions.switching import Switch
 
         found = {}
