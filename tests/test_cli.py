@@ -228,6 +228,7 @@ def test_help_groups_the_commands_by_question() -> None:
     assert listed["Where attention looks"] == [
         "attn-dist",
         "attn-map",
+        "head-importance",
         "head-types",
         "saliency",
     ]

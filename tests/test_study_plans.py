@@ -183,7 +183,7 @@ def test_a_thorough_study_keeps_the_sites_of_all_figures() -> None:
     assert names - {step.name for step in plan(study(), models, labelled=True).analyses} == {
         "cka-all-vit", "cka-all-cnn", "cka-all-vit-cnn", "cka-norms-vit", "cka-norms-cnn",
         "cka-branches-vit", "cka-branches-cnn", "cka-depth-vit-cnn", "erf-residual",
-        "logit-attribution",
+        "head-importance-vit", "logit-attribution",
         "attn-map-rollout-vit", "probe-each-vit", "probe-tokens-vit", "probe-mean-vit",
         "probe-mean-cnn",
     }  # fmt: skip
