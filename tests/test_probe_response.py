@@ -211,6 +211,7 @@ def test_given_l2_are_reported(folder: Path) -> None:
     own = table.where(site="layer.driving", metric="r2_median")
     assert np.allclose(own["l2"], [1, 1e4])
     assert own["value"][0] > own["value"][1]
+    assert [axes.get_xlabel() for axes in plot(table).axes] == ["l2", "l2"]
 
 
 def test_seeds_decide_the_folds_and_workers_nothing(folder: Path) -> None:

@@ -29,7 +29,7 @@ from vitsee_core.figures.plotting import (
 )
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
-from vitsee_core.tables.words import metric_words, site_words
+from vitsee_core.tables.words import CEILING, baseline_words, metric_words, site_words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -80,14 +80,21 @@ def plot(table: Table) -> Figure:
 
 def _draw_responses(table: Table) -> Figure:
     medians = _with_vectors(table.where(metric=list(OF_RESPONSES)))
+    ceilings = medians.where(baseline=CEILING)
+    model = medians.take(~np.isin(np.array(_text(medians["baseline"]), object), [CEILING]))
     grid = CurveGrid.of(len(OF_RESPONSES), medians)
     figure, parts = stack(grid)
     panels = grid.panels(parts[0], of_metrics(medians, OF_RESPONSES))
     for axes, metric, rows in panels:
-        if _several_l2(rows):
-            _draw_l2(axes, rows, metric_words(metric))
-        else:
+        if not _several_l2(model):
             draw_depth_curves(axes, rows, by=["token"], among=medians)
+            continue
+        words = baseline_words(CEILING)
+        for value in ceilings.where(metric=metric).unique("value"):
+            axes.axhline(value, linestyle="--", color="grey", label=words)
+        shotless = {**model.columns, "shots": np.full(len(model), "")}
+        _draw_l2(axes, Table(shotless).where(metric=metric), metric_words(metric))
+        note_count(axes, rows, "n_images", "")
     grid.finish(panels)
     add_curve_legend(figure, [axes for axes, *_ in panels])
     return figure

@@ -165,6 +165,7 @@ class ResponseProbe:
                 found.setdefault(asked, []).append((sums, l2s))
         for own in found.values():
             yield from self._of_l2([sums for sums, _ in own], np.stack([l2 for _, l2 in own]))
+        yield from self._ceiling_rows()
 
     def _choose(self, x: Float, y: Float) -> Float:
         """(columns,) the l2 with the least squared error of held-out training images; of several
@@ -210,7 +211,6 @@ class ResponseProbe:
                     continue
                 summary, of_blocks = over(value[there]), over(replicates[:, there], axis=1)
                 yield own | _cells(f"{name}_{word}", summary, of_blocks, limits)
-        yield from self._ceiling_rows()
 
     def _ceiling_rows(self) -> Iterator[dict[str, Any]]:
         if self.ceiling is None:
@@ -314,7 +314,7 @@ def run_responses(
         StoreMismatch: other models, or images that are both trained and tested on.
         VitseeError: responses that do not fit the stores, or too few images.
     """
-    responses = read_responses(response, ids)
+    responses = read_responses(Path(response), None if ids is None else Path(ids))
     if ids is None and responses.ids is None and tests:
         raise VitseeError(
             f"{responses.source} has no ids, so that its rows can be of one store only; say whose "
