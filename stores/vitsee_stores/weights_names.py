@@ -12,13 +12,13 @@ SHORT = 8  # digits of a hash
 def weights_name(model: Mapping[str, Any]) -> str:
     """The pretrained tag (`augreg_in21k_ft_in1k`), `random SEED`, or the checkpoint file's name
     (`dino.pth`, `dino.pth#student` if it has several state dicts), then `, without
-    blocks.3.attn` for ablated skips and `, cls=mean at blocks.6.out` for interventions.
-    "pretrained" for weights without a tag, the first digits of their hash if the source is unknown,
-    "" without any information.
+    blocks.3.attn` for ablated skips, `, cls=mean at blocks.6.out` for interventions and `, codes of
+    sae.pt` for stores of codes. "pretrained" for weights without a tag, the first digits of their
+    hash if the source is unknown, "" without any information.
 
     Args:
-        model: the `model` of a manifest; `weights`, `ablate_skip` and `interventions` may be
-            missing.
+        model: the `model` of a manifest; `weights`, `ablate_skip`, `interventions` and `codes` may
+            be missing.
     """
     record = model.get("weights")
     weights = record if isinstance(record, Mapping) else {}
@@ -34,7 +34,8 @@ def weights_name(model: Mapping[str, Any]) -> str:
         name = " ".join(filter(None, [source if isinstance(source, str) else "", digest]))
     ablated = [str(skip) for skip in model.get("ablate_skip") or ()]
     without = [f"without {', '.join(ranges(ablated))}"] if ablated else []
-    return ", ".join([name, *without, *map(str, model.get("interventions") or ())])
+    codes = [f"codes of {model['codes']}"] if model.get("codes") else []
+    return ", ".join([name, *without, *map(str, model.get("interventions") or ()), *codes])
 
 
 def ranges(names: Sequence[str]) -> list[str]:
