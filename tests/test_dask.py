@@ -50,6 +50,7 @@ WITHOUT = {
     "best-layer",
     "cache",
     "demo",
+    "encode",
     "erf",
     "explore",
     "export",

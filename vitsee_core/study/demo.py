@@ -71,14 +71,20 @@ def tour(study: Study) -> list[Step]:
     table, drawn = study.result("models"), study.result("cka-vit-resnet")
     array, picture = study.folder / "pooled.npy", study.folder / "cka-dark.svg"
     theirs = study.folder / STORES / "imported.zarr"
+    axes, of_axes = study.folder / "axes.safetensors", study.folder / "axes.csv"
+    codes = study.folder / STORES / "codes.zarr"
     again, found = study.folder / "cka-again.csv", study.folder / "findings.csv"
     return [
         Step("models", ("models", name, "-o", str(table), "--force"), (), (table,)),
         Step("sites", ("sites", name, "--sites", "blocks")),
         Step("info", ("info", *(str(study.store(label)) for label in study.models))),
         Step("validate", ("validate", str(store))),
+        Step("axes", ("concepts", str(store), "--method", "pca", "--save", str(axes), "-o",
+                      str(of_axes)), (store,), (axes, of_axes)),
         Step("export", ("export", str(store), "pooled", "-o", str(array), "--force"),
              (store,), (array,)),
+        Step("encode", ("encode", str(store), "--dictionary", str(axes), "-o", str(codes)),
+             (store, axes), (codes,)),
         Step("import", ("import", str(array), "--like", str(store), "-o", str(theirs)),
              (array, store), (theirs,)),
         Step("findings", ("findings", str(store), "--only", "distance-rises", "-o", str(found),

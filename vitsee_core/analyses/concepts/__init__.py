@@ -1,0 +1,279 @@
+"""Concepts: into which recurring patterns do a layer's patches fall?
+
+A dictionary of K directions is fitted to the patch tokens of all chosen images, by scikit-learn's
+minibatch solvers, and every patch is encoded by it (see `vitsee_core.dictionaries`):
+
+    kmeans   MiniBatchKMeans from k-means on the first batch; a patch is its nearest centre
+    nmf      MiniBatchNMF, x ~ z W with z, W >= 0; patches must be >= 0, as CRAFT's are, which come
+             from a ReLU (Fel et al. 2023); `clamp` applies that ReLU, and all below is of max(x, 0)
+    pca      IncrementalPCA, about the mean
+
+    r2          1 - |x - x'|^2 / |x - mean|^2, summed over patches and channels
+    stability   mean cosine of the concepts of two halves of the images, fitted apart and matched
+                one to one (Hungarian assignment); k-means' centres about the mean of the patches,
+                principal axes up to their sign
+    purity      (1 / n) sum over concepts of the most patches of images of one class, each patch
+                counted at its concept with the largest code (in magnitude)
+    share       a concept's share of the patches that have a code
+    activation  of a concept's strongest patches: the code, of kmeans minus the squared distance
+
+Halves are every second block of images of the jackknife. Chance is beside it: `shuffled` stability
+permutes the channels of one half's concepts, `shuffled` purity the images' labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+
+from vitsee_core.analyses.concepts.fitting import (
+    METHODS,
+    Choice,
+    Fitted,
+    fit,
+    halves_of,
+    matched_cosine,
+)
+from vitsee_core.analyses.concepts.measuring import ConceptSums, Task
+from vitsee_core.analyses.concepts.pictures import crops, draw_concepts
+from vitsee_core.dictionaries.files import save_dictionary
+from vitsee_core.features import choose_features
+from vitsee_core.models.provenance import Provenance
+from vitsee_core.patch_maps.views import grid_sites
+from vitsee_core.runtime.arguments import analysis
+from vitsee_core.runtime.execution import DEFAULT, Execution
+from vitsee_core.runtime.options import KNOWLEDGE, Gather, Offers, Option, sites_option
+from vitsee_core.runtime.progress import counting
+from vitsee_core.runtime.store_selection import select_each
+from vitsee_core.statistics.jackknife import Blocks
+from vitsee_core.statistics.shares import jackknife_share
+from vitsee_core.statistics.value_columns import jackknife_cells
+from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.files import check_new_files
+from vitsee_core.tables.headlines import Answer, by_store, measured
+from vitsee_core.tables.replicates import WORD
+from vitsee_core.tables.results import Table
+from vitsee_core.types import Integers
+from vitsee_stores.errors import SiteError, VitseeError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vitsee_core.features import SiteFeatures
+    from vitsee_stores import SiteSpec, Store
+
+QUESTION = KNOWLEDGE
+HELP = """
+Find the concepts that patches are made of.
+
+A dictionary of K directions of each site's patch tokens, by k-means, non-negative matrix
+factorisation or principal components, out of core: how much of the patches it explains, whether
+two halves of the images give the same concepts, whether these know the classes, and a figure of
+each concept's strongest patches. --save writes it for vitsee encode.
+
+  $ vitsee concepts b16.zarr -o concepts.csv --png concepts.png
+  $ vitsee concepts b16.zarr --sites blocks.8.out --k 64 --save blocks8.safetensors
+  $ vitsee concepts resnet50.zarr --method nmf --sites stage:2
+  $ vitsee concepts b16.zarr --method nmf --clamp --png nmf.png
+"""
+MEANING = {
+    "concept": "from 0, in the dictionary's order",
+    "std": "",
+    "n_examples": "patches",
+}
+NEEDS = ("grid",)
+READING = (
+    "Each line is a concept, named with its share of the patches, and shows the patches of "
+    "different images in which it is strongest, each in the middle of its neighbours. Those of a "
+    "line should have something in common; whether that is more than position or colour, and "
+    "whether other images would give the same concept (stability), the picture does not say."
+)
+SOURCE = "Fel et al. 2023 (CRAFT); Lee and Seung 1999; Sculley 2010; Kuhn 1955"
+AT_A_GLANCE = ""
+
+COLUMNS = (
+    *(*SITE, "row", "col", "image", "method", "k", "concept"),
+    *("metric", "value", "std", "low", "high", "n_images", "n_examples", "baseline"),
+)
+SHUFFLED = "shuffled"
+
+
+@analysis
+def run(
+    *stores: Store,
+    method: Annotated[str, Option("The dictionary.", choices=METHODS)] = "kmeans",
+    k: Annotated[int, Option("Number of concepts.", metavar="K", least=1)] = 16,
+    sites: Annotated[Sequence[str], sites_option("the last block's output")] = ("last",),
+    epochs: Annotated[
+        int, Option("Passes over the patches, of kmeans and nmf; pca takes one.", least=1)
+    ] = 2,
+    clamp: Annotated[
+        bool, Option("Take negative numbers as 0 first, as a ReLU does.  [default: no]")
+    ] = False,
+    top: Annotated[int, Option("Patches shown of each concept.", metavar="N", least=1)] = 6,
+    save: Annotated[
+        Path | None,
+        Option(
+            "Write the dictionary, for vitsee encode; of one store and site.",
+            metavar="FILE.safetensors",
+            default="none",
+        ),
+    ] = None,
+    origin: Annotated[Provenance | None, Gather(Provenance, ("data",))] = None,
+    execution: Annotated[Execution, Offers("images seed jobs memory", dask="slabs")] = DEFAULT,
+) -> Table:
+    """Rows about each site's dictionary, its concepts, and their strongest patches.
+
+    Columns: see `COLUMNS`. `r2`, `stability`, and `purity` where there are labels, the latter two
+    with `baseline` `shuffled` too; `share` of each `concept`; `activation` of its `top` patches,
+    with `image`, `row` and `col`. The intervals of r2 and purity are over images (jackknife, the
+    dictionary held fixed); stability is one number of one pair of halves and has none. NaN: patches
+    are all alike. The notes hold crops of the photographs (PNG in base64), under `crops`.
+
+    Memory: slabs of one site, and at most 2 x 4,096 patches (32 per concept if that is more) of
+    each of three fits. Time: K D per patch and pass, for nmf times its iterations.
+
+    Args:
+        stores: with all tokens of sites with a grid.
+        origin: where the data is now, for the photographs.
+
+    Raises:
+        MissingInput: a site is stored pooled only.
+        SiteError: no such site, none with a grid, or more axes than channels.
+        VitseeError: negative numbers in nmf without `clamp`, fewer patches than concepts, a
+            dictionary of several sites to save, or a file that exists.
+    """
+    if method not in METHODS:
+        raise VitseeError(f"no method {method!r}; expected {', '.join(METHODS)}")
+    if min(k, epochs, top) < 1:
+        raise VitseeError(f"k is {k}, epochs {epochs}, top {top}; expected 1 or more of each")
+    choice = Choice(method, k, epochs, clamp, execution.seed)
+    selected = select_each(stores, sites, grid_sites)
+    work = [(store, site, _features(store, site, choice))
+            for store, chosen in selected.members for site in chosen]  # fmt: skip
+    if save is not None:
+        if len(work) != 1:
+            raise VitseeError(f"--save takes the dictionary of one site; {len(work)} are chosen")
+        if Path(save).suffix != ".safetensors":
+            raise VitseeError(f"--save {save}; expected a name that ends in .safetensors")
+        check_new_files([Path(save)])
+    data = None if origin is None else origin.data
+    rows: list[dict[str, Any]] = []
+    pictures: dict[str, Any] = {}
+    blocks = {store.label: _blocks(store, execution) for store, _ in selected.members}
+    images = sum(int((blocks[store.label].of_rows >= 0).sum()) for store, _, _ in work)
+    with counting(execution.progress, images * (choice.passes + 1)):
+        for store, site, features in work:
+            own = blocks[store.label]
+            fitted = fit(features, halves_of(own.of_rows), choice, execution.progress)
+            task = Task(features, fitted.whole, own.of_rows, _labels(store, choice.seed), top)
+            found = execution.fold(
+                store, task, execution.rows(store), slab_bytes=features.slab_bytes
+            ).result()
+            place = site_columns(store, site) | {"method": method, "k": k}
+            place |= {"n_examples": int(found.n.sum())}
+            rows += [place | row for row in _rows(store, features, fitted, found, choice)]
+            cut = crops(store, site, found.top.rows, found.top.cells, data)
+            pictures.setdefault(store.label, {})[site.name] = {
+                str(concept): line for concept, line in enumerate(cut)
+            }
+            if save is not None:
+                save_dictionary(fitted.whole, Path(save))
+    notes = {
+        "method": method,
+        "clamp": clamp,
+        "epochs": choice.passes,
+        "seed": execution.seed,
+        "interval": "jackknife over blocks of images, the dictionary held fixed",
+        "halves": "every second block of images of the jackknife",
+        WORD: {label: one.describe() for label, one in blocks.items()},
+        "images": {store.label: execution.rows(store).describe() for store in selected.stores},
+        "crops": pictures,
+        **selected.notes(),
+    }
+    return Table.from_rows(rows, COLUMNS, notes)
+
+
+def plot(table: Table) -> Figure:
+    """From the table alone; see `pictures.draw_concepts`."""
+    return draw_concepts(table)
+
+
+def headline(table: Table) -> list[Answer]:
+    """How much the concepts explain at the last site, and how stable they are."""
+    answers = []
+    for store, rows in by_store(table, metric="r2"):
+        last = len(rows) - 1
+        site = str(rows["site"][last])
+        stable = table.where(store=store, site=site, metric="stability", baseline="")
+        text = f"{rows['k'][last]} concepts of {site}: r2 {measured(rows, last)}"
+        answers.append((store, f"{text}, stability {measured(stable)}"))
+    return answers
+
+
+def _features(store: Store, site: SiteSpec, choice: Choice) -> SiteFeatures:
+    features = choose_features(store, site, "patches")
+    if choice.method == "pca" and choice.k > features.dim:
+        raise SiteError(
+            f"{site.name} of {store.label} has {features.dim} channels and so no more axes; "
+            f"--k {choice.k} were asked for"
+        )
+    return features
+
+
+def _blocks(store: Store, execution: Execution) -> Blocks:
+    found = Blocks.of(store, execution.rows(store).mask & store.valid, execution.seed)
+    if found.n < 2:
+        raise VitseeError(
+            f"{store.label} has one image that counts; expected 2 or more, for halves"
+        )
+    return found
+
+
+def _labels(store: Store, seed: int) -> Integers:
+    """(2, images) classes and shuffled ones; (0, images) where there are fewer than two classes."""
+    labels = np.asarray(store.samples.label, np.int64)
+    known = labels >= 0
+    if len(np.unique(labels[known])) < 2:
+        return np.empty((0, len(labels)), np.int64)
+    shuffled = labels.copy()
+    shuffled[known] = np.random.default_rng((seed, 1)).permutation(labels[known])
+    return np.stack([labels, shuffled])
+
+
+def _rows(
+    store: Store, features: SiteFeatures, fitted: Fitted, found: ConceptSums, choice: Choice
+) -> list[dict[str, Any]]:
+    n = int((found.task.blocks >= 0).sum())
+    blocks = range(len(found.n))
+    r2 = np.array([found.r2(block) for block in blocks])
+    rows: list[dict[str, Any]] = [
+        {"metric": "r2", **jackknife_cells(found.r2(), r2, n, (-np.inf, 1.0)), "baseline": ""}
+    ]
+    generator = np.random.default_rng((choice.seed, 2))
+    for name, shuffled in (("", None), (SHUFFLED, generator)):
+        value = matched_cosine(fitted, shuffled)
+        rows.append({"metric": "stability", "value": value, "n_images": n, "baseline": name})
+    for draw in range(len(found.classes)):
+        value = found.purity(draw)
+        without = np.array([found.purity(draw, block) for block in blocks])
+        low, high = jackknife_share(value, without, n)
+        rows.append({"metric": "purity", "value": value, "low": low, "high": high, WORD: without,
+                     "n_images": n, "baseline": SHUFFLED if draw else ""})  # fmt: skip
+    assigned = max(1, int(found.counts.sum()))
+    for concept, count in enumerate(found.counts.tolist()):
+        rows.append({"metric": "share", "concept": concept, "value": count / assigned,
+                     "n_images": n, "baseline": ""})  # fmt: skip
+    layout = features.layout
+    assert layout is not None and layout.grid is not None
+    names = store.samples.id
+    for concept in range(len(found.counts)):
+        for value, row, cell in zip(*(some[concept].tolist() for some in found.top), strict=True):
+            y, x = divmod(cell, layout.grid[1])
+            about = {"image": str(names[row]), "row": y, "col": x, "concept": concept}
+            cells = {"metric": "activation", "value": value, "n_images": n, "baseline": ""}
+            rows.append(about | cells)
+    return rows
