@@ -201,6 +201,7 @@ NEGATIVE = np.random.default_rng(0).normal(size=(N, LAYOUT.n_tokens, D)).astype(
         ({"method": "ica"}, "no method 'ica'; expected kmeans, nmf, pca"),
         ({"k": 0}, "k is 0, epochs 2, top 6; expected 1 or more of each"),
         ({"epochs": 0}, "epochs 0"),
+        ({"execution": Execution(seed=2**32)}, "the seed is 4294967296; scikit-learn takes 0 to"),
         ({"method": "nmf"}, rf"{SITE} of a has negative numbers \(-.*give --clamp"),
         ({"k": 200}, "200 concepts were asked for, but half of the images of .* has 180 patches"),
         ({"method": "pca", "k": 13}, "12 channels and so no more axes; --k 13 were asked for"),

@@ -12,6 +12,7 @@ from vitsee_core.real.photographs import PHOTOGRAPHS
 from vitsee_core.study.recipe_file import read_recipe
 from vitsee_core.study.recipe_plan import plan_recipe
 from vitsee_core.study.steps import STORES, Plan, Step, Study
+from vitsee_stores import open_store
 
 IMAGES, QUICK_IMAGES = 1000, 500
 QUICK_MODELS = ("vit", "resnet")
@@ -71,19 +72,17 @@ def tour(study: Study) -> list[Step]:
     table, drawn = study.result("models"), study.result("cka-vit-resnet")
     array, picture = study.folder / "pooled.npy", study.folder / "cka-dark.svg"
     theirs = study.folder / STORES / "imported.zarr"
-    axes, of_axes = study.folder / "axes.safetensors", study.folder / "axes.csv"
-    codes = study.folder / STORES / "codes.zarr"
+    axes, codes = study.folder / "axes.safetensors", study.folder / STORES / "codes.zarr"
     again, found = study.folder / "cka-again.csv", study.folder / "findings.csv"
     return [
         Step("models", ("models", name, "-o", str(table), "--force"), (), (table,)),
         Step("sites", ("sites", name, "--sites", "blocks")),
         Step("info", ("info", *(str(study.store(label)) for label in study.models))),
         Step("validate", ("validate", str(store))),
-        Step("axes", ("concepts", str(store), "--method", "pca", "--save", str(axes), "-o",
-                      str(of_axes)), (store,), (axes, of_axes)),
+        _axes(store, axes),
         Step("export", ("export", str(store), "pooled", "-o", str(array), "--force"),
              (store,), (array,)),
-        Step("encode", ("encode", str(store), "--dictionary", str(axes), "-o", str(codes)),
+        Step("encode", ("encode", str(store), "--dictionary", str(axes), "-o", str(codes), "--force"),
              (store, axes), (codes,)),
         Step("import", ("import", str(array), "--like", str(store), "-o", str(theirs)),
              (array, store), (theirs,)),
@@ -94,3 +93,16 @@ def tour(study: Study) -> list[Step]:
         Step("plot", ("plot", str(drawn), "-o", str(picture), "--theme", "dark", "--force"),
              (drawn,), (picture,)),
     ]  # fmt: skip
+
+
+def _axes(store: Path, place: Path) -> Step:
+    """The step that writes a dictionary, anew each time."""
+
+    def write() -> None:
+        from vitsee_core.analyses import concepts
+
+        place.unlink(missing_ok=True)
+        concepts.run(open_store(store), method="pca", save=place)
+
+    call = f"vitsee.concepts({str(store)!r}, method='pca', save={str(place)!r})"
+    return Step("axes", ("python", "-c", f"import vitsee; {call}"), (store,), (place,), make=write)

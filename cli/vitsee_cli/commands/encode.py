@@ -11,7 +11,7 @@ from vitsee_cli import console, options
 from vitsee_cli.extraction_options import store_output_option
 from vitsee_cli.listed import Listed
 from vitsee_cli.sections import STORES
-from vitsee_cli.values import StorePath, WholeNumber, parse_path, parse_store
+from vitsee_cli.values import FiniteRange, StorePath, WholeNumber, parse_path, parse_store
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.tables.files import check_new_files
 from vitsee_core.tables.formats import table_ending
@@ -26,7 +26,8 @@ QUESTION = STORES
     "--dictionary",
     "files",
     metavar="FILE",
-    cls=Listed,
+    type=parse_path,
+    multiple=True,
     required=True,
     help="The dictionary, as saev, SAELens, overcomplete or vitsee concepts --save write it; one, "
     "or one for each site, in their order. Repeatable.",
@@ -53,7 +54,7 @@ QUESTION = STORES
 @click.option(
     "--threshold",
     metavar="X",
-    type=float,
+    type=FiniteRange(),
     help="Of batchtopk and jumprelu.  [default: the file's]",
 )
 @click.option(
@@ -84,7 +85,7 @@ QUESTION = STORES
 @options.memory_option
 def command(
     store: StorePath,
-    files: tuple[str, ...],
+    files: tuple[Path, ...],
     output: Place,
     sites: tuple[str, ...],
     dtype: str,
@@ -115,8 +116,7 @@ def command(
         table_ending(table)
         check_new_files([table], force=force)
     (opened,) = options.open_stores((store,))
-    paths = [parse_path(name) for name in files]
-    chosen = for_sites(opened, paths, sites, Overrides(**overrides))
+    chosen = for_sites(opened, files, sites, Overrides(**overrides))
     made, found = encode_store(
         opened, {site: one for site, (one, _) in chosen.items()}, output,
         names={site: path.name for site, (_, path) in chosen.items()},

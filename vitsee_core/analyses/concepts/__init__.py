@@ -86,7 +86,7 @@ MEANING = {
 }
 NEEDS = ("grid",)
 READING = (
-    "Each line is a concept, named with its share of the patches, and shows the patches of "
+    "Each line is a concept, with its share of the patches where one site is drawn: the patches of "
     "different images in which it is strongest, each in the middle of its neighbours. Those of a "
     "line should have something in common; whether that is more than position or colour, and "
     "whether other images would give the same concept (stability), the picture does not say."
@@ -99,6 +99,7 @@ COLUMNS = (
     *("metric", "value", "std", "low", "high", "n_images", "n_examples", "baseline"),
 )
 SHUFFLED = "shuffled"
+MAX_SEED = 2**32 - 1  # scikit-learn's
 
 
 @analysis
@@ -106,7 +107,7 @@ def run(
     *stores: Store,
     method: Annotated[str, Option("The dictionary.", choices=METHODS)] = "kmeans",
     k: Annotated[int, Option("Number of concepts.", metavar="K", least=1)] = 16,
-    sites: Annotated[Sequence[str], sites_option("the last block's output")] = ("last",),
+    sites: Annotated[Sequence[str], sites_option("the last of blocks with several patches")] = (),
     epochs: Annotated[
         int, Option("Passes over the patches, of kmeans and nmf; pca takes one.", least=1)
     ] = 2,
@@ -150,8 +151,11 @@ def run(
         raise VitseeError(f"no method {method!r}; expected {', '.join(METHODS)}")
     if min(k, epochs, top) < 1:
         raise VitseeError(f"k is {k}, epochs {epochs}, top {top}; expected 1 or more of each")
+    if execution.seed > MAX_SEED:
+        raise VitseeError(f"the seed is {execution.seed}; scikit-learn takes 0 to {MAX_SEED}")
     choice = Choice(method, k, epochs, clamp, execution.seed)
-    selected = select_each(stores, sites, grid_sites)
+    choose = grid_sites if sites else _last_with_patches
+    selected = select_each(stores, sites or ("blocks",), choose)
     work = [(store, site, _features(store, site, choice))
             for store, chosen in selected.members for site in chosen]  # fmt: skip
     if save is not None:
@@ -212,6 +216,10 @@ def headline(table: Table) -> list[Answer]:
         text = f"{rows['k'][last]} concepts of {site}: r2 {measured(rows, last)}"
         answers.append((store, f"{text}, stability {measured(stable)}"))
     return answers
+
+
+def _last_with_patches(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
+    return grid_sites(store, patterns)[-1:]
 
 
 def _features(store: Store, site: SiteSpec, choice: Choice) -> SiteFeatures:

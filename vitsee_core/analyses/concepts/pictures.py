@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.figures.patch_sheets import WHOLE, Map, Sheet, SheetLine
+from vitsee_core.figures.patch_sheets import WHOLE, Map, Sheet, SheetLine, layer_name
 from vitsee_core.figures.plotting import styled
 from vitsee_core.images.embedded_pictures import decode, encode
 from vitsee_core.patch_maps.photos import Photograph, Shown, photographs
@@ -99,13 +99,15 @@ def draw_concepts(table: Table) -> Figure:
             concept = int(own["concept"][i])
             of_concept = pictures.get(store, {}).get(site, {}).get(str(concept), [])
             name = f"{concept}: {100 * values[i]:.0f} %"
-            if len(pairs) > 1:
-                name = f"{shorten(store, 8)} {name}"
+            if len(pairs) > 1:  # in the same room
+                of_one = layer_name(site) if len({of for of, _ in pairs}) == 1 else store
+                name = f"{shorten(of_one, 8)} {concept}"
             tiles = [Map("", _pixels(text), WHOLE) for text in of_concept] or [_NOTHING]
             lines.append(SheetLine(str(len(lines)), "", [(name, tiles)]))
+    share = ", with its share of the patches" if len(pairs) == 1 else ""
     caption = [
-        "a line per concept, with its share of the patches: those with the highest activation, one "
-        "per image, each in the middle of its neighbours; white is outside of the image"
+        f"a line per concept{share}: those with the highest activation, one per image, each in the "
+        "middle of its neighbours; white is outside of the image"
     ]
     if len(shares) > len(lines):
         caption.append("the most frequent concepts; the table has all")
