@@ -22,7 +22,7 @@ _HIGHER = re.compile(
     | lens_top1 | lens_agreement | agreement
     | r2?(_normalised)?(_median|_mean)?
     | miou | pixel_accuracy | iou_class | boundary_iou | a1
-    | r2 | stability
+    | stability
     """,
     re.VERBOSE,
 )
