@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -110,7 +111,7 @@ def run_analysis(
         kept_beside(outputs, opened, {**described, "dask": dask is not None}) as keep,
         spread_over(dask, progress) as own,
     ):
-        table = run(*opened, **given, **own, **keep, progress=progress)
+        table = run(*opened, **given, **own, **(keep if _keeps(run) else {}), progress=progress)
     sidecar = describe_run(
         opened,
         command=console.command_line(),
@@ -153,6 +154,12 @@ def kept_beside(
             line = f"{kept.status} is kept; repeat the command to go on"
             context.meta[console.RESUMES] = line
         raise
+
+
+def _keeps(run: Callable[..., Table]) -> bool:
+    """Whether an analysis takes `keep`, or hands on what it is given."""
+    parameters = inspect.signature(run).parameters.values()
+    return any(p.name == "keep" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _check_memory(stores: Sequence[Store], memory: int | None) -> None:

@@ -149,9 +149,10 @@ def _run(
     *stores: Store,
     models: list[dict[str, Any]],
     progress: Progress,
+    keep: object = None,
     **parameters: Any,
 ) -> Table:
-    """The sources in the order given: stores and models mixed."""
+    """The sources in the order given: stores and models mixed. keep: nothing is, of so little."""
     from vitsee_core.runtime.progress import counting
 
     rest: dict[str, Iterator[Any]] = {"store": iter(stores), "model": map(_load, models)}
