@@ -128,6 +128,10 @@ class Files(ABC):
         """Remove everything at the place. An interrupted removal leaves nothing that reads as
         complete. incomplete: the root's zarr.json, marked as incomplete."""
 
+    @abstractmethod
+    def inside(self, name: str) -> Files:
+        """The files of another store, in a folder of this one, whether or not one exists there."""
+
     def sweep(self, folders: Iterable[str], chosen: Callable[[str], bool]) -> int:
         """Remove the temporary files in these folders whose path `chosen` accepts; returns how
         many. Where writes are atomic there are none."""

@@ -44,16 +44,18 @@ class Folder(Files):
 
     Attributes:
         durable: whether every write is on disk before the call returns; False skips every fsync.
+        parents: how many folders above the store are made with it; those above must exist.
     """
 
-    def __init__(self, place: Path, *, durable: bool = True):
+    def __init__(self, place: Path, *, durable: bool = True, parents: int = 0):
         self.place: Path = place
-        self.durable = durable
+        self.durable, self.parents = durable, parents
         self._prefix = os.path.join(place, "")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Absolute: another process may have another working directory."""
-        return partial(Folder, durable=self.durable), (self.place.absolute(),)
+        options = {"durable": self.durable, "parents": self.parents}
+        return partial(Folder, **options), (self.place.absolute(),)
 
     def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
         return each(work_pool, work, items)
@@ -135,6 +137,10 @@ class Folder(Files):
         store."""
         temporary = _sibling(self.place, CREATING)
         try:
+            for folder in list(self.place.parents)[: self.parents][::-1]:
+                folder.mkdir(exist_ok=True)
+                if self.durable:
+                    sync(folder.absolute().parent)
             paths = [(temporary / name, pieces) for name, pieces in files]
             folders = sorted({path.parent for path, _ in paths})
             for folder in folders:
@@ -205,6 +211,9 @@ class Folder(Files):
                     f"{place} is removed but for {leftover}, which cannot be: {reason(error)}; "
                     "delete that yourself"
                 ) from None
+
+    def inside(self, name: str) -> Files:
+        return Folder(self.place / name, durable=self.durable, parents=name.count("/"))
 
     def sweep(self, folders: Iterable[str], chosen: Callable[[str], bool]) -> int:
         """Removes files ending in .partial."""

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from vitsee_stores import metadata
 from vitsee_stores.errors import StoreError, Unreachable
 from vitsee_stores.files import Files
+from vitsee_stores.generations import Generation, GrownChunks, committed, read_generations
 from vitsee_stores.layout import ArraySpec, n_bytes
 from vitsee_stores.leases import claims_of
 from vitsee_stores.places import files_at
@@ -33,30 +33,35 @@ def describe(
     Reads zarr.json, the labels and three small files per slab. `missing`: runs (first, last) of
     uncommitted slabs, counted from 0; `claimed`: which processes claim some of them. `n_valid`
     counts the readable images of the committed slabs; `size_bytes` is the uncompressed size of the
-    complete store. `report` is called with the number of slabs examined and in total, first with 0,
+    complete store. `generations` lists the store as it was made and what was added to it, the one
+    that is being added included, of which nothing else is told here but its claims and makers. `report` is called with the number of slabs examined and in total, first with 0,
     from any thread.
 
     Raises:
         StoreError: missing, not a vitsee store, of another format version, or damaged.
     """
     files = files_at(path)
-    manifest, complete = metadata.read_root(files)
-    markers = metadata.read_markers(files, manifest)
-    plan, chunks = manifest.plan, VerifiedChunks(files, manifest, markers)
+    every = read_generations(files)
+    found = [every[0], *(one for one in every[1:] if one.published)]
+    manifest, slabs = found[-1].whole, committed(found)
+    plan, chunks = manifest.plan, VerifiedChunks(files, manifest, found[0].markers)
+    if len(found) > 1:
+        chunks = GrownChunks(found)
+    there = np.flatnonzero(slabs).tolist()
     sizes = n_bytes(plan)
     text: dict[str, Any] = manifest.to_json()
     return {
         "path": str(files),
-        "complete": complete and len(markers) == plan.n_slabs,
+        "complete": all(one.complete for one in found),
         "n_images": plan.n_images,
         "n_slabs": plan.n_slabs,
-        "n_committed": len(markers),
-        "missing": _missing(markers, plan.n_slabs),
-        "claimed": _claimed(files, markers),
-        "n_valid": _n_valid(chunks, list(markers), report),
+        "n_committed": len(there),
+        "missing": _missing(there, plan.n_slabs),
+        "claimed": [claim for one in every for claim in _claimed(one.files, one.markers)],
+        "n_valid": _n_valid(chunks, there, report),
         "slab": plan.slab,
         "codec": plan.codec,
-        "size_bytes": sum(sizes.values()),
+        "size_bytes": sum(size for one in found for size in n_bytes(one.manifest.plan).values()),
         "model": text["model"],
         "weights": weights_name(text["model"]),
         "sites": {site.name: _site(site) for site in plan.sites},
@@ -74,11 +79,34 @@ def describe(
         "selfcheck": text["selfcheck"],
         "format": text["format"],
         "store_id": text["store_id"],
+        "generation": found[-1].number,
+        "generations": [_generation(one) for one in every],
         "samples_fingerprint": text["samples_fingerprint"],
         "identity": text["identity"],
         "info": text["info"],
         "arrays": {path: _array(spec, sizes[path]) for path, spec in chunks.specs.items()},
-        "made_by": _makers(markers.values()),
+        "made_by": _makers(marker for one in every for marker in one.markers.values()),
+    }
+
+
+def _generation(one: Generation) -> dict[str, Any]:
+    """What one generation has, and how it came to be. `sites`: its own, without aliases; `rows`:
+    the first and last of its images, counted in the whole store; `committed`: when its last slab
+    was."""
+    plan = one.manifest.plan
+    first = one.first_slab * plan.slab
+    return {
+        "number": one.number,
+        "complete": one.complete,
+        "sites": [site.name for site in plan.sites if site.alias_of is None],
+        "rows": [first, first + plan.n_images - 1],
+        "n_slabs": plan.n_slabs,
+        "n_committed": len(one.markers),
+        "size_bytes": sum(n_bytes(plan).values()),
+        "committed": max((str(m.get("committed", "")) for m in one.markers.values()), default=""),
+        "command": one.manifest.info.get("command"),
+        "data_folder": one.manifest.info.get("data_folder"),
+        "store_id": one.manifest.store_id,
     }
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_stores.errors import IdentityMismatch, StoreError
+from vitsee_stores.growth import Growth, read_growth
 from vitsee_stores.json_schema import Fields, text
 from vitsee_stores.layout import FEATURES, FORMAT_VERSION, StorePlan, arrays
 from vitsee_stores.plan_schema import read_plan
@@ -58,6 +59,11 @@ class Samples:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def part(self, rows: slice) -> Samples:
+        """Consecutive ones of these images."""
+        boxes = None if self.boxes is None else self.boxes[rows]
+        return Samples(self.index[rows], self.ids[rows], self.labels[rows], self.splits[rows], boxes)
+
     @property
     def id(self) -> NDArray[np.str_]:
         """(images,) ids as an array."""
@@ -92,6 +98,7 @@ class Manifest:
         splits: names of the codes in `samples/split`.
         features: format extensions in use; readers refuse a store with an unknown one.
         checksums: crc32c of each write-once array, set on creation.
+        growth: what a generation adds to another store; None for a store of its own.
     """
 
     format: int
@@ -108,9 +115,13 @@ class Manifest:
     splits: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     checksums: dict[str, int] = field(default_factory=dict)
+    growth: Growth | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return jsonable(dataclasses.asdict(self))
+        fields: dict[str, Any] = jsonable(dataclasses.asdict(self))
+        if self.growth is None:
+            del fields["growth"]
+        return fields
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Manifest:
@@ -168,6 +179,7 @@ class Manifest:
                 splits=fields.list("splits", text),
                 features=features,
                 checksums={path: checksums.integer(path, 0, 2**32 - 1) for path in sums},
+                growth=read_growth(fields.object("growth")) if "growth" in fields else None,
             )
         except ValueError as error:
             raise StoreError(f"the manifest is damaged: {error}") from None
@@ -184,8 +196,11 @@ def new_manifest(
     selfcheck: Mapping[str, Any] | None = None,
     left_out: Mapping[str, str] | None = None,
     info: Mapping[str, Any] | None = None,
+    splits: Sequence[str] = (),
+    growth: Growth | None = None,
 ) -> Manifest:
     """A manifest for a new store, with its own store_id: sha256 of the identity and a random nonce.
+    splits: whose codes come before those of the samples' own.
 
     Raises:
         StoreError: a sample's id cannot be stored.
@@ -205,8 +220,9 @@ def new_manifest(
         selfcheck=jsonable(dict(selfcheck or {})),
         left_out=dict(left_out or {}),
         info=jsonable(dict(info or {})),
-        splits=tuple(dict.fromkeys(samples.splits)),
+        splits=tuple(dict.fromkeys([*splits, *samples.splits])),
         features=plan.features,
+        growth=growth,
     )
 
 
@@ -239,8 +255,10 @@ def few(names: Sequence[str], shown: int = 3) -> str:
     return ", ".join(names[:shown]) + more
 
 
-def check_identity(stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Compare the identity fields in `given` with the store's.
+def check_identity(
+    stored: Mapping[str, Any], given: Mapping[str, Any], instead: str = ""
+) -> None:
+    """Compare the identity fields in `given` with the store's. instead: what else could be done.
 
     Raises:
         IdentityMismatch: names every differing field, what is stored and what was given.
@@ -251,7 +269,7 @@ def check_identity(stored: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     if lines:
         raise IdentityMismatch(
             f"the store was made with other choices: {'; '.join(lines)} "
-            "(choose another -o, drop the option, or start anew with --force)"
+            f"(choose another -o, drop the option, or start anew with --force{instead})"
         )
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import obstore
@@ -250,6 +251,9 @@ class Objects(Files):
         markers = {path for path in paths if path.startswith("commits/")}
         for some in (markers, paths - markers - {ROOT}, paths & {ROOT}):
             self.remove(sorted(some))
+
+    def inside(self, name: str) -> Files:
+        return Objects(replace(self.place, key=f"{self.place.key}/{name}"))
 
     # other readers ----------------------------------------------------------------------------
 

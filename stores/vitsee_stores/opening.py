@@ -32,8 +32,8 @@ from typing import Any
 
 import numpy as np
 
-from vitsee_stores import metadata
 from vitsee_stores.errors import IncompleteStore, StoreMismatch
+from vitsee_stores.generations import committed, read_generations
 from vitsee_stores.places import files_at
 from vitsee_stores.store import Store
 from vitsee_stores.url import Place, Url
@@ -46,50 +46,57 @@ def open_store(
 
     Args:
         path: its folder, or a URL (`s3://bucket/runs/b16.zarr`).
-        allow_partial: also open an unfinished store; only its committed slabs are read.
+        allow_partial: also open an unfinished store; only its committed slabs are read. A
+            generation that is being added to a complete store is not read before it is complete.
         label: its name in tables and figures; by default the folder's name without suffix.
 
     Raises:
         StoreError: missing, not a vitsee store, of another format version, or damaged.
         IncompleteStore: unfinished without `allow_partial`, or without any slab yet.
     """
-    files = files_at(path)
-    manifest, complete = metadata.read_root(files)
-    n_slabs = manifest.plan.n_slabs
-    names = metadata.list_names(files, "commits")
-    complete = complete and len(metadata.numbers(names, n_slabs)) == n_slabs
-    committed = np.full(n_slabs, complete)
-    if not complete:
-        committed[list(metadata.read_markers(files, manifest))] = True
-        slabs = "slab is" if n_slabs == 1 else "slabs are"
-        done = f"{files} is incomplete: {committed.sum()} of {n_slabs} {slabs} committed"
+    return _opened(path, allow_partial, label, None)
+
+
+def _opened(
+    path: str | os.PathLike[str] | Url, allow_partial: bool, label: str | None, last: int | None
+) -> Store:
+    """`open_store`, of at most `last` generations."""
+    every = read_generations(files_at(path))
+    found = [every[0], *(one for one in every[1:last] if one.published)]
+    slabs = committed(found)
+    if unfinished := [one for one in found if not one.complete]:
+        one = unfinished[0]
+        own = one.committed
+        are = "slab is" if len(own) == 1 else "slabs are"
+        done = f"{one.files} is incomplete: {own.sum()} of {len(own)} {are} committed"
         if not allow_partial:
             raise IncompleteStore(
                 f"{done} (repeat the vitsee extract command to go on, or read those with "
                 "--allow-partial)"
             )
-        if not committed.any():
+        if not slabs.any():
             raise IncompleteStore(f"{done} (repeat the vitsee extract command to go on)")
-    return Store(files, manifest, committed, complete, label)
+    return Store(found, slabs, not unfinished, label)
 
 
 def _address(store: Store) -> tuple[Any, ...]:
     """Pickle state of a store. Absolute: another process may have another working directory."""
-    committed = None if store.complete else np.packbits(store.committed).tobytes()
-    return _at, (store.place.absolute(), store.label, store.manifest.store_id, committed)
+    flags = None if store.complete else np.packbits(store.committed).tobytes()
+    identity = store.manifest.store_id, store.generation
+    return _at, (store.place.absolute(), store.label, *identity, flags)
 
 
 @lru_cache(maxsize=16)
-def _at(place: Place, label: str, store_id: str, committed: bytes | None) -> Store:
-    """Reopen a pickled store; if unfinished, with the slabs that were committed when it was
-    pickled. Raises StoreMismatch: another store is there now."""
-    store = open_store(place, allow_partial=committed is not None, label=label)
-    if store.manifest.store_id != store_id:
+def _at(place: Place, label: str, store_id: str, generation: int, flags: bytes | None) -> Store:
+    """Reopen a pickled store with the generations that it had; if unfinished, with the slabs that
+    were committed when it was pickled. Raises StoreMismatch: another store is there now."""
+    store = _opened(place, flags is not None, label, generation)
+    if (store.manifest.store_id, store.generation) != (store_id, generation):
         raise StoreMismatch(f"{place} was replaced by another store during the work")
-    if committed is None:
+    if flags is None:
         return store
-    then = np.unpackbits(np.frombuffer(committed, np.uint8), count=store.n_slabs).astype(bool)
-    return Store(store.files, store.manifest, then, False, label)
+    then = np.unpackbits(np.frombuffer(flags, np.uint8), count=store.n_slabs).astype(bool)
+    return Store(store.generations, then, False, label)
 
 
 copyreg.pickle(Store, _address)

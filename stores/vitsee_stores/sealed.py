@@ -192,12 +192,12 @@ class VerifiedChunks:
         parts = chunk_parts(spec, box)
         if spec.per in ("image", "slab"):
             slabs = dict.fromkeys(part.chunk[0] for part in parts)
-            self._read_rows([slab for slab in slabs if not skip(slab)])
+            self._read_rows(spec, [slab for slab in slabs if not skip(slab)])
         self.files.each(read, parts)
         return result
 
-    def _read_rows(self, slabs: Iterable[int]) -> None:
-        """Prefetch these slabs' checksum rows, once each."""
+    def _read_rows(self, spec: ArraySpec, slabs: Iterable[int]) -> None:
+        """Prefetch these slabs' checksum rows, once each, to read an array."""
         new = [slab for slab in slabs if slab not in self._rows]
         self._rows.update(zip(new, self.files.each_small(self.read_row, new), strict=True))
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_stores import metadata
 from vitsee_stores import missing_input as absent
 from vitsee_stores.errors import MissingInput, SiteError, StoreError
 from vitsee_stores.files import Files
+from vitsee_stores.generations import Generation, GrownChunks, revision
 from vitsee_stores.layout import ArraySpec
 from vitsee_stores.lazy import LazyArray, NormalisedInputs, StoredArray
 from vitsee_stores.manifest import Manifest
@@ -37,25 +35,31 @@ class Store(StoreSites):
         place: its folder or URL.
         committed: (slabs,) which slabs can be read. Rows of the others read as NaN, 0 and not
             valid, and `slabs()` skips them.
+        generations: the store as it was made, and what was added to it since; `manifest` is that of
+            all of them.
     """
 
     def __init__(
         self,
-        files: Files,
-        manifest: Manifest,
+        generations: Sequence[Generation],
         committed: NDArray[np.bool_],
         complete: bool,
         label: str | None = None,
     ):
-        self.files = files
-        self.place = files.place
+        self.generations = tuple(generations)
+        self.files: Files = generations[0].files
+        self.place = self.files.place
         self.label = label if label is not None else self.place.absolute().stem
-        self.manifest = manifest
-        self.plan = manifest.plan
+        self.manifest: Manifest = generations[-1].whole
+        self.plan = self.manifest.plan
         self.committed = committed
         self.complete = complete
         self.sites: dict[str, SiteSpec] = {site.name: site for site in self.plan.sites}
-        self.chunks = VerifiedChunks(files, manifest)
+        self.chunks = (
+            VerifiedChunks(self.files, self.manifest)
+            if len(generations) == 1
+            else GrownChunks(generations)
+        )
         self.arrays: dict[str, ArraySpec] = self.chunks.specs
 
     @property
@@ -86,7 +90,8 @@ class Store(StoreSites):
 
     @property
     def zarr(self) -> Any:
-        """Read-only zarr-python group, which ignores commits and their checksums."""
+        """Read-only zarr-python group of the store as it was made, which ignores commits and their
+        checksums; what was added since is in groups of its own (`generations/2`)."""
         import zarr
 
         return zarr.open_group(self.files.zarr_store(), mode="r")
@@ -116,11 +121,20 @@ class Store(StoreSites):
         """(images,) rows whose image could be read and whose slab is committed."""
         return np.asarray(self.array("valid")[:] == 1)
 
-    @cached_property
-    def revision(self) -> str:
-        """Digest of the commit markers; changes when a slab is rewritten."""
-        markers = metadata.read_markers(self.files, self.manifest)
-        return hashlib.sha256(json.dumps(markers, sort_keys=True).encode()).hexdigest()[:16]
+    @property
+    def generation(self) -> int:
+        """The number of the last generation: 1 for a store that did not grow."""
+        return self.generations[-1].number
+
+    def revision(self, site: str) -> str:
+        """Digest of the commit markers of a site's slabs; changes when one is rewritten or added,
+        and not when other sites are."""
+        name, used = self.site(site).name, {1: list(range(self.n_slabs))}
+        if isinstance(self.chunks, GrownChunks):
+            folders = tuple(f"{folder}/{name}" for folder in ("acts", "vectors", "pooled"))
+            path = next(path for path in self.arrays if path.startswith(folders))
+            used = self.chunks.used(path)
+        return revision(self.generations, used)
 
     @cached_property
     def samples(self) -> StoreSamples:

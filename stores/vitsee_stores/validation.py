@@ -17,6 +17,14 @@ from vitsee_stores.chunks import no_answer
 from vitsee_stores.disk import PARTIAL
 from vitsee_stores.errors import StoreError, Unreachable, reason
 from vitsee_stores.files import Files, NoAnswer
+from vitsee_stores.generations import (
+    FOLDER,
+    Generation,
+    GrownChunks,
+    files_of,
+    numbers,
+    read_generations,
+)
 from vitsee_stores.layout import ArraySpec
 from vitsee_stores.manifest import ATTRIBUTE, Manifest, few, samples_from_arrays
 from vitsee_stores.places import files_at
@@ -52,18 +60,74 @@ def validate(
     """
     files = files_at(path)
     manifest, complete = metadata.read_root(files)
-    return list(dict.fromkeys(_problems(files, manifest, complete, deep, report)))
+    problems = list(_problems(files, manifest, complete, deep, report))
+    if complete:
+        problems += _of_generations(files, deep, report)
+    return list(dict.fromkeys(problems))
+
+
+def _of_generations(
+    files: Files, deep: bool, report: Callable[[int, int], None]
+) -> Iterator[str]:
+    """The problems of what was added to a complete store, each behind its folder; and of how the
+    generations fit."""
+    begun = numbers(files)
+    for number in begun:
+        own = files_of(files, number)
+        try:
+            manifest, complete = metadata.read_root(own)
+        except Unreachable:
+            raise
+        except StoreError as error:
+            yield f"{FOLDER}/{number}: {error}"
+            continue
+        for line in _problems(own, manifest, complete, deep, report):
+            yield f"{FOLDER}/{number}: {line}"
+    try:
+        found = [one for one in read_generations(files) if one.number == 1 or one.published]
+        if len(found) > 1:
+            yield from _same_images(found)
+    except Unreachable:
+        raise
+    except StoreError as error:
+        yield f"{FOLDER}: {without_advice(error, files)}"
+
+
+def _same_images(found: Sequence[Generation]) -> Iterator[str]:
+    """Whether all generations are of the same images in one order."""
+    whole = GrownChunks(found)
+    try:
+        samples = samples_from_arrays(whole.samples(), whole.manifest.splits)
+    except StoreError:  # reported with its generation
+        return
+    if samples.fingerprint() != whole.manifest.samples_fingerprint:
+        yield f"{FOLDER}: ids and labels do not match the last one's samples_fingerprint"
+    before = np.empty(0, np.uint64)
+    for one in found:
+        chunks = VerifiedChunks(one.files, one.manifest)
+        first = one.first_slab * one.manifest.plan.slab
+        try:
+            hashes = chunks.read_all(chunks.specs["hash"])
+        except Unreachable:
+            raise
+        except StoreError:  # reported with its generation
+            return
+        common = before[first : first + len(hashes)]
+        if (common != hashes[: len(common)]).any():
+            yield f"{FOLDER}/{one.number}: hash: its images are not those of the ones before"
+        before = np.concatenate([before[:first], hashes])
 
 
 def remedy(damage: Sequence[str]) -> str:
     """How to make the damaged slabs again, if all problems that `validate` found are in slabs; else
     ""."""
     slabs = set()
+    pattern = rf"^({FOLDER}/\d+)?.*(?:, slab|no sound marker of slab) (\d+)(?:: |$)"
     for line in damage:
-        if (match := re.search(r"(?:, slab|no sound marker of slab) (\d+)(?:: |$)", line)) is None:
+        if (match := re.search(pattern, line)) is None:
             return ""
-        slabs.add(int(match[1]))
-    markers = [f"commits/c.{slab}.0" for slab in sorted(slabs)]
+        slabs.add((match[1] or "", int(match[2])))
+    markers = [os.path.join(folder, f"commits/c.{slab}.0") for folder, slab in sorted(slabs)]
     those = "that slab" if len(slabs) == 1 else "those slabs"
     return (
         f"delete {few(markers)}, then repeat the vitsee extract command: it makes {those} again"
@@ -149,9 +213,11 @@ def _differences(found: Mapping[str, Any], document: Mapping[str, Any]) -> Itera
 
 
 def _foreign_files(files: Files, specs: Mapping[str, ArraySpec], complete: bool) -> Iterator[str]:
-    folders = {*_groups(specs), *specs}
+    folders = {*_groups(specs), *specs, *({FOLDER} if complete else ())}
     unlisted: list[OSError] = []
     for path, below, names in files.walk(unlisted.append):
+        if path == FOLDER:
+            below.clear()  # stores of their own
         for name in sorted(below):
             inner = f"{path}/{name}" if path else name
             if inner not in folders:

@@ -22,6 +22,7 @@ from vitsee_core.images import ImageError, Selection, batches
 from vitsee_core.runtime.versions import DECODERS, store_versions
 from vitsee_stores import Store, StoreWriter
 from vitsee_stores.errors import IdentityMismatch, StoreError, VitseeError
+from vitsee_stores.generations import Generation
 from vitsee_stores.manifest import few
 
 CHECK_IMAGES = 4
@@ -139,7 +140,8 @@ def _committed_hashes(writer: StoreWriter) -> dict[int, int]:
     if not committed.any():
         return {}
     # A slab of a store that was complete, whose marker is damaged by now, is one to make.
-    store = Store(writer.files, writer.manifest, committed, False, "")
+    own = Generation(writer.files, writer.manifest, False, writer.manifest)
+    store = Store([own], committed, False, "")
     rows = np.flatnonzero(store.valid)
     if len(rows) > COMPARED:
         rows = np.random.default_rng(0).choice(rows, COMPARED, replace=False)

@@ -109,7 +109,7 @@ class GramCache:
         self, features: FeatureMatrix, rows: Integers, batches: Sequence[Integers] = ()
     ) -> GramFile | None:
         """A cached matrix that contains `rows`, or the matrices of these batches."""
-        store, folder = _revision(features.store), self.place(features.store)
+        store, folder = _revision(features), self.place(features.store)
         stem, key = self._stem(features), self._key(features)
         for path in sorted(folder.glob(f"{stem}.*.json")) if folder.is_dir() else ():
             header = Header.load(read_regular(path))
@@ -175,7 +175,7 @@ class GramCache:
         batches: tuple[int, ...],
     ) -> GramFile:
         key = self._key(features)
-        digest = sha256(repr((_revision(features.store), key, batches)).encode())
+        digest = sha256(repr((_revision(features), key, batches)).encode())
         digest.update(rows.astype("<i8").tobytes())
         # A private name, so that two processes computing the same matrix do not collide.
         name = f"{self._stem(features)}.{digest.hexdigest()[:12]}-{secrets.token_hex(3)}"
@@ -190,7 +190,7 @@ class GramCache:
                 origin = FeatureOffset(0 if batches else len(rows))
                 checksums = write_tiles(owned, make(origin), tile)
                 header = Header(
-                    _revision(features.store),
+                    _revision(features),
                     key,
                     rows,
                     batches,
@@ -248,9 +248,11 @@ def gram_cache(
             os.close(owner)
 
 
-def _revision(store: Store) -> str:
-    """Version of a store's numbers: its identity, and when its slabs were committed."""
-    return f"{store.manifest.store_id}:{store.revision}"
+def _revision(features: FeatureMatrix) -> str:
+    """Version of a site's numbers: the store's identity, and when the slabs that hold the site
+    were committed, in whichever generation."""
+    store, site = features.store, features.key[0]
+    return f"{store.manifest.store_id}:{store.revision(site)}"
 
 
 def _remove_older(folder: Path, stem: str) -> None:
