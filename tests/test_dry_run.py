@@ -11,9 +11,9 @@ import torch
 
 from tests.extractions import VIT, extract, extracted, plant_images
 from vitsee_core.extraction import dry_run as module
+from vitsee_core.extraction.begin import prepare
 from vitsee_core.extraction.dry_run import UNCHECKED, dry_run
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
-from vitsee_core.extraction.prepare import prepare
 from vitsee_core.extraction.small_weights import small_weights
 from vitsee_core.models.dummy_weights import stand_in
 from vitsee_core.models.load import load_model

@@ -54,8 +54,8 @@ class Folder(Files):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Absolute: another process may have another working directory."""
-        options = {"durable": self.durable, "parents": self.parents}
-        return partial(Folder, **options), (self.place.absolute(),)
+        made = partial(Folder, durable=self.durable, parents=self.parents)
+        return made, (self.place.absolute(),)
 
     def each(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
         return each(work_pool, work, items)

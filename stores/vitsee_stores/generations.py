@@ -201,15 +201,14 @@ def _check_arrays(
         raise ValueError(f"it has no array {lost[0]}")
 
 
-def _with_sites(
-    old: Mapping[str, Any], own: Mapping[str, Any], plan: StorePlan
-) -> dict[str, Any]:
+def _with_sites(old: Mapping[str, Any], own: Mapping[str, Any], plan: StorePlan) -> dict[str, Any]:
     """The identity of a store as if the sites that a generation adds had been asked for at once."""
-    by_site = {
-        key: {**old[key], **{k: v for k, v in own[key].items() if k != "default"}}
-        for key in ("tokens", "dtype")
-        if isinstance(old.get(key), dict) and isinstance(own.get(key), dict)
-    }
+    by_site = {}
+    for key in ("tokens", "dtype"):
+        before, added = old.get(key), own.get(key)
+        if isinstance(before, dict) and isinstance(added, dict):
+            usual = before.get("default") if len(before) == 1 else None
+            by_site[key] = before | {site: v for site, v in added.items() if v != usual}
     stored = [site.name for site in plan.sites if site.alias_of is None]
     return {**old, "sites": stored, **by_site}
 

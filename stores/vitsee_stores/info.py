@@ -33,9 +33,10 @@ def describe(
     Reads zarr.json, the labels and three small files per slab. `missing`: runs (first, last) of
     uncommitted slabs, counted from 0; `claimed`: which processes claim some of them. `n_valid`
     counts the readable images of the committed slabs; `size_bytes` is the uncompressed size of the
-    complete store. `generations` lists the store as it was made and what was added to it, the one
-    that is being added included, of which nothing else is told here but its claims and makers. `report` is called with the number of slabs examined and in total, first with 0,
-    from any thread.
+    published generations. `generations` lists the store as it was made and what was added to it,
+    including what is being added; of that nothing else is in the record but claims and makers.
+    `report` is called with the number of slabs examined and in total, first with 0, from any
+    thread.
 
     Raises:
         StoreError: missing, not a vitsee store, of another format version, or damaged.

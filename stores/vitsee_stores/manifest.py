@@ -61,8 +61,13 @@ class Samples:
 
     def part(self, rows: slice) -> Samples:
         """Consecutive ones of these images."""
-        boxes = None if self.boxes is None else self.boxes[rows]
-        return Samples(self.index[rows], self.ids[rows], self.labels[rows], self.splits[rows], boxes)
+        return Samples(
+            index=self.index[rows],
+            ids=self.ids[rows],
+            labels=self.labels[rows],
+            splits=self.splits[rows],
+            boxes=None if self.boxes is None else self.boxes[rows],
+        )
 
     @property
     def id(self) -> NDArray[np.str_]:
@@ -255,9 +260,7 @@ def few(names: Sequence[str], shown: int = 3) -> str:
     return ", ".join(names[:shown]) + more
 
 
-def check_identity(
-    stored: Mapping[str, Any], given: Mapping[str, Any], instead: str = ""
-) -> None:
+def check_identity(stored: Mapping[str, Any], given: Mapping[str, Any], instead: str = "") -> None:
     """Compare the identity fields in `given` with the store's. instead: what else could be done.
 
     Raises:

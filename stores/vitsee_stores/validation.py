@@ -66,9 +66,7 @@ def validate(
     return list(dict.fromkeys(problems))
 
 
-def _of_generations(
-    files: Files, deep: bool, report: Callable[[int, int], None]
-) -> Iterator[str]:
+def _of_generations(files: Files, deep: bool, report: Callable[[int, int], None]) -> Iterator[str]:
     """The problems of what was added to a complete store, each behind its folder; and of how the
     generations fit."""
     begun = numbers(files)

@@ -49,14 +49,14 @@ class StoreWriter:
 
     @classmethod
     def join(
-        cls, path: str | os.PathLike[str] | Url, *, durable: bool = True
+        cls, path: str | os.PathLike[str] | Url | Files, *, durable: bool = True
     ) -> StoreWriter | None:
         """A writer for an existing store; None if nothing is at `path`.
 
         Raises:
             StoreError: not a store, or damaged; it is left untouched.
         """
-        files = files_at(path, durable=durable)
+        files = path if isinstance(path, Files) else files_at(path, durable=durable)
         try:
             if not files.exists():
                 return None
@@ -67,7 +67,7 @@ class StoreWriter:
     @classmethod
     def create_or_join(
         cls,
-        path: str | os.PathLike[str] | Url,
+        path: str | os.PathLike[str] | Url | Files,
         manifest: Manifest,
         samples: Samples,
         once: Mapping[str, NDArray[Any]] | None = None,
@@ -85,7 +85,7 @@ class StoreWriter:
         """
         writer = cls.join(path, durable=durable)
         if writer is None:
-            files = files_at(path, durable=durable)
+            files = path if isinstance(path, Files) else files_at(path, durable=durable)
             files.sweep_beside(is_left)
             arrays = {**samples_arrays(samples, manifest), **(once or {})}
             made, sealed = creation.contents(manifest, arrays)

@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 
 from vitsee_core.extraction import claimed
+from vitsee_core.extraction.begin import prepare
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
 from vitsee_core.extraction.outcome import Outcome
-from vitsee_core.extraction.prepare import Prepared, prepare
+from vitsee_core.extraction.prepare import Prepared
 from vitsee_core.extraction.run import announce, fill, made_or_joined, stopped
 from vitsee_core.extraction.sharding import Shard
 from vitsee_core.extraction.signals import StopRequest
@@ -83,7 +84,9 @@ class SlabsByWorker:
             claims = Claims(writer.files, {**own, **self.about})
             committed = writer.committed()
             with claims.beating():
-                mine = claims.take([k for k in slabs if not committed[k]], len(slabs))
+                # What was added when this worker began may be whole: it then has the first store.
+                missing = [k for k in slabs if k < len(committed) and not committed[k]]
+                mine = claims.take(missing, len(slabs))
                 how = self.run, BY_DASK, mine, execution.progress, StopRequest()
                 return fill(self.prepared, writer, *how, remarks=False)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vitsee_core.extraction.begin import prepare
 from vitsee_core.extraction.gram_strategy import choose_strategy
 from vitsee_core.extraction.image_layout import ImageLayout
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
@@ -13,7 +14,6 @@ from vitsee_core.extraction.prepare import (
     chosen_images,
     cut_sides,
     plan_contents,
-    prepare,
 )
 from vitsee_core.extraction.run import default_batch, erf_cost, strategy_of
 from vitsee_core.models.checkpoints import Checkpoint
@@ -43,6 +43,7 @@ class DryRun:
     left_out: dict[str, str]  # what it will not have -> reason
     notes: tuple[str, ...]  # for the user
     cost: str = ""  # of receptive fields in words, "" without any
+    adds: str = ""  # to a complete store, in words
 
 
 def dry_run(model: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunOptions) -> DryRun:
@@ -64,7 +65,8 @@ def dry_run(model: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunO
     prepared = prepare(model, data, keep, run)
     batch_size = strategy_of(prepared, run).batch_size
     cost = erf_cost(prepared, batch_size, [slice(0, prepared.plan.n_images)])
-    return DryRun(prepared.plan, dict(prepared.manifest.left_out), prepared.notes, cost)
+    left_out = dict(prepared.manifest.left_out)
+    return DryRun(prepared.plan, left_out, prepared.notes, cost, adds=prepared.adds)
 
 
 def needs_weights(

@@ -221,6 +221,8 @@ class SlabLoop:
             check_peaks(buffers.peaks, self.prepared.captured, where, grams.kept, precision)
             sums = {**buffers.sums, **grams.on_host(buffers, n)}
             slab = to_store(buffers, sums, n, plan) | fields
+            if (known := self.prepared.known) is not None:
+                known.check(rows.start, slab["hash"], self.prepared.selection.samples.ids)
             with only_writer(self.writer.place, k):
                 size = self.writer.write_slab(k, slab, self.provenance)
         if not size:

@@ -1,15 +1,17 @@
 """Everything between the command line and the first slab: model, images, checks, manifest; for a
-new or an existing store."""
+new store or one that is unfinished."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vitsee_core.extraction.erf import ErfCost, ErfPasses, prepare_erf
 from vitsee_core.extraction.gram_strategy import gram_notes
@@ -38,9 +40,34 @@ from vitsee_core.runtime.progress import SILENT, Progress, soon_said
 from vitsee_core.runtime.versions import store_versions
 from vitsee_core.tables.files import check_place
 from vitsee_stores import StoreWriter
-from vitsee_stores.errors import SiteError, VitseeError
+from vitsee_stores.errors import IdentityMismatch, SiteError, VitseeError
+from vitsee_stores.files import Files
 from vitsee_stores.layout import SiteSpec, StorePlan
-from vitsee_stores.manifest import Manifest, check_identity, new_manifest
+from vitsee_stores.manifest import Manifest, check_identity, few, new_manifest
+from vitsee_stores.url import Place
+
+
+@dataclass(frozen=True)
+class Known:
+    """The first images of an extraction, as a store has them.
+
+    hashes: (rows,) of their encoded bytes, 0 of unreadable ones.
+    """
+
+    hashes: NDArray[np.uint64]
+    place: Place
+
+    def check(self, first: int, found: NDArray[np.uint64], ids: Sequence[str]) -> None:
+        """Compare the hashes of the images from row `first` on. Raises IdentityMismatch: names
+        those that differ."""
+        expected = self.hashes[first : first + len(found)]
+        other = (np.flatnonzero(expected != found[: len(expected)]) + first).tolist()
+        if other:
+            named = few([ids[row] for row in other])
+            raise IdentityMismatch(
+                f"{named}: not the images that {self.place} was made from, or readable in one of "
+                "both only; nothing of these is added (give the images that it was made from)"
+            )
 
 
 @dataclass(frozen=True)
@@ -52,6 +79,9 @@ class Prepared:
         weights: None if the store already has all of its files.
         erf: passes and cost of receptive fields, if requested.
         changes: the interventions, which are in effect in its `applied()` alone.
+        files: those of the generation that is added to a complete store; None: of the store itself.
+        known: images that must be the same as in the generations before.
+        adds: what the generation adds, in words.
     """
 
     model: LoadedModel
@@ -66,6 +96,9 @@ class Prepared:
     erf: tuple[ErfPasses, ErfCost] | None = None
     weights: SmallWeights | None = None
     changes: Changes | None = None
+    files: Files | None = None
+    known: Known | None = None
+    adds: str = ""
 
     @property
     def plan(self) -> StorePlan:
@@ -75,30 +108,6 @@ class Prepared:
     def captured(self) -> list[SiteSpec]:
         """The sites whose values are captured (not aliases)."""
         return [site for site in self.plan.sites if site.alias_of is None]
-
-
-def prepare(
-    options: ModelOptions | LoadedModel,
-    data: DataOptions,
-    keep: KeepOptions,
-    run: RunOptions,
-    progress: Progress = SILENT,
-) -> Prepared:
-    """Load the model (if needed), choose the images, run the self-check, and decide the contents of
-    the store.
-
-    Nothing is written. An existing store is joined: it supplies every choice that was not given,
-    and is compared with those that were.
-
-    Raises:
-        VitseeError: anything the user can fix, in one line.
-        IdentityMismatch: the existing store was made from something else.
-    """
-    writer = None if run.force else StoreWriter.join(run.output)
-    if writer is None:
-        check_output(run, data)
-        return plan_store(options, data, keep, run, progress)
-    return join_store(writer, options, data, keep, run, progress)
 
 
 def check_output(run: RunOptions, data: DataOptions) -> None:
@@ -181,7 +190,7 @@ def plan_store(
     erf, without_erf = None, dict[str, str]()
     if plan.erf is not None:
         plan, erf, without_erf = prepare_erf(model, table, plan, plan.erf, first.pixels, device)
-    plan = _with_dtypes(plan, check.dtypes)
+    plan = with_dtypes(plan, check.dtypes)
     manifest = new_manifest(
         {
             **fixed_identity(model, selection, layout.canvas),
@@ -364,7 +373,7 @@ def unseen_pixels(model: LoadedModel, table: SiteTable) -> list[str]:
     ]
 
 
-def _with_dtypes(plan: StorePlan, dtypes: Mapping[str, str]) -> StorePlan:
+def with_dtypes(plan: StorePlan, dtypes: Mapping[str, str]) -> StorePlan:
     sites = tuple(replace(site, dtype=dtypes.get(site.name, site.dtype)) for site in plan.sites)
     return replace(plan, sites=sites)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from vitsee_core.runtime.command_lines import without_options
 from vitsee_stores import StoreWriter
+from vitsee_stores.generations import Generation, read_generations
 from vitsee_stores.metadata import ZARR_JSON
 from vitsee_stores.url import Place
 
@@ -17,22 +18,30 @@ _HOW = ("--shard", "--dask", "--device", "--workers", "--batch-size")
 
 
 def n_complete(command: str, output: Place) -> int | None:
-    """The number of images of the store at `output`, if it is complete, was made by this command in
-    this folder, and no file that it names (a list, a checkpoint) is newer; else None. Raises
-    StoreError: not a store, or damaged."""
+    """The number of images of the store at `output`, if it is complete, it or one of its
+    generations was made by this command in this folder, and no file that it names (a list, a
+    checkpoint) is newer; else None. Raises StoreError: not a store, or damaged."""
     writer = StoreWriter.join(output)
-    if writer is None:
+    if writer is None or not writer.complete:
         return None
-    info = writer.manifest.info
+    generations = [one for one in read_generations(writer.files) if one.published]
+    if not all(one.complete for one in generations):
+        return None
+    return next((n for one in generations if (n := _n_made(one, command)) is not None), None)
+
+
+def _n_made(generation: Generation, command: str) -> int | None:
+    """The number of images of a store with this generation, if the command made that."""
+    info, place = generation.manifest.info, generation.files.place
     try:
         made = shlex.split(str(info.get("command", "")))
     except ValueError:
         return None
     same = without_options(made, _HOW) == without_options(shlex.split(command), _HOW)
-    if not same or info.get("data_folder") != os.getcwd() or not writer.complete:
+    if not same or info.get("data_folder") != os.getcwd():
         return None
-    if isinstance(output, Path):
-        finished = (output / ZARR_JSON).stat().st_mtime
+    if isinstance(place, Path):
+        finished = (place / ZARR_JSON).stat().st_mtime
         if any(os.path.isfile(word) and os.path.getmtime(word) > finished for word in made):
             return None
-    return writer.plan.n_images
+    return generation.whole.plan.n_images

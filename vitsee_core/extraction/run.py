@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vitsee_core.extraction.begin import prepare
 from vitsee_core.extraction.claimed import Together, claimed_rounds
 from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.gram_strategy import GramStrategy, choose_strategy
@@ -26,7 +27,7 @@ from vitsee_core.extraction.loop import SlabLoop
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
 from vitsee_core.extraction.outcome import Outcome
 from vitsee_core.extraction.plan import slab_bytes
-from vitsee_core.extraction.prepare import Prepared, prepare
+from vitsee_core.extraction.prepare import Prepared
 from vitsee_core.extraction.sharding import Shard
 from vitsee_core.extraction.signals import Interrupted, StopRequest
 from vitsee_core.extraction.slab_locks import without_writer
@@ -133,6 +134,8 @@ def announce(prepared: Prepared, writer: StoreWriter, run: RunOptions) -> bool:
         log.info("left out: %s", line)
     if canvas := describe(prepared.plan.canvas):
         log.info("%s", canvas)
+    if prepared.adds:
+        log.info("%s", prepared.adds)
     if writer.complete:
         images = counted(prepared.plan.n_images, "images")
         log.info("%s is complete (%s): nothing to do", run.output, images)
@@ -186,22 +189,24 @@ def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
     if isinstance(run.output, Path):  # of this machine's disk
         taken = max_disk_bytes(prepared.manifest, disk_block_bytes(run.output))
     strategy = strategy_of(prepared, run)
-    log.info("%s takes %s: %s", run.output, human_bytes(need), by_folder(sizes))
+    place = run.output if prepared.files is None else prepared.files
+    log.info("%s takes %s: %s", place, human_bytes(need), by_folder(sizes))
     for path, size in sizes.items():
         log.debug("%s: %s", path, human_bytes(size))
     if taken > free:
         raise VitseeError(
-            f"{run.output} would take up to {human_bytes(taken)}, the disk has {human_bytes(free)} "
+            f"{place} would take up to {human_bytes(taken)}, the disk has {human_bytes(free)} "
             "free; choose fewer --sites, --tokens pooled or fewer --images (see --dry-run)"
         )
     strategy.check_room(free - taken, prepared.plan.slab)
     writer = StoreWriter.create_or_join(
-        run.output,
+        place,
         prepared.manifest,
         prepared.selection.samples,
         once,
     )
-    if writer.manifest.store_id != prepared.manifest.store_id:  # another process was first
+    is_theirs = writer.manifest.store_id != prepared.manifest.store_id  # they were first
+    if is_theirs and prepared.files is None:
         check_same_images(writer, prepared.selection, prepared.first)
     return writer
 

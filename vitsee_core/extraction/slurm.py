@@ -18,7 +18,7 @@ from vitsee_core.extraction.options import (
 )
 from vitsee_core.extraction.prepare import chosen_images
 from vitsee_core.models.sources import source_of
-from vitsee_stores import StoreWriter
+from vitsee_stores import StoreWriter, open_store
 from vitsee_stores.errors import VitseeError
 
 MOST_TASKS = 8
@@ -148,16 +148,22 @@ def plan_array(
         )
     source_of(model.name).check()
     writer = StoreWriter.join(run.output)
-    if writer is not None and writer.complete:
-        raise VitseeError(f"{run.output} is complete: there is nothing to plan")
     stored = {} if writer is None else writer.manifest.identity
     n_images = len(chosen_images(data, stored).samples)
     slab = keep.slab or DEFAULT_SLAB
+    n_slabs = -(-n_images // slab) if writer is None else writer.n_slabs
+    if writer is not None and writer.complete:
+        plan = open_store(run.output, allow_partial=True).plan
+        if keep.sites is None and n_images <= plan.n_images:
+            raise VitseeError(f"{run.output} is complete: there is nothing to plan")
+        n_slabs = -(-n_images // plan.slab)
+        if n_images > plan.n_images:
+            n_slabs -= plan.n_images // plan.slab
     return ArrayPlan(
         tuple(words),
         str(run.output),
         os.getcwd(),
-        n_slabs=-(-n_images // slab) if writer is None else writer.n_slabs,
+        n_slabs=n_slabs,
         workers=run.workers,
         gpu=not run.device.startswith("cpu"),
         shard=shard,

@@ -162,6 +162,10 @@ def result_cautions(result: Result, known: Mapping[str, FoundStore]) -> list[str
             same = [s for s in known.values() if s.name == label]
             if same:
                 found.append(f"the store {label} was made anew since: these are older numbers.")
+        elif known:
+            here = known[_text(store.get("store_id"))].record["generation"]
+            if (then := store.get("generation", 1)) != here:
+                found.append(f"made from generation {_text(then)} of {label}, which has {here}.")
     left_out = result.file.table.notes.get("left_out")
     if isinstance(left_out, dict):
         found += [f"left out {name}: {reason}." for name, reason in left_out.items()]

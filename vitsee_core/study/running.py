@@ -225,7 +225,9 @@ def fingerprints(paths: Sequence[Path]) -> dict[str, str]:
 
             try:
                 store = open_store(path, allow_partial=True)
-                found[str(path)] = store.manifest.store_id + ("" if store.complete else ", partial")
+                grown = f", generation {store.generation}" if store.generation > 1 else ""
+                partial = "" if store.complete else ", partial"
+                found[str(path)] = store.manifest.store_id + grown + partial
             except (VitseeError, OSError):
                 found[str(path)] = ""
         elif path.is_file():

@@ -55,6 +55,7 @@ def describe_run(
                 "label": store.label,
                 "path": str(store.place.absolute()),
                 "store_id": store.manifest.store_id,
+                "generation": store.generation,
                 "samples_fingerprint": store.manifest.samples_fingerprint,
                 "model": store.manifest.model.get("name"),
                 "weights": weights_name(store.manifest.model),

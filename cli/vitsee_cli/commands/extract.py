@@ -144,6 +144,8 @@ def show_plan(planned: DryRun, run: RunOptions, each: bool) -> None:
     console.out(HEADER)
     for size in (total, *(array_sizes if each else folder_sizes)(plan)):
         console.out(size.row(plan.n_images))
+    if planned.adds:
+        console.say(planned.adds)
     for note in planned.notes:
         console.warn(note)
     if planned.cost:

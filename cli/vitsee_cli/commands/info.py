@@ -175,6 +175,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("store", f"{record['path']} (format {record['format']}, id {record['store_id'][:12]})"),
         ("status", f"{'complete' if record['complete'] else 'unfinished'}: {slabs}"),
         ("damaged", damaged if unread else ""),
+        *(("generation", _generation(one, record)) for one in record["generations"][1:]),
         ("missing", _missing(record["missing"])),
         *(("claimed", _claim(claim)) for claim in record["claimed"]),
         ("resumed by", "" if record["complete"] else _resumed_by(record)),
@@ -217,6 +218,24 @@ def _missing(runs: Sequence[Sequence[int]]) -> str:
     left = sum(b - a + 1 for a, b in runs[SHOWN_RUNS:])
     more = f" and {left} more (-f missing)" if left else ""
     return f"slabs {', '.join(shown)}{more}"
+
+
+def _generation(one: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+    """`2 adds 7 sites (blocks.0.norm1, ...), 3.1 MB, 2026-01-01T00:00:00Z: vitsee extract ...`."""
+    from vitsee_stores.manifest import few
+
+    before = record["generations"][one["number"] - 2]["rows"][1]
+    first, last = one["rows"]
+    what = f"{_count(one['sites'], 'site')} ({few(one['sites'])})"
+    if last > before:
+        again = f", and has rows {first} to {before} anew" if first <= before else ""
+        what = f"rows {before + 1} to {last}{again}"
+    when = one["committed"]
+    if not one["complete"]:
+        done = f"{one['n_committed']} of {counted(one['n_slabs'], 'slabs')}"
+        when = f"being added ({done}), not read yet"
+    size = console.human_bytes(one["size_bytes"])
+    return f"{one['number']} adds {what}, {size}, {when}: {one['command'] or 'unknown'}"
 
 
 def _claim(claim: Mapping[str, Any]) -> str:

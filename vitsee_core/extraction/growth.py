@@ -1,0 +1,348 @@
+"""More sites, or more images, for a complete store: a generation of its own, see
+`vitsee_stores.generations`.
+
+What may grow is added by the same model only: its weights and choices are compared as for every
+store that is joined, what is stored of the first images is computed once more, and the hash of
+every image that is read again must be the stored one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vitsee_core.extraction.erf import prepare_erf
+from vitsee_core.extraction.identity import check_same_model, fixed_identity, given_identity
+from vitsee_core.extraction.image_layout import ImageLayout, lay_out
+from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
+from vitsee_core.extraction.plan import Choices, choose_erf, in_order
+from vitsee_core.extraction.prepare import (
+    Known,
+    Prepared,
+    choose_of,
+    chosen_images,
+    run_self_check,
+    unseen_pixels,
+    with_dtypes,
+)
+from vitsee_core.images import Selection
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.reproduced import check_reproduced
+from vitsee_core.models.same_images import check_same_images, first_images
+from vitsee_core.runtime.device import resolve_device
+from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.progress import SILENT, Progress, soon_said
+from vitsee_core.runtime.versions import store_versions
+from vitsee_stores import Store, StoreWriter
+from vitsee_stores.errors import IdentityMismatch, VitseeError
+from vitsee_stores.generations import Generation, committed, files_of, read_generations
+from vitsee_stores.growth import Growth
+from vitsee_stores.layout import SiteSpec, StorePlan
+from vitsee_stores.manifest import check_identity, few, new_manifest
+
+GROWS = "; to what a complete store has, more --sites or more --images can be added"
+# Fields of an identity in which a store may grow; they are compared here.
+GROWING = ("sites", "tokens", "dtype", "n_images", "samples_fingerprint")
+
+
+@dataclass(frozen=True)
+class Addition:
+    """What a command asks for beyond a store: new sites (aliases included) of all of its images, or
+    all of its sites for the images from the first slab on that it has not whole.
+
+    `n_images` is that of the grown store.
+    """
+
+    sites: tuple[SiteSpec, ...]
+    first_slab: int
+    n_images: int
+
+    def rows(self, plan: StorePlan) -> slice:
+        """The rows of the grown store that it is computed for."""
+        return slice(self.first_slab * plan.slab, self.n_images)
+
+
+def grow_store(
+    writer: StoreWriter,
+    options: ModelOptions | LoadedModel,
+    data: DataOptions,
+    keep: KeepOptions,
+    run: RunOptions,
+    progress: Progress = SILENT,
+) -> Prepared:
+    """An extraction that adds to a complete store, or goes on with what is being added; without
+    anything to add, one that has nothing to do.
+
+    Raises:
+        VitseeError: as `prepare`; both sites and images are asked for; something else is being
+            added.
+        IdentityMismatch: another model, other images, or other choices that cannot grow.
+    """
+    generations, unfinished = usable(read_generations(writer.files))
+    store = Store(generations, committed(generations), True, "")
+    stored, plan = store.manifest.identity, store.plan
+    device, selection = resolve_device(run.device), chosen_images(data, stored, progress)
+    with soon_said("loading the model"):
+        layout = lay_out(options, data, keep, selection, plan.canvas)
+    model, table = layout.model, layout.table
+    check_same_model(writer, model)
+    # Which sites have receptive fields is no question of those that are asked for alone.
+    of_sites = {**stored, "erf": 0}
+    kept = choose_of(layout, KeepOptions(), of_sites)
+    asked = choose_of(layout, dataclasses.replace(keep, erf=None), of_sites)
+    given = given_identity(keep, data, asked, generations[0].manifest.plan)
+    fixed = fixed_identity(model, selection, layout.canvas)
+    same = {key: value for key, value in {**fixed, **given}.items() if key not in GROWING}
+    check_identity(stored, same, GROWS)
+    check_sites(kept, asked, keep)
+    added = addition(store, generations, layout, asked, selection, data)
+    model.module.to(device)
+    first = first_images(selection, model.transform, writer.manifest.info)
+    check_same_images(writer, selection, first)
+    prepared = Prepared(
+        *(model, table, selection, device, asked.precision, store.manifest, writer, first),
+        notes=(*model.notes(), *unseen_pixels(model, table), *selection.notes),
+    )
+    if added is None:
+        if unfinished is not None and unfinished.published:
+            raise VitseeError(damaged(unfinished))
+        return prepared
+    check_reproduced(store, model, table, first, device, asked.precision)
+    choices = {} if added.n_images > plan.n_images else own_choices(asked, added)
+    return _growing(prepared, store, layout, choices, added, unfinished, data, run)
+
+
+def _growing(
+    prepared: Prepared,
+    store: Store,
+    layout: ImageLayout,
+    choices: dict[str, Any],
+    added: Addition,
+    unfinished: Generation | None,
+    data: DataOptions,
+    run: RunOptions,
+) -> Prepared:
+    """The extraction into the next generation, which is joined if it was begun."""
+    files = files_of(store.files, store.generation + 1)
+    rows = added.rows(store.plan)
+    selection = dataclasses.replace(
+        prepared.selection, samples=prepared.selection.samples.part(rows)
+    )
+    fingerprint = prepared.selection.samples.fingerprint()
+    identity = {
+        **store.manifest.identity,
+        "n_images": added.n_images,
+        "samples_fingerprint": fingerprint,
+        "sites": [site.name for site in added.sites if site.alias_of is None],
+        **choices,
+        "generation": store.generation + 1,
+    }
+    writer = None
+    if unfinished is not None:
+        writer = StoreWriter(unfinished.files, unfinished.manifest)
+        check_same_addition(unfinished, identity)
+    plan = plan_of(store, layout, added) if writer is None else writer.plan
+    first, device, precision = prepared.first, prepared.device, prepared.precision
+    check = run_self_check(prepared.model, prepared.table, plan, first.pixels, device, precision)
+    erf, without_erf = None, dict[str, str]()
+    if plan.erf is not None:
+        model, table = prepared.model, prepared.table
+        planned, erf, without_erf = prepare_erf(model, table, plan, plan.erf, first.pixels, device)
+        plan = planned if writer is None else plan
+    if writer is None:
+        plan = with_dtypes(plan, check.dtypes)
+        manifest = new_manifest(
+            identity,
+            plan,
+            selection.samples,
+            model=store.manifest.model,
+            transform=store.manifest.transform,
+            class_names=store.manifest.class_names,
+            selfcheck=check.figures,
+            left_out=without_erf,
+            info={
+                "data": asdict(data),
+                "data_folder": os.getcwd(),
+                "command": run.command,
+                "versions": store_versions(),
+            },
+            splits=store.manifest.splits,
+            growth=Growth(
+                after=tuple(one.manifest.store_id for one in store.generations),
+                first_slab=added.first_slab,
+                sites=tuple(site.name for site in sites_of(store, layout, added)),
+                samples_fingerprint=fingerprint,
+            ),
+        )
+    else:
+        manifest = writer.manifest
+    hashes = store.samples.hash[rows.start :]
+    return dataclasses.replace(
+        prepared,
+        selection=selection,
+        manifest=manifest,
+        writer=writer,
+        notes=(*prepared.notes, *check.notes),
+        erf=erf,
+        files=files,
+        known=Known(hashes, store.place),
+        adds=describe(store, added),
+    )
+
+
+def usable(every: Sequence[Generation]) -> tuple[list[Generation], Generation | None]:
+    """The generations of a complete store that are whole, and the next one, which is being added or
+    lacks a slab."""
+    found = [every[0]]
+    for one in every[1:]:
+        if not one.complete:
+            return found, one
+        found.append(one)
+    return found, None
+
+
+def addition(
+    store: Store,
+    generations: Sequence[Generation],
+    layout: ImageLayout,
+    asked: Choices,
+    selection: Selection,
+    data: DataOptions,
+) -> Addition | None:
+    """What is asked for beyond the store; None if it has all of it.
+
+    Raises:
+        IdentityMismatch: other images, or none that begin with the store's.
+        VitseeError: both more sites and more images; more images on a canvas.
+    """
+    plan, place, n = store.plan, store.place, len(selection)
+    names = {site.name for site in plan.sites}
+    sites = tuple(site for site in asked.sites if site.name not in names)
+    fingerprint = selection.samples.fingerprint()
+    images = {"n_images": n, "samples_fingerprint": fingerprint}
+    before = {one.whole.samples_fingerprint for one in generations}
+    if fingerprint in before:
+        if not sites:
+            return None
+        if n < plan.n_images:
+            raise IdentityMismatch(
+                f"{place} has {counted(plan.n_images, 'images')}: sites are added for all of them "
+                f"(give --images {plan.n_images})"
+            )
+        return Addition(in_order(sites, layout.kept), 0, n)
+    begin = selection.samples.part(slice(0, plan.n_images)).fingerprint()
+    if n <= plan.n_images or begin != store.manifest.samples_fingerprint:
+        check_identity(store.manifest.identity, images, _why_other(store, data))
+    if data.images is None:
+        check_identity(store.manifest.identity, images, f"; --images {n} would add the others")
+    if plan.canvas is not None:
+        raise VitseeError(
+            f"{place} takes no more images: its canvas is as large as those that it has "
+            f"(extract all {n} into another store; more --sites can be added)"
+        )
+    if sites:
+        raise VitseeError(
+            f"{place} is asked for more sites ({few([site.name for site in sites])}) and more "
+            f"images ({n} in place of {plan.n_images}): add one after the other, first with "
+            f"--images {plan.n_images}, then with --images {n}"
+        )
+    return Addition(plan.sites, plan.n_images // plan.slab, n)
+
+
+def _why_other(store: Store, data: DataOptions) -> str:
+    if data.per_class is not None:
+        return "; images can be added by --images only: of more of each class others come first"
+    return f"{GROWS}, of the same data, order and seed: the images that it has stay the first"
+
+
+def check_sites(stored: Choices, asked: Choices, keep: KeepOptions) -> None:
+    """Refuse other tokens or types of stored sites. Raises IdentityMismatch: names them."""
+    by_name = {site.name: site for site in stored.sites}
+    both = [(by_name[site.name], site) for site in asked.sites if site.name in by_name]
+    compared = [("tokens", keep.tokens), ("dtype", keep.dtype)]
+    for field, explicit in compared:
+        other = [new for old, new in both if getattr(old, field) != getattr(new, field)]
+        if explicit is not None and other:
+            old, new = by_name[other[0].name], other[0]
+            raise IdentityMismatch(
+                f"{few([site.name for site in other])}: stored with {field} "
+                f"{getattr(old, field)}, given {getattr(new, field)}, and what is stored stays "
+                "(give --sites of further ones alone)"
+            )
+
+
+def own_choices(choices: Choices, added: Addition) -> dict[str, Any]:
+    """The choices of each added site, by name."""
+    names = {site.name for site in added.sites if site.alias_of is None}
+    sites = [site for site in choices.sites if site.name in names]
+    return {key: {site.name: getattr(site, key) for site in sites} for key in ("tokens", "dtype")}
+
+
+def check_same_addition(unfinished: Generation, identity: dict[str, Any]) -> None:
+    """Refuse to add something else while a generation is unfinished. Raises IdentityMismatch: names
+    the command that goes on."""
+    try:
+        check_identity(unfinished.manifest.identity, identity)
+    except IdentityMismatch:
+        info = unfinished.manifest.info
+        raise IdentityMismatch(
+            f"{unfinished.files} is unfinished ({len(unfinished.markers)} of "
+            f"{counted(unfinished.manifest.plan.n_slabs, 'slabs')}), and this asks for something "
+            f"else: repeat its own command first ({info.get('command')}), or remove that folder"
+        ) from None
+
+
+def damaged(generation: Generation) -> str:
+    """A line on a generation that was complete and lacks slabs now."""
+    lost = generation.manifest.plan.n_slabs - len(generation.markers)
+    return (
+        f"{generation.files} was complete and lacks {counted(lost, 'slabs')}: repeat the command "
+        f"that made it ({generation.manifest.info.get('command')})"
+    )
+
+
+def sites_of(store: Store, layout: ImageLayout, added: Addition) -> tuple[SiteSpec, ...]:
+    """All sites of the grown store, in the model's order."""
+    sites = {site.name: site for site in (*store.plan.sites, *added.sites)}
+    return in_order(sites.values(), layout.kept)
+
+
+def plan_of(store: Store, layout: ImageLayout, added: Addition) -> StorePlan:
+    """The plan of the generation that adds this."""
+    plan, first = store.plan, added.rows(store.plan).start
+    if added.n_images > plan.n_images:
+        erf = plan.erf
+        if erf is not None:
+            left = erf.n_images - first
+            erf = dataclasses.replace(erf, n_images=left) if left > 0 else None
+        return dataclasses.replace(plan, n_images=added.n_images - first, weights=(), erf=erf)
+    stored = [site for site in added.sites if site.alias_of is None]
+    erf = None
+    if plan.erf is not None and any(s.layout is not None and s.layout.grid for s in stored):
+        erf = choose_erf(plan.erf.n_images, stored, layout.input_size, {})
+    return StorePlan(
+        n_images=plan.n_images,
+        slab=plan.slab,
+        codec=plan.codec,
+        sites=added.sites,
+        grams=plan.grams,
+        erf=erf,
+        canvas=plan.canvas,
+    )
+
+
+def describe(store: Store, added: Addition) -> str:
+    """What a generation adds, in words."""
+    what = f"generation {store.generation + 1} of {store.place}"
+    plan = store.plan
+    if added.n_images > plan.n_images:
+        more = counted(added.n_images - plan.n_images, "images")
+        again = plan.n_images - added.first_slab * plan.slab
+        remade = f", and makes the last {counted(again, 'images')} again" if again else ""
+        return f"{what} adds {more} to {plan.n_images}{remade}"
+    names = [site.name for site in added.sites if site.alias_of is None]
+    images = counted(plan.n_images, "images")
+    return f"{what} adds {counted(len(names), 'sites')} ({few(names)}) of {images}"
