@@ -184,6 +184,8 @@ def test_a_store_that_is_there_counts_its_own_slabs(folder: Path, tmp_path: Path
     result = extract(*words, "--plan", "slurm")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "is complete: there is nothing to plan" in result.stderr
+    script = extracted(*words, "--plan", "slurm", "--sites", "norms").stdout
+    assert "#SBATCH --array=0-3\n" in script, "more sites, of all of its slabs"
 
 
 def test_a_store_of_another_kind_is_no_plan(tmp_path: Path, folder: Path) -> None:

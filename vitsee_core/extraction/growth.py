@@ -235,9 +235,11 @@ def addition(
         return Addition(in_order(sites, layout.kept), 0, n)
     begin = selection.samples.part(slice(0, plan.n_images)).fingerprint()
     if n <= plan.n_images or begin != store.manifest.samples_fingerprint:
-        check_identity(store.manifest.identity, images, _why_other(store, data))
+        check_identity(store.manifest.identity, images, _why_other(data))
     if data.images is None:
-        check_identity(store.manifest.identity, images, f"; --images {n} would add the others")
+        hint = f"; --images {n} would add the others"
+        hint = hint if data.per_class is None else _why_other(data)
+        check_identity(store.manifest.identity, images, hint)
     if plan.canvas is not None:
         raise VitseeError(
             f"{place} takes no more images: its canvas is as large as those that it has "
@@ -252,7 +254,8 @@ def addition(
     return Addition(plan.sites, plan.n_images // plan.slab, n)
 
 
-def _why_other(store: Store, data: DataOptions) -> str:
+def _why_other(data: DataOptions) -> str:
+    """What images can be added, where others were asked for."""
     if data.per_class is not None:
         return "; images can be added by --images only: of more of each class others come first"
     return f"{GROWS}, of the same data, order and seed: the images that it has stay the first"

@@ -154,10 +154,11 @@ def plan_array(
     n_slabs = -(-n_images // slab) if writer is None else writer.n_slabs
     if writer is not None and writer.complete:
         plan = open_store(run.output, allow_partial=True).plan
-        if keep.sites is None and n_images <= plan.n_images:
+        grows = data.images is not None and n_images > plan.n_images
+        if keep.sites is None and not grows:
             raise VitseeError(f"{run.output} is complete: there is nothing to plan")
         n_slabs = -(-n_images // plan.slab)
-        if n_images > plan.n_images:
+        if grows:
             n_slabs -= plan.n_images // plan.slab
     return ArrayPlan(
         tuple(words),
