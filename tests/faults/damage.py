@@ -1,7 +1,7 @@
 """Damage done to small stores on purpose: is all of it found, and does a reader ever give other
 numbers without a word?
 
-    python -m tests.faults.damage 300 [--seed 0]
+    python -m tests.faults.damage 300 [--seed 0] [--grown]
 
 Three kinds, so many of each: whole chunks, rows and markers put in another's place (swapped between
 slabs, copied, taken from a store of the same shapes), single bits flipped in chunks, and single
@@ -34,13 +34,16 @@ Undo = list[tuple[Path, bytes]]
 
 
 class Trials:
-    """Two stores of the same shapes and other numbers in `folder`; the first is damaged."""
+    """Two stores of the same shapes and other numbers in `folder`; the first is damaged. grown:
+    whether both have three generations."""
 
-    def __init__(self, folder: Path, seed: int):
+    def __init__(self, folder: Path, seed: int, grown: bool = False):
         self.random = random.Random(seed)
         self.store, self.other = folder / "a.zarr", folder / "b.zarr"
         for path, numbers in ((self.store, 1), (self.other, 2)):
             fill(path, np.random.default_rng(numbers))
+            if grown:
+                fuzz.grow(path)
         self.before = read(self.store)
         files = [path for path in self.store.rglob("*") if path.is_file()]
         self.documents = sorted(path for path in files if path.name == "zarr.json")
@@ -95,7 +98,7 @@ class Trials:
                 path
                 for path in self.chunks
                 if path.name.startswith(ending) and path.parent.name != left
-                and "samples" not in path.parts and "weights" not in path.parts
+                and not {"samples", "weights", "generations"} & {*path.parts}
             ]  # fmt: skip
             undo = [(path, path.read_bytes()) for path in paths]
             for path in paths:
@@ -190,10 +193,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Damage stores, and see what finds it.")
     parser.add_argument("trials", type=int, help="of each kind")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--grown", action="store_true", help="stores of three generations")
     arguments = parser.parse_args()
     failed = False
     with tempfile.TemporaryDirectory(prefix="damage-") as folder:
-        trials = Trials(Path(folder), arguments.seed)
+        trials = Trials(Path(folder), arguments.seed, arguments.grown)
         for kind in KINDS:
             ended = trials.run(kind, arguments.trials)
             print(f"{kind}: " + ", ".join(f"{what} {n}" for what, n in sorted(ended.items())))

@@ -1,7 +1,7 @@
 """Changed manifests, markers, checksums and samples, as damage or malice could leave them: what
 reads a store must end with a result or one line, at once, in little memory, and within the store.
 
-    python -m tests.faults.fuzz 100000 [--seed 0]
+    python -m tests.faults.fuzz 100000 [--seed 0] [--generation 3]
 
 Digests and checksums are made anew after most changes, so that what lies behind them is met. Prints
 how the variants ended; exit code 1 where one ended in a traceback, took more than 20 seconds, or
@@ -31,6 +31,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from tests.grown_stores import add_images, add_sites
 from vitsee_stores import (
     Samples,
     SiteSpec,
@@ -124,6 +125,14 @@ def make_store(path: Path, commit: bool = True) -> None:
     writer.finish()
 
 
+def grow(path: Path) -> None:
+    """Add a site to the small store, then three images."""
+    layout = open_store(path).plan.sites[0].layout
+    site = SiteSpec("b.0.norm1", "norm1", "b.0", (), "tokens", 2, (3, 2), layout, 0, 0.5)
+    add_sites(path, [site])
+    add_images(path, 3)
+
+
 class Changes:
     """Random changes of bytes and of JSON."""
 
@@ -177,19 +186,28 @@ class Changes:
 
 class Fuzzer(Changes):
     """Variants of one small store in `folder`, and what reads them; `readers`: more that do, each
-    twentieth variant."""
+    twentieth variant. generation: the one that is changed, of three if it is not the first."""
 
-    def __init__(self, folder: Path, seed: int, readers: dict[str, Callable[[Path], object]]):
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        readers: dict[str, Callable[[Path], object]],
+        generation: int = 1,
+    ):
         super().__init__(seed)
         self.store = folder / "fuzzed.zarr"
         make_store(self.store)
+        if generation > 1:
+            grow(self.store)
+        self.at = self.store if generation == 1 else self.store / "generations" / str(generation)
         own: dict[str, Callable[[Path], object]] = {
             **{"open": read_everything, "describe": describe, "validate": check}
         }
         self.readers = own | readers
         self.rarely = set(readers)
         self.files = {
-            name: (self.store / name).read_bytes()
+            name: (self.at / name).read_bytes()
             for name in ("zarr.json", *NAMES, *(f"{name}/{self._chunk(name)}" for name in SAMPLES))
         }
         self.root = json.loads(self.files["zarr.json"])
@@ -204,7 +222,7 @@ class Fuzzer(Changes):
                     continue
                 ended[f"{name}: {self.read(name, reader, number)}"] += 1
             for file in changed:
-                (self.store / file).write_bytes(self.files[file])
+                (self.at / file).write_bytes(self.files[file])
         return ended
 
     def read(self, name: str, reader: Callable[[Path], object], number: int) -> str:
@@ -248,7 +266,7 @@ class Fuzzer(Changes):
         text = text.replace(json.dumps(DEEP).encode(), b"[" * depth + b"]" * depth)
         if self.random.random() < 0.05:
             text = self.noise(text)
-        (self.store / "zarr.json").write_bytes(text)
+        (self.at / "zarr.json").write_bytes(text)
         return ["zarr.json"]
 
     def marker(self) -> list[str]:
@@ -275,13 +293,13 @@ class Fuzzer(Changes):
         if self.random.random() < 0.3:
             self.change(data["plan"])
         text = json.dumps({**document, "attributes": {ATTRIBUTE: metadata.with_digest(data)}})
-        (self.store / "zarr.json").write_text(text)
+        (self.at / "zarr.json").write_text(text)
         return ["zarr.json", name]
 
     def put(self, name: str, body: bytes) -> int:
         """A chunk with its checksum, which is returned."""
         value = int(google_crc32c.value(body))
-        (self.store / name).write_bytes(body + value.to_bytes(4, "little"))
+        (self.at / name).write_bytes(body + value.to_bytes(4, "little"))
         return value
 
     def _chunk(self, path: str) -> str:
@@ -370,10 +388,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fuzz what reads a store.")
     parser.add_argument("variants", type=int)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--generation", type=int, default=1)
     arguments = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     folder = Path(tempfile.mkdtemp(prefix="fuzz-store-"))
-    ended = Fuzzer(folder, arguments.seed, {"vitsee info": info}).run(arguments.variants)
+    readers: dict[str, Callable[[Path], object]] = {"vitsee info": info}
+    fuzzer = Fuzzer(folder, arguments.seed, readers, arguments.generation)
+    ended = fuzzer.run(arguments.variants)
     for what, count in sorted(ended.items()):
         print(f"{what:40} {count}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -14,8 +14,11 @@ from tests.faults.trials import seeds
 @pytest.mark.fault("damage in a store, all of it read")
 @seeds(1)
 @pytest.mark.parametrize("kind", damage.KINDS)
-def test_damage_is_found_and_never_read(tmp_path: Path, kind: str, seed: int, ended: Ends) -> None:
-    found = damage.Trials(tmp_path, seed).run(kind, 25)
+@pytest.mark.parametrize("grown", [False, True], ids=["made", "grown"])
+def test_damage_is_found_and_never_read(
+    tmp_path: Path, kind: str, grown: bool, seed: int, ended: Ends
+) -> None:
+    found = damage.Trials(tmp_path, seed, grown).run(kind, 25)
     assert found["trials"] == found["validate --deep finds"] == 25
     assert found["readers: refused"] > 5
     assert "readers: other numbers" not in found
