@@ -316,10 +316,11 @@ def test_a_model_that_does_not_give_what_is_stored_is_refused(
     store: Path, images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever its weights' hash says."""
-    from vitsee_core.models import reproduced
+    from vitsee_core.images import normalise
 
-    normalise = reproduced.normalise
-    monkeypatch.setattr(reproduced, "normalise", lambda x, *given: normalise(255 - x, *given))
+    monkeypatch.setattr(
+        "vitsee_core.models.reproduced.normalise", lambda x, *given: normalise(255 - x, *given)
+    )
     done = extract(*words(images, store, FIRST, *sites("norms")))
     assert done.exit_code == 1, done.output
     assert re.search(r"does not give what .* has of .* on the first images: 0?\.?\d", done.stderr)

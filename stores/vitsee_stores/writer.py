@@ -17,6 +17,7 @@ from vitsee_stores import creation, metadata
 from vitsee_stores.chunks import boxes, checksum, chunk_name, encode, padded
 from vitsee_stores.errors import StoreError, reason
 from vitsee_stores.files import Files
+from vitsee_stores.generations import read_generations
 from vitsee_stores.layout import ArraySpec
 from vitsee_stores.leases import remove_claims
 from vitsee_stores.manifest import Manifest, Samples, check_identity, jsonable, samples_arrays
@@ -330,6 +331,17 @@ class StoreWriter:
             f"cannot write slab {k} of {self.place}: {reason(error)}; repeat the command, "
             "committed slabs are kept"
         )
+
+
+def tidy(files: Files) -> None:
+    """Remove what processes that were killed at their end left of a store and its generations.
+
+    Raises:
+        StoreError: damaged, or the disk fails.
+    """
+    for one in read_generations(files):
+        if one.complete:
+            StoreWriter(one.files, one.manifest).finish()
 
 
 def _now() -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import time
 from typing import Any
+from collections.abc import Callable
 
 from vitsee_core.extraction import claimed
 from vitsee_core.runtime import kept_sums
@@ -76,3 +78,33 @@ def clock_runs_backwards_elsewhere() -> None:
     lose_soon()
     another_machine()
     clock_runs_backwards()
+
+
+def _die(after: bool) -> None:
+    """End like a killed process at the first step that others can see: a store is put in its place,
+    a slab is committed, a store is said to be complete."""
+
+    def dying(
+        step: Callable[..., None], is_one: Callable[[str], bool] = lambda place: True
+    ) -> Callable[..., None]:
+        def done(source: str, place: str, **more: object) -> None:
+            if not is_one(str(place)):
+                return step(source, place, **more)
+            if after:
+                step(source, place, **more)
+            os._exit(137)
+
+        return done
+
+    os.rename, os.link = dying(os.rename), dying(os.link)
+    os.replace = dying(os.replace, lambda place: place.endswith("zarr.json"))
+
+
+def die_before_a_commit() -> None:
+    """Before that step."""
+    _die(after=False)
+
+
+def die_after_a_commit() -> None:
+    """Right after it."""
+    _die(after=True)

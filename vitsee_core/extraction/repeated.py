@@ -12,6 +12,7 @@ from vitsee_stores import StoreWriter
 from vitsee_stores.generations import Generation, read_generations
 from vitsee_stores.metadata import ZARR_JSON
 from vitsee_stores.url import Place
+from vitsee_stores.writer import tidy
 
 # Options that do not affect a store.
 _HOW = ("--shard", "--dask", "--device", "--workers", "--batch-size")
@@ -27,7 +28,10 @@ def n_complete(command: str, output: Place) -> int | None:
     generations = [one for one in read_generations(writer.files) if one.published]
     if not all(one.complete for one in generations):
         return None
-    return next((n for one in generations if (n := _n_made(one, command)) is not None), None)
+    made = next((n for one in generations if (n := _n_made(one, command)) is not None), None)
+    if made is not None:
+        tidy(writer.files)
+    return made
 
 
 def _n_made(generation: Generation, command: str) -> int | None:

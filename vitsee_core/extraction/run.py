@@ -52,6 +52,7 @@ from vitsee_stores.disk_usage import max_disk_bytes
 from vitsee_stores.errors import IdentityMismatch, VitseeError
 from vitsee_stores.layout import StorePlan, n_bytes
 from vitsee_stores.manifest import by_reason
+from vitsee_stores.writer import tidy
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +138,7 @@ def announce(prepared: Prepared, writer: StoreWriter, run: RunOptions) -> bool:
     if prepared.adds:
         log.info("%s", prepared.adds)
     if writer.complete:
+        tidy(writer.files)
         images = counted(prepared.plan.n_images, "images")
         log.info("%s is complete (%s): nothing to do", run.output, images)
         return True
