@@ -97,13 +97,12 @@ def test_a_joining_process_takes_the_stores_defaults(folder: Path, tmp_path: Pat
     ("extra", "phrases"),
     [
         (["--slab", "8"], ["slab is 4", "given 8"]),
-        (["--seed", "1"], ["seed is 0", "given 1", "samples_fingerprint"]),
-        (["--dtype", "float32"], ["dtype.default is float16", "given float32"]),
+        (["--seed", "1"], ["seed is 0", "given 1", "more --sites or more --images"]),
+        (["--dtype", "float32"], ["stored with dtype float16", "given float32"]),
         (["--attention", "rows"], ["attention is summary", "given rows"]),
         (["--images", "8"], ["samples_fingerprint"]),
         (["--random-init", "1"], ["weights is"]),
         (["--crop-pct", "0.5"], ["transform.crop_pct"]),
-        (["--sites", "all"], ["sites is"]),
     ],
 )
 def test_another_identity_is_refused_and_shown(
