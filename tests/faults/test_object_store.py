@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from numpy.testing import assert_array_equal
 
 from tests.extractions import array_bytes, extracted
 from tests.faults.conftest import Ends
@@ -119,3 +120,44 @@ def test_cka_through_a_bad_server(
     done = run.run("cka", url, "--sites", "*", "--cache", cache, env=env)
     assert (done.code, done.stdout) == (0, expected.stdout), done.stderr
     assert Counter(path.suffix for path in cache.iterdir()).keys() == {".tiles", ".json"}
+
+
+@pytest.mark.fault("a store in a bucket whose server fails at random grows, killed too")
+@pytest.mark.parametrize("kind", ["sites", "images"])
+@seeds(1)
+def test_a_store_grows_through_a_bad_server(
+    run: Server, bad: Proxy, images: Path, tmp_path: Path, kind: str, seed: int, ended: Ends
+) -> None:
+    """After each process the store has what it had, or all; at the end what a good disk gets."""
+    rng, url = random.Random(seed), f"s3://trials/grown-{kind}{seed}/s.zarr"
+    more = {"sites": ["--images", 13, "--sites", "norms"], "images": ["--images", 24]}[kind]
+    bad.faults = []
+    first, env = extraction(images, url, *SMALL, "--images", 13), surroundings(bad)
+    assert run.run(*first, env=env).code == 0
+    before = open_store(url).vectors("logits")[:12]  # the 13th is made again, in another batch
+    words = extraction(images, url, *more)
+    for share in (0.0, *SHARES):
+        bad.faults = failing(rng, share)
+        process = run.start(*words, env=env, before=QUICKLY)
+        if not share:  # a good server, but killed
+            moment(rng, process, 6.0, lambda: any("generations/2" in r for r in bad.requests))
+            process.kill()
+        done = process.end()
+        if done.code == -signal.SIGKILL:
+            ended("killed, resumed")
+        elif done.code == 0:
+            ended("right bytes")
+        else:
+            assert url in says_one_line(done)
+            ended("one line, resumed")
+        bad.faults = []
+        assert_array_equal(open_store(url).vectors("logits")[:12], before)
+    done = run.run(*words, env=env)
+    assert done.code == 0, done.stderr
+    assert validate(url, deep=True) == []
+    whole = ["--sites", "norms"] if kind == "sites" else []
+    extracted(*extraction(images, tmp_path / "s.zarr", *SMALL, *more[:2], *whole)[1:])
+    there, here = open_store(url), open_store(tmp_path / "s.zarr")
+    assert there.generation == 2 and there.plan == here.plan
+    for name in there.arrays:
+        assert_array_equal(there.array(name)[...], here.array(name)[...], err_msg=name)
