@@ -38,7 +38,13 @@ from vitsee_core.runtime.progress import SILENT, Progress, soon_said
 from vitsee_core.runtime.versions import store_versions
 from vitsee_stores import Store, StoreWriter
 from vitsee_stores.errors import IdentityMismatch, VitseeError
-from vitsee_stores.generations import Generation, committed, files_of, read_generations
+from vitsee_stores.generations import (
+    Generation,
+    committed,
+    files_of,
+    grown,
+    read_generations,
+)
 from vitsee_stores.growth import Growth
 from vitsee_stores.layout import SiteSpec, StorePlan
 from vitsee_stores.manifest import check_identity, few, new_manifest
@@ -152,8 +158,11 @@ def _growing(
         model, table = prepared.model, prepared.table
         planned, erf, without_erf = prepare_erf(model, table, plan, plan.erf, first.pixels, device)
         plan = planned if writer is None else plan
-    if writer is None:
-        plan = with_dtypes(plan, check.dtypes)
+    if writer is not None:
+        manifest = writer.manifest
+    else:
+        # Types of stored sites are those of the images before, whatever this device rounds to.
+        plan = with_dtypes(plan, check.dtypes) if choices else plan
         manifest = new_manifest(
             identity,
             plan,
@@ -177,8 +186,8 @@ def _growing(
                 samples_fingerprint=fingerprint,
             ),
         )
-    else:
-        manifest = writer.manifest
+        before = [one.manifest.store_id for one in store.generations]
+        grown(before, store.manifest, manifest)  # raises here what every reader would refuse
     hashes = store.samples.hash[rows.start :]
     return dataclasses.replace(
         prepared,

@@ -53,7 +53,7 @@ def command(model: ModelOptions, **given: Any) -> None:
     open_clip:NAME/TAG, torchvision:vit_b_16, torchhub:OWNER/REPO:ENTRY, or a function of your own
     file that gives a torch module, model.py:build. Its activations, attention summaries and
     residual products go into STORE. Repeat the same command to resume; several processes with
-    --shard fill one store together.
+    --shard fill one store together. To a complete store more --sites or more --images are added.
 
     \b
       vitsee extract vit_base_patch16_224 --data imagenet/val --images 5000 -o b16.zarr
