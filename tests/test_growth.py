@@ -241,6 +241,7 @@ REFUSED: dict[str, tuple[list[object], str]] = {
         [*sites("blocks"), "--dtype", "float32"],
         "embed, blocks.* stored with dtype float16, given float32",
     ),
+    "an intervention": (["--ablate-heads", "blocks.0:0", *sites("norms")], "interventions is "),
     "fewer images": (["--images", 9], "n_images is 10, given 9"),
     "images and sites": (["--images", N, *sites("norms")], "one after the other, first with"),
     "images of each class": (["--per-class", 6], "images can be added by --images only"),

@@ -126,7 +126,7 @@ def test_reading_gives_the_numbers_of_a_folder(bucket: str, make_store: MakeStor
     tokens = there.acts("blocks.0.out")
     assert_array_equal(tokens[[7, 0, 9]], here.acts("blocks.0.out")[[7, 0, 9]])
     assert there.samples.id.tolist() == here.samples.id.tolist()
-    assert there.revision("embed") == here.revision("embed")
+    assert there.revision == here.revision == here.revision_of("embed")
     again = pickle.loads(pickle.dumps(there))
     assert_array_equal(again.acts("blocks.0.out", (1, 2))[:], here.acts("blocks.0.out", (1, 2))[:])
     with pytest.raises(StoreError, match="is in no folder of this machine"):

@@ -126,7 +126,13 @@ class Store(StoreSites):
         """The number of the last generation: 1 for a store that did not grow."""
         return self.generations[-1].number
 
-    def revision(self, site: str) -> str:
+    @cached_property
+    def revision(self) -> str:
+        """Digest of all commit markers; changes when a slab is rewritten or added."""
+        every = {one.number: list(one.markers) for one in self.generations}
+        return revision(self.generations, every)
+
+    def revision_of(self, site: str) -> str:
         """Digest of the commit markers of a site's slabs; changes when one is rewritten or added,
         and not when other sites are."""
         name, used = self.site(site).name, {1: list(range(self.n_slabs))}

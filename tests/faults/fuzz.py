@@ -309,7 +309,7 @@ class Fuzzer(Changes):
 def read_everything(path: Path) -> None:
     """What a store that opens is asked for by every analysis."""
     store = open_store(path, allow_partial=True)
-    _ = store.samples.id, store.samples.split, [store.revision(name) for name in store.sites]
+    _ = store.samples.id, store.samples.split, [store.revision_of(name) for name in store.sites]
     for slab in store.slabs():
         slab.valid.sum()
     for name in store.arrays:

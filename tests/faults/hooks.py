@@ -6,8 +6,8 @@ import itertools
 import os
 import random
 import time
-from typing import Any
 from collections.abc import Callable
+from typing import Any
 
 from vitsee_core.extraction import claimed
 from vitsee_core.runtime import kept_sums

@@ -114,7 +114,7 @@ def test_a_marker_that_cannot_be_asked_for_is_not_taken_for_a_missing_slab(
     for call in (
         lambda: open_store(url, allow_partial=True),
         lambda: describe(url),
-        lambda: open_store(url).revision("embed"),
+        lambda: open_store(url).revision,
     ):
         with pytest.raises(StoreError, match=rf"^{url} cannot be read: commits/c.1.0: the server"):
             call()

@@ -34,6 +34,14 @@ def prepare(
         return plan_store(options, data, keep, run, progress)
     if writer.manifest.growth is not None:
         raise StoreError(f"{writer.place} is a generation of the store above it: give that one")
-    if writer.complete:
+    if writer.complete and not _changed(writer, options):
         return grow_store(writer, options, data, keep, run, progress)
     return join_store(writer, options, data, keep, run, progress)
+
+
+def _changed(writer: StoreWriter, options: ModelOptions | LoadedModel) -> bool:
+    """Whether the model runs with interventions, or ran with some: such stores do not grow, as what
+    replaces a value may depend on the rows."""
+    asked = options.interventions
+    given = any(asked.values()) if isinstance(asked, dict) else bool(asked)
+    return given or bool(writer.manifest.identity.get("interventions"))

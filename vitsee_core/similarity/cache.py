@@ -252,7 +252,7 @@ def _revision(features: FeatureMatrix) -> str:
     """Version of a site's numbers: the store's identity, and when the slabs that hold the site
     were committed, in whichever generation."""
     store, site = features.store, features.key[0]
-    return f"{store.manifest.store_id}:{store.revision(site)}"
+    return f"{store.manifest.store_id}:{store.revision_of(site)}"
 
 
 def _remove_older(folder: Path, stem: str) -> None:
