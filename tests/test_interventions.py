@@ -44,14 +44,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return plant_images(tmp_path_factory.mktemp("images"), N)
 
 
-@pytest.fixture(scope="module")
-def bases(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Plain extractions."""
-    place = tmp_path_factory.mktemp("bases")
-    for name, model in MODELS.items():
+class Bases(dict[str, Path]):
+    """Plain extractions, made when they are asked for."""
+
+    def __init__(self, folder: Path, place: Path) -> None:
+        super().__init__()
+        self.folder, self.place = folder, place
+
+    def __missing__(self, name: str) -> Path:
         heads = [] if name in ("mixer", "resnet") else ["--sites", "heads"]
-        run(model, folder, place / f"{name}.zarr", "--inputs", *heads)
-    return {name: place / f"{name}.zarr" for name in MODELS}
+        self[name] = self.place / f"{name}.zarr"
+        run(MODELS[name], self.folder, self[name], "--inputs", *heads)
+        return self[name]
+
+
+@pytest.fixture(scope="module")
+def bases(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Bases:
+    return Bases(folder, tmp_path_factory.mktemp("bases"))
 
 
 def run(model: list[str], folder: Path, path: Path, *more: object) -> Store:
@@ -106,7 +115,7 @@ def putting(places: Any, values: Any) -> Any:
 # against hooks by hand ---------------------------------------------------------------------------
 
 
-def test_zero_class_token(bases: dict[str, Path], folder: Path, tmp_path: Path) -> None:
+def test_zero_class_token(bases: Bases, folder: Path, tmp_path: Path) -> None:
     store = run(VIT, folder, tmp_path / "a.zarr", "--replace", "cls@blocks.2.out=zero")
     changed(store, bases["vit"], plain_pass(VIT, bases["vit"], "blocks.2", putting(0, 0.0)))
     assert not store.acts("blocks.2.out")[:, 0].any()
@@ -115,7 +124,7 @@ def test_zero_class_token(bases: dict[str, Path], folder: Path, tmp_path: Path) 
     assert validate(tmp_path / "a.zarr", deep=True) == []
 
 
-def test_mean_registers(bases: dict[str, Path], folder: Path, tmp_path: Path) -> None:
+def test_mean_registers(bases: Bases, folder: Path, tmp_path: Path) -> None:
     base = bases["registers"]
     text = f"registers@blocks.1.out=mean:{base}"
     store = run(REGISTERS, folder, tmp_path / "a.zarr", "--replace", text)
@@ -123,7 +132,7 @@ def test_mean_registers(bases: dict[str, Path], folder: Path, tmp_path: Path) ->
     changed(store, base, plain_pass(REGISTERS, base, "blocks.1", putting([1, 2], mean)))
 
 
-def test_noise_of_a_distilled_model(bases: dict[str, Path], folder: Path, tmp_path: Path) -> None:
+def test_noise_of_a_distilled_model(bases: Bases, folder: Path, tmp_path: Path) -> None:
     """The stored noise gives the same logits by hand; its moments are those of the base store."""
     base = bases["distilled"]
     text = f"cls,dist@blocks.0.out=noise:{base}"
@@ -136,7 +145,7 @@ def test_noise_of_a_distilled_model(bases: dict[str, Path], folder: Path, tmp_pa
     assert np.abs(normal[0] - normal[1]).max() > 1
 
 
-def test_shuffle_of_an_in_place_sum(bases: dict[str, Path], folder: Path, tmp_path: Path) -> None:
+def test_shuffle_of_an_in_place_sum(bases: Bases, folder: Path, tmp_path: Path) -> None:
     """`mid` is no module's output: both the second branch and its skip see the change."""
     base = bases["vit"]
     text = f"cls@blocks.1.mid=shuffle:{base}"
@@ -157,9 +166,9 @@ def test_shuffle_of_an_in_place_sum(bases: dict[str, Path], folder: Path, tmp_pa
     changed(store, base, wanted)
 
 
-@pytest.mark.parametrize("name", ["resnet", "mixer"])
+@pytest.mark.parametrize("name", ["resnet", pytest.param("mixer", marks=pytest.mark.slow)])
 def test_patches_of_models_without_prefix(
-    bases: dict[str, Path], folder: Path, tmp_path: Path, name: str
+    bases: Bases, folder: Path, tmp_path: Path, name: str
 ) -> None:
     base, model = bases[name], MODELS[name]
     path = {"resnet": "layer2.0", "mixer": "blocks.0"}[name]
@@ -176,7 +185,7 @@ def test_patches_of_models_without_prefix(
     assert np.ptp(logits(store), axis=0).max() < 1e-4  # nothing of the image is left
 
 
-def test_outliers_and_as_many_others(bases: dict[str, Path], folder: Path, tmp_path: Path) -> None:
+def test_outliers_and_as_many_others(bases: Bases, folder: Path, tmp_path: Path) -> None:
     plain = np.asarray(open_store(bases["vit"]).acts("blocks.2.out"))
     norms = np.linalg.norm(plain[:, 1:], axis=-1)
     for kind in ("outliers", "random"):
@@ -196,9 +205,16 @@ def test_outliers_and_as_many_others(bases: dict[str, Path], folder: Path, tmp_p
     changed(store, bases["vit"], plain_pass(VIT, bases["vit"], "blocks.2", change))
 
 
-@pytest.mark.parametrize("name", ["vit", "registers", "distilled"])
-@pytest.mark.parametrize("kind", ["zero", "mean"])
-def test_heads(bases: dict[str, Path], folder: Path, tmp_path: Path, name: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("vit", "mean"),
+        ("registers", "zero"),
+        pytest.param("registers", "mean", marks=pytest.mark.slow),
+        pytest.param("distilled", "mean", marks=pytest.mark.slow),
+    ],
+)
+def test_heads(bases: Bases, folder: Path, tmp_path: Path, name: str, kind: str) -> None:
     base, model = bases[name], MODELS[name]
     value = "" if kind == "zero" else f"=mean:{base}"
     plain = np.asarray(open_store(base).acts("blocks.1.attn.heads"))
