@@ -108,7 +108,7 @@ def run_analysis(
     given = parameters if dask is None else absolute(parameters)
     described = {**parameters, "allow_partial": allow_partial}
     with (
-        kept_beside(outputs, opened, {**described, "dask": dask is not None}) as keep,
+        kept_beside(run, outputs, opened, {**described, "dask": dask is not None}) as keep,
         spread_over(dask, progress) as own,
     ):
         table = run(*opened, **given, **own, **(keep if _keeps(run) else {}), progress=progress)
@@ -131,11 +131,14 @@ def run_analysis(
 
 @contextmanager
 def kept_beside(
-    outputs: Outputs, stores: Sequence[Store], parameters: Mapping[str, Any]
+    run: Callable[..., Table],
+    outputs: Outputs,
+    stores: Sequence[Store],
+    parameters: Mapping[str, Any],
 ) -> Iterator[dict[str, Any]]:
-    """The keyword `keep` of an analysis, if its table has a file: beside it half of long work is
-    kept, and a command that is stopped reports so."""
-    if outputs.csv is None:
+    """The keyword `keep` of an analysis that has it, if its table has a file: beside it half of
+    long work is kept, and a command that is stopped reports so."""
+    if outputs.csv is None or "keep" not in inspect.signature(run).parameters:
         yield {}
         return
     from vitsee_core.runtime.kept_sums import KeptSums
