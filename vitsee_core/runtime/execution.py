@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from vitsee_core.runtime.kept_sums import KeptSums
 from vitsee_core.runtime.machine import memory_bytes
-from vitsee_core.runtime.progress import SILENT, Progress, Tally
+from vitsee_core.runtime.progress import SILENT, Forwarded, Progress, Tally
 from vitsee_core.runtime.streaming import A, Map, Rows, choose_rows, fold, thread_map
 from vitsee_stores import Store
 
@@ -132,21 +132,27 @@ class Execution:
     ) -> Iterator[R]:
         assert self.keep is not None
         kept = self.keep.next_sum([self.width], unit or "pieces", len(items))
-        _, found = kept.resume() or (0, [])
-        results: list[R] = found
+        resumed = kept.resume()
+        state: tuple[list[R], int] = ([], 0) if resumed is None else resumed[1]
+        results = state[0]
+        progress = Forwarded(to=self.progress)
+        progress.skip(state[1])
+        own = replace(self, progress=progress)
         yield from results
         rest, done = items[len(results) :], len(results)
         if self.map is not None:
-            new = self._over_workers(work, rest, unit, done)
+            new = own._over_workers(work, rest, unit, done)
         else:
             keep, at = self.keep, kept.number
             new = (
-                work(replace(self, keep=keep.inside(at, i)), item)
+                work(replace(own, keep=keep.inside(at, i)), item)
                 for i, item in enumerate(rest, done)
             )
         for result in new:
             results.append(result)
-            kept.offer(len(results), lambda: results, last=len(results) == len(items))
+            kept.offer(
+                len(results), lambda: (results, progress.count), last=len(results) == len(items)
+            )
             yield result
 
     def each(self, work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:

@@ -61,6 +61,27 @@ class Tally(Silent):
             self.size_bytes += size_bytes
 
 
+@dataclass
+class Forwarded(Tally):
+    """Progress that is passed on to another, and summed."""
+
+    to: Progress = SILENT
+
+    def start(self, total: int, done: int = 0, unit: str = "images") -> None:
+        self.to.start(total, done, unit)
+
+    def advance(self, count: int, size_bytes: int = 0) -> None:
+        super().advance(count, size_bytes)
+        self.to.advance(count, size_bytes)
+
+    def skip(self, count: int) -> None:
+        super().advance(count)
+        self.to.skip(count)
+
+    def stop(self) -> None:
+        self.to.stop()
+
+
 @contextmanager
 def soon_said(what: str) -> Iterator[None]:
     """Log `what` if the work inside takes more than `SILENCE` seconds."""
