@@ -90,6 +90,7 @@ class Stores:
         self.names = {"S": place / "s.zarr", "T": place / "t.zarr"}
         kept = ["--sites", "blocks", "--sites", "head", "--attention", "full", "--grams"]
         kept += ["--erf", "6", "--inputs", "--sites", "norms", "--tokens", "norms=pooled"]
+        kept += ["--sites", "*.branch", "--tokens", "*.branch=pooled"]
         for (name, path), chosen in zip(self.names.items(), ("first", "second"), strict=True):
             (place / name).mkdir()
             for image in sorted(images.rglob("*.png"))[chosen == "second" :: 2]:
