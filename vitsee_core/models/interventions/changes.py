@@ -74,7 +74,9 @@ class Changes:
         lines: each intervention in words, as manifests and tables have it.
         stores: the ids of the stores that values come from.
         expected: filled if it is a dictionary: site -> (images, tokens, dim) after its change.
-        attention: block -> the attention that it has in place of its own.
+        sites: name -> where the site is, and what is changed there, in order.
+        attention: block -> the path of its attention module, and the mode that blocks pairs there.
+        seed, index: of random numbers, and each image's place in the data set.
     """
 
     def __init__(
