@@ -25,7 +25,7 @@ from vitsee_core.statistics.moments import Moments, SlabMoments
 from vitsee_stores import Slab
 
 # Commands whose work adds up over slabs, or is spread over sites.
-SUMS = ("attn-dist", "cka-heads", "dense-probe", "saliency", "spectrum")
+SUMS = ("attn-dist", "cka-heads", "dense-probe", "effect", "saliency", "spectrum")
 SPREAD = ("cluster", "knn", "localize", "probe", "retrieve")
 OTHERS = ("attn-map", "cosine-map", "keypoints", "lens", "norms", "pca", "propagate", "spatial")
 
