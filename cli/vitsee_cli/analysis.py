@@ -111,7 +111,7 @@ def run_analysis(
         kept_beside(run, outputs, opened, {**described, "dask": dask is not None}) as keep,
         spread_over(dask, progress) as own,
     ):
-        table = run(*opened, **given, **own, **(keep if _keeps(run) else {}), progress=progress)
+        table = run(*opened, **given, **own, **keep, progress=progress)
     sidecar = describe_run(
         opened,
         command=console.command_line(),
@@ -138,7 +138,7 @@ def kept_beside(
 ) -> Iterator[dict[str, Any]]:
     """The keyword `keep` of an analysis that has it, if its table has a file: beside it half of
     long work is kept, and a command that is stopped reports so."""
-    if outputs.csv is None or "keep" not in inspect.signature(run).parameters:
+    if outputs.csv is None or not _keeps(run):
         yield {}
         return
     from vitsee_core.runtime.kept_sums import KeptSums
