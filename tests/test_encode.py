@@ -59,6 +59,7 @@ def test_codes_of_every_token_are_stored(
     np.testing.assert_allclose(codes.pooled(SITE, "cls")[:], wanted[:, 0], atol=1e-6)
     np.testing.assert_allclose(codes.pooled(SITE, "mean")[:], wanted[:, 1:].mean(1), atol=1e-6)
     assert require_paired(store, codes).tolist() == store.valid.tolist()
+    assert codes.manifest.identity["weights"].startswith("codes of"), "extract refuses it"
     assert codes.site(SITE).depth == store.site(SITE).depth
     assert codes.site(SITE).layout == store.site(SITE).layout
     np.testing.assert_array_equal(codes.samples.label, store.samples.label)

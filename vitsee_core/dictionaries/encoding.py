@@ -205,6 +205,7 @@ def _writer(
     identity = {name: value for name, value in old.identity.items() if name not in DROPPED} | {
         "command": "encode",
         "of": old.store_id,
+        "weights": f"codes of {old.identity.get('weights', '')}",  # so that extract adds nothing
         "sites": [site.name for site in plan.sites],
         "tokens": {"default": "all"},
         "dictionaries": {name: _digest(one) for name, one in dictionaries.items()},
