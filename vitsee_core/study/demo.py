@@ -3,7 +3,7 @@ once; and of models of real size on photographs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from vitsee_core.study.recipe_plan import plan_recipe
 from vitsee_core.study.steps import STORES, Plan, Step, Study
 from vitsee_stores import open_store
 
-IMAGES, QUICK_IMAGES = 1000, 500
+IMAGES, QUICK_IMAGES, CHANGED_IMAGES = 1000, 500, 100
 QUICK_MODELS = ("vit", "resnet")
 # The analyses of the pictures in docs/.
 QUICK = (
@@ -88,11 +88,31 @@ def tour(study: Study) -> list[Step]:
              (array, store), (theirs,)),
         Step("findings", ("findings", str(store), "--only", "distance-rises", "-o", str(found),
                           "--force"), (store,), (found,)),
+        *_changed(study, name),
         Step("cache", ("cache", "ls", str(store))),
         Step("rerun", ("rerun", f"{drawn}.json", "-o", str(again), "--force"), (drawn,), (again,)),
         Step("plot", ("plot", str(drawn), "-o", str(picture), "--theme", "dark", "--force"),
              (drawn,), (picture,)),
     ]  # fmt: skip
+
+
+def _changed(study: Study, name: str) -> Iterator[Step]:
+    """A model with its class token replaced, and what its layers and heads do for the answer."""
+    whole, changed = (study.folder / STORES / f"{x}.zarr" for x in ("whole", "cls-mean"))
+    data = ("extract", name, "--data", study.data, "--images", str(CHANGED_IMAGES))
+    kept = [word for group in ("blocks", "head", "residual") for word in ("--sites", group)]
+    other = f"cls@depth:0.5=mean:{whole}"
+    yield Step("extract-whole", (*data, *kept, "-o", str(whole)), (), (whole,))
+    words = (*data, "--replace", other, "-o", str(changed))
+    yield Step("extract-cls-mean", words, (whole,), (changed,))
+    for command, stores in (
+        ("effect", (whole, changed)),
+        ("logit-attribution", (whole,)),
+        ("head-importance", (whole,)),
+    ):
+        table = study.result(command)
+        drawn = ("-o", str(table), "--png", str(table.with_suffix(".png")), "--force")
+        yield Step(command, (command, *map(str, stores), *drawn), stores, (table,))
 
 
 def _axes(store: Path, place: Path) -> Step:
