@@ -45,7 +45,7 @@ from vitsee_stores.errors import MissingInput, VitseeError
 distributed = pytest.importorskip("distributed")
 
 # Commands that compute nothing from stores, a few numbers (erf, weights), hand out what they hold,
-# or run other commands.
+# run a model (head-importance), or run other commands.
 WITHOUT = {
     "best-layer",
     "cache",
@@ -56,6 +56,7 @@ WITHOUT = {
     "export",
     "import",
     "findings",
+    "head-importance",
     "info",
     "models",
     "plot",

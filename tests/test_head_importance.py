@@ -151,7 +151,7 @@ def test_one_line_says_what_is_wrong(store: Store, tmp_path: Path) -> None:
         run(store, sites="blocks.7")
     (tmp_path / "bare").mkdir()
     bare = made(tmp_path / "bare", "--attention", "none")
-    with pytest.raises(MissingInput, match="a lacks what extract keeps"):
+    with pytest.raises(MissingInput, match="a has no attention summaries"):
         run(bare)
     (tmp_path / "none").mkdir()
     headless = made(tmp_path / "none", "--model-arg", "num_classes=0")

@@ -93,6 +93,7 @@ ANALYSES = [
     "norms {a}",
     "normratio {a} --tokens cls",
     "probe {a} other={a} --allow-shared --shots 1",
+    "probe {a} --response {a} --sites blocks.-1.out --folds 2",
     "retrieve {a} --truth labels",
     "similarity {a} --sites first --sites last --no-cache",
     "weights {a} --what positions",

@@ -74,7 +74,7 @@ def _type_of(own: Declared, about: Option) -> Any:
         return _refusing(about.parse)
     if about.choices:
         return click.Choice([*about.choices, *(["none"] if about.or_none else [])])
-    if "Path" in kinds and about.metavar == "STORE":
+    if "Path" in kinds and "STORE" in (about.metavar or "").split("|"):
         return parse_place
     if "Path" in kinds:
         return parse_folder if about.metavar == "DIR" else parse_path

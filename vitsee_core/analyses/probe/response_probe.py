@@ -30,6 +30,7 @@ from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import CEILING
 from vitsee_core.types import Float, Integers, Mask
 from vitsee_stores.errors import VitseeError
+from vitsee_stores.url import Url
 
 if TYPE_CHECKING:
     from vitsee_core.runtime.execution import Execution
@@ -299,7 +300,7 @@ def response_settings(
 def run_responses(
     train: Store,
     tests: Sequence[Store],
-    response: Path,
+    response: Path | Url,
     ids: Path | None,
     test_split: str | None,
     holdout: float | None,
@@ -314,7 +315,8 @@ def run_responses(
         StoreMismatch: other models, or images that are both trained and tested on.
         VitseeError: responses that do not fit the stores, or too few images.
     """
-    responses = read_responses(Path(response), None if ids is None else Path(ids))
+    place = response if isinstance(response, Url) else Path(response)
+    responses = read_responses(place, None if ids is None else Path(ids))
     if ids is None and responses.ids is None and tests:
         raise VitseeError(
             f"{responses.source} has no ids, so that its rows can be of one store only; say whose "

@@ -16,6 +16,7 @@ from vitsee_core.types import Float, Integers, Mask
 from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.manifest import few
+from vitsee_stores.url import Url
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
@@ -116,7 +117,7 @@ class Responses:
             )
 
 
-def read_responses(path: Path, ids: Path | None) -> Responses:
+def read_responses(path: Path | Url, ids: Path | None) -> Responses:
     """The responses of a file or a store.
 
     Args:
@@ -127,7 +128,7 @@ def read_responses(path: Path, ids: Path | None) -> Responses:
         VitseeError: no responses, several arrays, or ids that do not fit them.
         OSError: it cannot be opened.
     """
-    if path.is_dir():
+    if isinstance(path, Url) or path.is_dir():
         if ids is not None:
             raise VitseeError(f"{path} is a store, which has ids; leave --response-ids out")
         return _of_store(open_store(path))
