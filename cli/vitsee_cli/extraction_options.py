@@ -51,7 +51,8 @@ ablate_skip_option = click.option(
 
 
 def intervention_options(command: Any) -> Any:
-    """What is changed while the model runs: `replace`, `ablate_heads`, `block_attention`."""
+    """What is changed while the model runs: `replace`, `ablate_heads`, `block_attention`,
+    `registers`."""
     return apply(command, _INTERVENTION_OPTIONS)
 
 
@@ -76,6 +77,14 @@ _INTERVENTION_OPTIONS: tuple[Decorator, ...] = (
         multiple=True,
         help="Keep queries from attending to keys: 'cls<-patches@blocks.6..11'; or own, distance>K "
         "(cells) in their place. Repeatable.  [default: none]",
+    ),
+    click.option(
+        "--registers",
+        metavar="N:NEURONS@SITE=outliers:STORE",
+        multiple=True,
+        help="Add N tokens, and move to them the NEURONS of MLPs up to SITE that are most active "
+        "at its outlier patches in a plain extraction with hidden layers; or, as a control, as "
+        "many others, by random:STORE.  [default: none]",
     ),
 )
 

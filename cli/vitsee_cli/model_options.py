@@ -204,7 +204,8 @@ OPTION_NAMES = (
     "crop_mode", "fill", "transform", "processor", "trust_remote_code", "model_args",
 )  # fmt: skip
 NAMED_OPTIONS = (
-    *OPTION_NAMES, "ablate_skip", "replace", "ablate_heads", "block_attention", "precision",
+    *OPTION_NAMES, "ablate_skip", "replace", "ablate_heads", "block_attention", "registers",
+    "precision",
 )  # fmt: skip
 
 

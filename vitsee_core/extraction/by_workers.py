@@ -172,6 +172,7 @@ def by_absolute_paths(
             checkpoint=model.checkpoint and model.checkpoint.absolute(),
             replace=placed_stores(model.replace),
             ablate_heads=placed_stores(model.ablate_heads),
+            registers=placed_stores(model.registers),
         ),
         dataclasses.replace(
             data,

@@ -88,9 +88,9 @@ def extract(
             short_side, multiple, tiles, label_key,
             image_column, label_column, sites, tokens, attention, residual, inputs, grams, erf,
             head_weights, dtype, codec, slab, precision, batch_size, device, workers, shard,
-            on_error, force, ablate_skip, replace, ablate_heads, block_attention; of a name also
-            checkpoint, checkpoint_key, random_init, img_size, img_mean, img_std, crop_pct,
-            crop_mode, fill, processor, trust_remote_code, model_args.
+            on_error, force, ablate_skip, replace, ablate_heads, block_attention, registers;
+            of a name also checkpoint, checkpoint_key, random_init, img_size, img_mean, img_std,
+            crop_pct, crop_mode, fill, processor, trust_remote_code, model_args.
 
     Returns:
         The store. With `shard`, while others have slabs to do, only what is there so far.

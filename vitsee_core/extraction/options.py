@@ -22,7 +22,7 @@ ATTENTION_LEVELS = ("none", "summary", "rows", "full")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 DEFAULT_SITES = ("blocks", "head")
 DEFAULT_SLAB = 256
-INTERVENTIONS = ("replace", "ablate_heads", "block_attention")
+INTERVENTIONS = ("replace", "ablate_heads", "block_attention", "registers")
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,11 @@ class ModelOptions:
     replace: tuple[str, ...] = ()
     ablate_heads: tuple[str, ...] = ()
     block_attention: tuple[str, ...] = ()
+    registers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises:
-        InterventionError: one of the last three cannot be read.
+        InterventionError: one of the last four cannot be read.
         """
         parse(*self.interventions.values())
 

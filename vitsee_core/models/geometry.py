@@ -22,7 +22,7 @@ class Geometry:
     """The tokens of a model, and the size of its input images in pixels.
 
     steps: between the cells of its grids; from sizes alone if not given. patches: the grids whose
-    patches were measured.
+    patches were measured. added: further prefix tokens, which the blocks alone work on.
     """
 
     image: Grid
@@ -30,6 +30,7 @@ class Geometry:
     grid: Grid | None = None
     steps: Steps | None = None
     patches: tuple[Patches, ...] = ()
+    added: tuple[str, ...] = ()
 
     def layout(self, grid: Grid, prefix: tuple[str, ...] = ()) -> TokenLayout:
         """The layout of a grid: as its patches were measured, else the product of the strides and
@@ -68,7 +69,10 @@ class Geometry:
 
     def token_layout(self, n_tokens: int) -> TokenLayout | None:
         """Prefix and grid of a sequence of this length: with the model's prefix tokens if that
-        leaves a grid, else without."""
+        leaves a grid, else without; with those added if that leaves the model's own grid."""
+        whole = self.prefix + self.added
+        if self.added and self.grid and n_tokens == len(whole) + math.prod(self.grid):
+            return self.layout(self.grid, whole)
         for prefix in dict.fromkeys((self.prefix, ())):
             grid = self.grid_of(n_tokens - len(prefix))
             if grid:

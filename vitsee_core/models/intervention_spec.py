@@ -4,6 +4,8 @@ replace          TOKENS@SITES=VALUES      cls,reg0@blocks.6..11.out=mean:base.za
 ablate-heads     BLOCKS:HEAD,HEAD[=VALUES]   blocks.3:0,5=zero
 block-attention  QUERIES<-KEYS@BLOCKS     cls<-patches@blocks.6..11
                  own@BLOCKS, distance>K@BLOCKS
+registers        N:NEURONS@SITE=outliers:STORE   1:10@blocks.8.out=outliers:base.zarr
+                 N:NEURONS@SITE=random:STORE
 
 VALUES is zero, or mean:STORE, noise:STORE, shuffle:STORE.
 """
@@ -22,7 +24,8 @@ from vitsee_stores.url import is_url
 REFERRING = ("mean", "noise", "shuffle")
 COUNTED = ("outliers", "random")
 OPTIONS = {"replace": "--replace", "heads": "--ablate-heads", "attention": "--block-attention"}
-_STORED = re.compile(rf"(.*=(?:{'|'.join(REFERRING)}):)(.+)")
+OPTIONS |= {"registers": "--registers"}
+_STORED = re.compile(rf"(.*=(?:{'|'.join((*REFERRING, *COUNTED))}):)(.+)")
 
 
 class InterventionError(VitseeError):
@@ -72,23 +75,45 @@ class Block:
     blocks: str
 
 
-Intervention = Replacement | HeadAblation | Block
+@dataclass(frozen=True)
+class Registers:
+    """Tokens added to the input, to which neurons of MLPs move their activations.
+
+    n: of tokens. n_neurons: how many of those most active at the outliers of `site` (values.kind
+    "outliers"), found in the store; or as many others of the same layers ("random").
+    """
+
+    text: str
+    n: int
+    n_neurons: int
+    site: str
+    values: Values
+
+
+Intervention = Replacement | HeadAblation | Block | Registers
 
 
 def parse(
     replace: Sequence[str] = (),
     ablate_heads: Sequence[str] = (),
     block_attention: Sequence[str] = (),
+    registers: Sequence[str] = (),
 ) -> tuple[Intervention, ...]:
     """The interventions that the options name, in their order.
 
     Raises:
-        InterventionError: a text that cannot be read; says what was expected.
+        InterventionError: a text that cannot be read; says what was expected. registers twice.
     """
+    if len(registers) > 1:
+        raise InterventionError(
+            f"--registers is given {len(registers)} times; expected one, as in "
+            "2:10@blocks.8.out=outliers:STORE"
+        )
     return (
         *map(_replacement, replace),
         *map(_ablation, ablate_heads),
         *map(_block, block_attention),
+        *map(_registers, registers),
     )
 
 
@@ -137,6 +162,17 @@ def _block(text: str) -> Block:
         expected = "QUERIES<-KEYS@BLOCKS, own@BLOCKS or distance>K@BLOCKS, as in"
         raise _malformed("--block-attention", text, f"{expected} 'cls<-patches@blocks.6..11'")
     return Block(text, what, blocks)
+
+
+def _registers(text: str) -> Registers:
+    number = "[1-9][0-9]{0,5}"
+    match = re.fullmatch(rf"({number}):({number})@([^=]+)=({'|'.join(COUNTED)}):(.+)", text)
+    if match is None:
+        expected = "N:NEURONS@SITE=outliers:STORE or =random:STORE, both numbers from 1 on"
+        raise _malformed(
+            "--registers", text, f"{expected}, as in 1:10@blocks.8.out=outliers:base.zarr"
+        )
+    return Registers(text, int(match[1]), int(match[2]), match[3], Values(match[4], match[5]))
 
 
 def _values(option: str, text: str, values: str) -> Values:

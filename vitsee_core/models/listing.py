@@ -45,6 +45,7 @@ def list_sites(name: str, *, prove: bool = False, **options: Any) -> Listing:
     check_model_options(name, options)
     checkpoint, seed = options.get("checkpoint"), options.get("random_init")
     own = bool(source_of(name).skips_left_out)  # proven as they are taken out
+    own = own or bool(options.get("registers"))  # so are tokens that are added
     if not prove and checkpoint is None and not own:
         if (listing := from_shapes(name, options)) is not None:
             return listing

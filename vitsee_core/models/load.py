@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from vitsee_core.models.ablation import ablate_skips
+from vitsee_core.models.added_registers import add_registers
 from vitsee_core.models.checkpoints import Checkpoint
 from vitsee_core.models.fast_path import without_fast_path
 from vitsee_core.models.hook_points import ModelError, refuse_compiled
 from vitsee_core.models.input_transform import input_transform, label_names
-from vitsee_core.models.intervention_spec import Intervention, parse
+from vitsee_core.models.intervention_spec import Intervention, Registers, parse
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.sources import source_of
 from vitsee_core.models.sources.base import Source
@@ -46,6 +47,7 @@ def load_model(
     replace: Sequence[str] = (),
     ablate_heads: Sequence[str] = (),
     block_attention: Sequence[str] = (),
+    registers: Sequence[str] = (),
     foreign: str | None = None,
 ) -> LoadedModel:
     """The model that `name` stands for: a timm name with or without tag, `hf-hub:...`,
@@ -54,10 +56,10 @@ def load_model(
     checkpoint: a file with weights instead of the pretrained ones; checkpoint_key: which of its
     state dicts. random_init: a seed; fresh weights instead of the pretrained ones. ablate_skip:
     blocks or sublayers to run without their skip connections, besides those that a folder's
-    config.json leaves out (its `ablate_skip`). replace, ablate_heads, block_attention: recorded as
-    `interventions`, in effect in extractions alone. foreign: the store that name and arguments were
-    read from, which nobody vouches for: no folder, no network, and only arguments that size a
-    layer. The others override the model's own configuration. transform, processor,
+    config.json leaves out (its `ablate_skip`). replace, ablate_heads, block_attention, registers:
+    recorded as `interventions`, in effect in extractions alone; the tokens of registers are added
+    at once. foreign: the store that name and arguments were read from, which nobody vouches for: no
+    folder, no network, and only arguments that size a layer. The others override the model's own configuration. transform, processor,
     trust_remote_code: see `Choices`.
 
     Raises:
@@ -122,11 +124,14 @@ def load_model(
         model_args=args,
         class_names=source.class_names(module),
         trained_without=source.skips_left_out,
-        interventions=parse(replace, ablate_heads, block_attention),
+        interventions=parse(replace, ablate_heads, block_attention, registers),
         origin=source.origin(),
     )
     if model.trained_without or ablate_skip:
         ablate_skips(model, ablate_skip)
+    for one in model.interventions:
+        if isinstance(one, Registers):
+            add_registers(model, one.n)
     return model
 
 
@@ -180,6 +185,9 @@ def own_model(
     )
     if ablate_skip:
         ablate_skips(model, ablate_skip)
+    for one in model.interventions:
+        if isinstance(one, Registers):
+            add_registers(model, one.n)
     return model
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from vitsee_core.models.geometry import Geometry
 from vitsee_core.models.intervention_spec import Intervention
 from vitsee_stores.manifest import few
 
@@ -26,6 +27,7 @@ class LoadedModel:
     also of pretrained weights that were fitted to other arguments.
     ablate_skip: residual sublayers that work without their skip, sorted (see ablation.py).
     interventions: what is changed while it runs, see interventions/; none is in effect by itself.
+    geometry: its tokens where registers were added (see added_registers.py), None elsewhere.
     trained_without: blocks or sublayers whose skip a folder's config.json leaves out.
     origin: what the source says of itself, see `Source.origin`.
     """
@@ -41,6 +43,7 @@ class LoadedModel:
     ablate_skip: tuple[str, ...] = ()
     trained_without: tuple[str, ...] = ()
     interventions: tuple[Intervention, ...] = ()
+    geometry: Geometry | None = None
     origin: dict[str, Any] = field(default_factory=dict)
 
     def notes(self) -> list[str]:

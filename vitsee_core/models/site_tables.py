@@ -33,7 +33,7 @@ def site_table(model: LoadedModel) -> SiteTable:
         ModelError: parts of the model are compiled, traced or scripted.
     """
     refuse_compiled(model.module)
-    found = survey(model.module, model.input_size)
+    found = survey(model.module, model.input_size, known=model.geometry)
     found = measured(model.module, model.input_size, found)
     demoted: dict[str, list[str]] = defaultdict(list)
     while True:

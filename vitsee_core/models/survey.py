@@ -32,10 +32,17 @@ class Survey:
     names: Mapping[str, str]
 
 
-def survey(module: nn.Module, size: tuple[int, int, int], *, doubtful: bool = False) -> Survey:
+def survey(
+    module: nn.Module,
+    size: tuple[int, int, int],
+    *,
+    doubtful: bool = False,
+    known: Geometry | None = None,
+) -> Survey:
     """Trace the model on two random images; again with changed corners where shapes alone do
-    not show which dimensions are the image's, unless these are to stay `doubtful`."""
-    stated = model_geometry(module, size[1:])
+    not show which dimensions are the image's, unless these are to stay `doubtful`. known: its
+    tokens, where it has others than it states."""
+    stated = known or model_geometry(module, size[1:])
     seen = trace(module, size, corners=False)
     blocks = find_blocks(module, seen)
     geometry = counted(stated, module, seen, blocks)

@@ -66,7 +66,7 @@ def command(
     from vitsee_core.models.listing import list_sites
     from vitsee_stores.layout import select_names
 
-    found = list_sites(prove=prove, **vars(model))
+    found = list_sites(prove=prove, **vars(model) | interventions)
     for note in found.notes:
         console.warn(note)
     table = found.table

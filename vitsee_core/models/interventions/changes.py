@@ -27,6 +27,7 @@ from vitsee_core.models.hook_points import (
     output_tensor,
 )
 from vitsee_core.models.interventions.blocked import BlockedAttention
+from vitsee_core.models.interventions.neurons import Moved
 from vitsee_core.models.interventions.references import Array, generators
 from vitsee_core.models.interventions.tokens import Places, TokenChoice
 
@@ -53,6 +54,9 @@ class Change:
     channels: NDArray[np.int64] | None
     reference: Given | None
     about: str
+
+
+Changed = Change | Moved
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class Changes:
     ) -> None:
         self.module, self.lines, self.stores = module, tuple(lines), tuple(stores)
         self.seed, self.index = seed, index
-        self.sites: dict[str, tuple[ChangedSite, list[Change]]] = {}
+        self.sites: dict[str, tuple[ChangedSite, list[Changed]]] = {}
         self.attention: dict[str, tuple[str, BlockedAttention]] = {}
         self.expected: dict[str, Tensor] | None = None
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -103,7 +107,7 @@ class Changes:
         """Read ahead what the passes over these rows of the store will need."""
         for _, changes in self.sites.values():
             for change in changes:
-                if change.reference is not None:
+                if isinstance(change, Change) and change.reference is not None:
                     change.reference.begin(rows)
 
     def at(self, rows: slice) -> None:
@@ -127,7 +131,7 @@ class Changes:
         handles: list[RemovableHandle] = [
             self.module.register_forward_pre_hook(lambda _m, _a: self.counts.clear())
         ]
-        by_place: Mapping[tuple[str, str], list[tuple[ChangedSite, list[Change]]]] = defaultdict(
+        by_place: Mapping[tuple[str, str], list[tuple[ChangedSite, list[Changed]]]] = defaultdict(
             list
         )
         for site, changes in self.sites.values():
@@ -150,26 +154,26 @@ class Changes:
             for handle in handles:
                 handle.remove()
 
-    def _entering(self, sites: Sequence[tuple[ChangedSite, list[Change]]]) -> Any:
+    def _entering(self, sites: Sequence[tuple[ChangedSite, list[Changed]]]) -> Any:
         def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             old = input_tensor(args, kwargs)
             new = self._changed(sites, old)
             if new is None or old is None:
                 return None
-            return _swapped(args, old, new), _swapped(kwargs, old, new)
+            return swapped(args, old, new), swapped(kwargs, old, new)
 
         return hook
 
-    def _leaving(self, sites: Sequence[tuple[ChangedSite, list[Change]]]) -> Any:
+    def _leaving(self, sites: Sequence[tuple[ChangedSite, list[Changed]]]) -> Any:
         def hook(module: nn.Module, _args: Any, output: Any) -> Any:
             old = output_tensor(module, output, len(self.rows))
             new = self._changed(sites, old)
-            return None if new is None or old is None else _swapped(output, old, new)
+            return None if new is None or old is None else swapped(output, old, new)
 
         return hook
 
     def _changed(
-        self, sites: Sequence[tuple[ChangedSite, list[Change]]], old: Tensor | None
+        self, sites: Sequence[tuple[ChangedSite, list[Changed]]], old: Tensor | None
     ) -> Tensor | None:
         """The tensor after the changes of this call of a module; None without any."""
         point = sites[0][0].hook_point
@@ -183,13 +187,18 @@ class Changes:
                     return self._replaced(site, changes, old)
         return None
 
-    def _replaced(self, site: ChangedSite, changes: Sequence[Change], old: Tensor) -> Tensor | None:
+    def _replaced(
+        self, site: ChangedSite, changes: Sequence[Changed], old: Tensor
+    ) -> Tensor | None:
         x = old.transpose(0, 1) if site.turned else old
         if len(x) != len(self.rows):
             raise CaptureError(f"{site.name}: {len(x)} for a batch of {len(self.rows)} images")
         before = site.view.flat(x)
         after = before.clone()
         for change in changes:
+            if isinstance(change, Moved):
+                change.put(after)
+                continue
             draws = generators(self.seed, f"{change.about} {site.name}", self.index[self.rows])
             places = change.tokens.of(before, draws)
             values = torch.zeros((), dtype=after.dtype, device=after.device)
@@ -227,7 +236,7 @@ def _entered(mode: BlockedAttention) -> tuple[Any, Any]:
     return enter, leave
 
 
-def _swapped(value: Any, old: Tensor, new: Tensor) -> Any:
+def swapped(value: Any, old: Tensor, new: Tensor) -> Any:
     """The same arguments or output with one tensor for another."""
     if isinstance(value, Tensor):
         if plain(value) is not old:
@@ -235,9 +244,9 @@ def _swapped(value: Any, old: Tensor, new: Tensor) -> Any:
         return branch_only(new) if isinstance(value, BranchOnly) else new
     if isinstance(value, dict):
         for key, entry in value.items():
-            value[key] = _swapped(entry, old, new)
+            value[key] = swapped(entry, old, new)
         return value
     if isinstance(value, tuple | list):
-        entries = [_swapped(entry, old, new) for entry in value]
+        entries = [swapped(entry, old, new) for entry in value]
         return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
     return value

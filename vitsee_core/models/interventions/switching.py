@@ -16,6 +16,7 @@ from vitsee_core.models.intervention_spec import (
     OPTIONS,
     HeadAblation,
     Intervention,
+    Registers,
     Replacement,
     Values,
     parse,
@@ -25,7 +26,8 @@ from vitsee_core.models.interventions.blocked import (
     blocked_pairs,
     refuse_empty_rows,
 )
-from vitsee_core.models.interventions.changes import Change, ChangedSite, Changes
+from vitsee_core.models.interventions.changes import Change, Changed, ChangedSite, Changes
+from vitsee_core.models.interventions.neurons import Moved, other_neurons, register_neurons
 from vitsee_core.models.interventions.references import Reference, check_base, check_site
 from vitsee_core.models.interventions.tokens import TokenChoice, choose_tokens
 from vitsee_core.models.sites import AttentionBlock, SiteTable
@@ -64,7 +66,7 @@ class Switch:
         self.identity, self.seed = identity, seed
         self.index = np.zeros(0, np.int64) if index is None else index
         self.bases: dict[str, Store] = {}
-        self.changed: dict[str, tuple[ChangedSite, list[Change]]] = {}
+        self.changed: dict[str, tuple[ChangedSite, list[Changed]]] = {}
         self.pairs: dict[str, NDArray[np.bool_]] = {}
 
     def lines(self) -> list[str]:
@@ -115,6 +117,8 @@ class Switch:
                 self._ablate(block, one, said)
             heads = ",".join(map(str, one.heads))
             return f"heads {heads}={one.values.kind} at {_names(blocks)}"
+        if isinstance(one, Registers):
+            return self._add_registers(one, f"{OPTIONS['registers']} {one.text}")
         said = f"{OPTIONS['attention']} {one.text}"
         blocks = self._blocks(one.blocks, said)
         for block in blocks:
@@ -173,6 +177,34 @@ class Switch:
         about = f"heads {one.heads}"
         self._change(site, tokens, channels, one.values, about, said)
 
+    def _add_registers(self, one: Registers, said: str) -> str:
+        """The neurons move to the last prefix tokens of the blocks, which were added."""
+        sites = self._sites(one.site, said)
+        site, layout = sites[0], sites[0].layout
+        if len(sites) > 1 or site.block is None or layout is None or not layout.n_prefix:
+            raise ModelError(f"{said}: {one.site} is {_names(sites)}; expected one block's output")
+        before = self.table.sites[: self.table.sites.index(site)]
+        hidden = [s for s in before if "hidden" in s.groups and s.layout == layout]
+        if not hidden:
+            raise ModelError(f"{said}: there is no hidden layer of an MLP before {site.name}")
+        kind = "random" if one.values.kind == "random" else "register"
+        line = f"{one.n} register{'s' * (one.n > 1)} with {one.n_neurons} {kind} neurons"
+        if self.identity is None:
+            return f"{line} up to {site.name}"
+        store = self._base(one.values, said)
+        try:
+            found = register_neurons(store, site.name, [s.name for s in hidden], one.n_neurons)
+            if one.values.kind == "random":
+                found = other_neurons(found, {s.name: s.dim for s in hidden}, self.seed)
+        except ModelError as error:
+            raise ModelError(f"{said}: {error}") from None
+        places = np.arange(layout.n_prefix - one.n, layout.n_prefix)
+        for name, neurons in found.items():
+            made = self._place(self.table[name], said), list[Changed]()
+            self.changed.setdefault(name, made)[1].append(Moved(places, neurons))
+        words = [f"{name} {' '.join(map(str, x))}" for name, x in found.items()]
+        return f"{line}: {', '.join(words)}"
+
     def _change(
         self,
         site: SiteSpec,
@@ -187,7 +219,7 @@ class Switch:
             store = self._base(values, said)
             own = check_site(store, site, said)
             reference = Reference(store, own, values.kind, tokens, self.seed)
-        made = self._place(site, said), list[Change]()
+        made = self._place(site, said), list[Changed]()
         self.changed.setdefault(site.name, made)[1].append(
             Change(tokens, channels, reference, about)
         )
