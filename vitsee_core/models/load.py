@@ -59,8 +59,8 @@ def load_model(
     config.json leaves out (its `ablate_skip`). replace, ablate_heads, block_attention, registers:
     recorded as `interventions`, in effect in extractions alone; the tokens of registers are added
     at once. foreign: the store that name and arguments were read from, which nobody vouches for: no
-    folder, no network, and only arguments that size a layer. The others override the model's own configuration. transform, processor,
-    trust_remote_code: see `Choices`.
+    folder, no network, and only arguments that size a layer. The others override the model's own
+    configuration. transform, processor, trust_remote_code: see `Choices`.
 
     Raises:
         ModelError: unknown model, weights that cannot be had or do not fit, an option that the

@@ -1,5 +1,5 @@
 """Register neurons: those of the hidden layers of MLPs that are most active at patches of outlying
-norm (Jiang et al. 2025, arXiv 2506.08010, section 3), from a store of the unchanged model."""
+norm (Jiang et al. 2025, arXiv 2506.08010), from a store of the unchanged model."""
 
 from __future__ import annotations
 
