@@ -140,6 +140,7 @@ class AblatedRuns:
     def changes(self, means: dict[str, NDArray[np.float32]] | None) -> dict[Head, Changes]:
         """Head -> its ablation: by its mean, or by zero (None)."""
         from vitsee_core.models.intervention_spec import parse
+        from vitsee_core.models.interventions.changes import Change
         from vitsee_core.models.interventions.switching import Switch
 
         found = {}
@@ -150,7 +151,10 @@ class AblatedRuns:
             if means is not None:
                 held = Held(means[block])
                 made.sites = {
-                    name: (place, [replace(one, reference=held) for one in some])
+                    name: (
+                        place,
+                        [replace(one, reference=held) for one in some if isinstance(one, Change)],
+                    )
                     for name, (place, some) in made.sites.items()
                 }
             found[block, head] = made

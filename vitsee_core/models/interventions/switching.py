@@ -184,7 +184,11 @@ class Switch:
         if len(sites) > 1 or site.block is None or layout is None or not layout.n_prefix:
             raise ModelError(f"{said}: {one.site} is {_names(sites)}; expected one block's output")
         before = self.table.sites[: self.table.sites.index(site)]
-        hidden = [s for s in before if "hidden" in s.groups and s.layout == layout]
+        hidden = [
+            self.table[self._stored(s.name)]
+            for s in before
+            if "hidden" in s.groups and s.layout == layout
+        ]
         if not hidden:
             raise ModelError(f"{said}: there is no hidden layer of an MLP before {site.name}")
         kind = "random" if one.values.kind == "random" else "register"
