@@ -80,11 +80,11 @@ _INTERVENTION_OPTIONS: tuple[Decorator, ...] = (
     ),
     click.option(
         "--registers",
-        metavar="N:NEURONS@SITE=outliers:STORE",
+        metavar="N:NEURONS@SITE=VALUES",
         multiple=True,
         help="Add N tokens, and move to them the NEURONS of MLPs up to SITE that are most active "
-        "at its outlier patches in a plain extraction with hidden layers; or, as a control, as "
-        "many others, by random:STORE.  [default: none]",
+        "at its outlier patches, by outliers:STORE of a plain extraction with hidden layers; or, "
+        "as a control, as many others, by random:STORE.  [default: none]",
     ),
 )
 

@@ -77,10 +77,15 @@ class Generation:
 
     @property
     def committed(self) -> NDArray[np.bool_]:
-        """(slabs,) which of its slabs can be read."""
-        flags = np.full(self.manifest.plan.n_slabs, self.complete)
-        if not self.complete:
-            flags[list(self.markers)] = True
+        """(slabs,) which of its slabs can be read, by the names of their markers where it is
+        complete."""
+        return np.ones(self.manifest.plan.n_slabs, np.bool_) if self.complete else self.marked
+
+    @property
+    def marked(self) -> NDArray[np.bool_]:
+        """(slabs,) which of its slabs have a marker that can be read."""
+        flags = np.zeros(self.manifest.plan.n_slabs, np.bool_)
+        flags[list(self.markers)] = True
         return flags
 
 
@@ -213,11 +218,12 @@ def _with_sites(old: Mapping[str, Any], own: Mapping[str, Any], plan: StorePlan)
     return {**old, "sites": stored, **by_site}
 
 
-def committed(generations: Sequence[Generation]) -> NDArray[np.bool_]:
-    """(slabs,) which slabs of the whole store can be read in all their arrays."""
+def committed(generations: Sequence[Generation], *, marked: bool = False) -> NDArray[np.bool_]:
+    """(slabs,) which slabs of the whole store can be read in all their arrays. marked: by what
+    their markers say, which reads all of them."""
     flags, n_images = np.ones(generations[-1].whole.plan.n_slabs, np.bool_), 0
     for one in generations:
-        own = one.committed
+        own = one.marked if marked else one.committed
         slabs = slice(one.first_slab, one.first_slab + len(own))
         # Further images come in place of what there was of their slabs.
         more = one.whole.plan.n_images > n_images

@@ -44,7 +44,7 @@ def describe(
     files = files_at(path)
     every = read_generations(files)
     found = [every[0], *(one for one in every[1:] if one.published)]
-    manifest, slabs = found[-1].whole, committed(found)
+    manifest, slabs = found[-1].whole, committed(found, marked=True)
     plan, chunks = manifest.plan, VerifiedChunks(files, manifest, found[0].markers)
     if len(found) > 1:
         chunks = GrownChunks(found)
@@ -53,7 +53,7 @@ def describe(
     text: dict[str, Any] = manifest.to_json()
     return {
         "path": str(files),
-        "complete": all(one.complete for one in found),
+        "complete": bool(slabs.all()) and all(one.complete for one in found),
         "n_images": plan.n_images,
         "n_slabs": plan.n_slabs,
         "n_committed": len(there),

@@ -106,8 +106,9 @@ def draw_concepts(table: Table) -> Figure:
             lines.append(SheetLine(str(len(lines)), "", [(name, tiles)]))
     share = ", with its share of the patches" if len(pairs) == 1 else ""
     caption = [
-        f"a line per concept{share}: those with the highest activation, one per image, each in the "
-        "middle of its neighbours; white is outside of the image"
+        f"a line per concept{share}: those with the highest",
+        "activation, one per image, each in the middle",
+        "of its neighbours; white is outside of the image",
     ]
     if len(shares) > len(lines):
         caption.append("the most frequent concepts; the table has all")

@@ -93,7 +93,7 @@ def _draw_bars(axes: Axes, rows: Table, title: str) -> None:
     axes.set_xticks(places, texts, rotation=90 if max(map(len, texts)) > 4 else 0)
     axes.grid(False, axis="x")
     axes.set_xlabel("from input to output, by block")
-    axes.set_ylabel("part of the logit")
+    axes.set_ylabel("part of logit")
     axes.set_title(title)
     note_count(axes, rows)
 

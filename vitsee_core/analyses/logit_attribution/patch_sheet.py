@@ -62,7 +62,7 @@ def draw_patch_parts(table: Table, scale: str) -> Figure:
     if any(len(rows.unique("site")) > len(order[of]) for of, rows in cells.groups("store")):
         caption.append("evenly spaced layers; the table has all")
     look = {"vmin": -top, "vmax": top, "cmap": DIVERGING}
-    bar = "part of the logit" if scale == "shared" else "each map over its own range"
+    bar = "part of logit" if scale == "shared" else "each map over its own range"
     return Sheet(lines, sheet.get("images", {}), caption, look, bar).draw()
 
 
