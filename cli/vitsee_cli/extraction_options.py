@@ -51,7 +51,7 @@ ablate_skip_option = click.option(
 
 
 def intervention_options(command: Any) -> Any:
-    """What is changed while the model runs: `replace`, `ablate_heads`, `block_attention`,
+    """Add the options of interventions: `replace`, `ablate_heads`, `block_attention` and
     `registers`."""
     return apply(command, _INTERVENTION_OPTIONS)
 

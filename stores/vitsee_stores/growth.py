@@ -1,4 +1,4 @@
-"""What makes a store a generation of another one: the part of its manifest that says so."""
+"""The record in a manifest that makes a store a later generation of another store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_SLABS = 1 << 27
 
 @dataclass(frozen=True)
 class Growth:
-    """What a generation adds to the generations before it.
+    """The record of a later generation: its predecessors, and where its slabs and sites belong.
 
     Attributes:
         after: store_id of each generation before, in order; the first one is the store itself.

@@ -45,9 +45,8 @@ def describe(
     every = read_generations(files)
     found = [every[0], *(one for one in every[1:] if one.published)]
     manifest, slabs = found[-1].whole, committed(found, marked=True)
-    plan, chunks = manifest.plan, VerifiedChunks(files, manifest, found[0].markers)
-    if len(found) > 1:
-        chunks = GrownChunks(found)
+    plan, grown = manifest.plan, len(found) > 1
+    chunks = GrownChunks(found) if grown else VerifiedChunks(files, manifest, found[0].markers)
     there = np.flatnonzero(slabs).tolist()
     sizes = n_bytes(plan)
     text: dict[str, Any] = manifest.to_json()
@@ -91,9 +90,8 @@ def describe(
 
 
 def _generation(one: Generation) -> dict[str, Any]:
-    """What one generation has, and how it came to be. `sites`: its own, without aliases; `rows`:
-    the first and last of its images, counted in the whole store; `committed`: when its last slab
-    was."""
+    """The contents and origin of one generation. `sites`: its own, without aliases; `rows`: its
+    first and last image, as rows of the whole store; `committed`: the time of its last commit."""
     plan = one.manifest.plan
     first = one.first_slab * plan.slab
     return {

@@ -1,5 +1,5 @@
-"""What is added to a store while processes are killed or double: nothing that was there is lost,
-and readers have the generation before or the next one, whole."""
+"""Growing a store while processes are killed, or two of them do the same: no data is lost, and
+readers get either the previous generation or the next one, always complete."""
 
 from __future__ import annotations
 

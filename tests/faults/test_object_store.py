@@ -14,7 +14,7 @@ from numpy.testing import assert_array_equal
 from tests.extractions import array_bytes, extracted
 from tests.faults.conftest import Ends
 from tests.faults.trials import TRIALS, extraction, moment, says_one_line, seeds
-from tests.processes import Server
+from tests.processes import Ended, Server
 from tests.s3 import Fault, Proxy, download, environment, make_bucket, proxy, upload
 from tests.s3 import server as s3_server
 from vitsee_stores import open_store, validate
@@ -56,6 +56,16 @@ def failing(rng: random.Random, share: float) -> list[Fault]:
     ]
 
 
+def how(done: Ended, url: str) -> str:
+    """How a process ended: killed, well, or with one line that names the store."""
+    if done.code == -signal.SIGKILL:
+        return "killed, resumed"
+    if done.code == 0:
+        return "right bytes"
+    assert url in says_one_line(done)
+    return "one line, resumed"
+
+
 @pytest.mark.fault("extraction into a bucket whose server fails at random, killed too")
 @seeds(1)
 def test_an_extraction_through_a_bad_server(
@@ -78,13 +88,7 @@ def test_an_extraction_through_a_bad_server(
             moment(rng, process, 6.0, lambda: any("c.0.0" in r for r in bad.requests))
             process.kill()
         done = process.end()
-        if done.code == -signal.SIGKILL:
-            ended("killed, resumed")
-        elif done.code == 0:
-            ended("right bytes")
-        else:
-            assert url in says_one_line(done)
-            ended("one line, resumed")
+        ended(how(done, url))
     bad.faults = []
     done = run.run(*words, env=env)
     assert done.code == 0, done.stderr
@@ -143,13 +147,7 @@ def test_a_store_grows_through_a_bad_server(
             moment(rng, process, 6.0, lambda: any("generations/2" in r for r in bad.requests))
             process.kill()
         done = process.end()
-        if done.code == -signal.SIGKILL:
-            ended("killed, resumed")
-        elif done.code == 0:
-            ended("right bytes")
-        else:
-            assert url in says_one_line(done)
-            ended("one line, resumed")
+        ended(how(done, url))
         bad.faults = []
         assert_array_equal(open_store(url).vectors("logits")[:12], before)
     done = run.run(*words, env=env)

@@ -15,15 +15,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vitsee_core.extraction.erf import prepare_erf
-from vitsee_core.extraction.identity import check_same_model, fixed_identity, given_identity
-from vitsee_core.extraction.image_layout import ImageLayout, lay_out
+from vitsee_core.extraction.identity import fixed_identity, given_identity
+from vitsee_core.extraction.image_layout import ImageLayout
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
 from vitsee_core.extraction.plan import Choices, choose_erf, in_order
 from vitsee_core.extraction.prepare import (
     Known,
     Prepared,
     choose_of,
-    chosen_images,
+    of_same_model,
     run_self_check,
     unseen_pixels,
     with_dtypes,
@@ -32,9 +32,8 @@ from vitsee_core.images import Selection
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.reproduced import check_reproduced
 from vitsee_core.models.same_images import check_same_images, first_images
-from vitsee_core.runtime.device import resolve_device
 from vitsee_core.runtime.machine import counted
-from vitsee_core.runtime.progress import SILENT, Progress, soon_said
+from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.runtime.versions import store_versions
 from vitsee_stores import Store, StoreWriter
 from vitsee_stores.errors import IdentityMismatch, VitseeError
@@ -90,11 +89,8 @@ def grow_store(
     generations, unfinished = usable(read_generations(writer.files))
     store = Store(generations, committed(generations), True, "")
     stored, plan = store.manifest.identity, store.plan
-    device, selection = resolve_device(run.device), chosen_images(data, stored, progress)
-    with soon_said("loading the model"):
-        layout = lay_out(options, data, keep, selection, plan.canvas)
+    device, selection, layout = of_same_model(writer, stored, options, data, keep, run, progress)
     model, table = layout.model, layout.table
-    check_same_model(writer, model)
     # Which sites have receptive fields is no question of those that are asked for alone.
     of_sites = {**stored, "erf": 0}
     kept = choose_of(layout, KeepOptions(), of_sites)

@@ -117,6 +117,30 @@ def check_output(run: RunOptions, data: DataOptions) -> None:
         check_place(run.output, images=data.data)
 
 
+def of_same_model(
+    writer: StoreWriter,
+    stored: Mapping[str, Any],
+    options: ModelOptions | LoadedModel,
+    data: DataOptions,
+    keep: KeepOptions,
+    run: RunOptions,
+    progress: Progress,
+) -> tuple[torch.device, Selection, ImageLayout]:
+    """The device to compute on, the images, and the model laid out on an existing store's canvas.
+    stored: the store's identity, with which choices that are not made now agree.
+
+    Raises:
+        IdentityMismatch: the store is of another architecture.
+        VitseeError: no such device, images or model.
+    """
+    device = resolve_device(run.device)
+    selection = chosen_images(data, stored, progress)
+    with soon_said("loading the model"):
+        layout = lay_out(options, data, keep, selection, writer.manifest.plan.canvas)
+    check_same_model(writer, layout.model)
+    return device, selection, layout
+
+
 def join_store(
     writer: StoreWriter,
     options: ModelOptions | LoadedModel,
@@ -133,11 +157,8 @@ def join_store(
     """
     stored = writer.manifest.identity
     plan = writer.manifest.plan
-    device, selection = resolve_device(run.device), chosen_images(data, stored, progress)
-    with soon_said("loading the model"):
-        layout = lay_out(options, data, keep, selection, plan.canvas)
+    device, selection, layout = of_same_model(writer, stored, options, data, keep, run, progress)
     model, table = layout.model, layout.table
-    check_same_model(writer, model)
     choices = choose_of(layout, keep, stored)
     given = given_identity(keep, data, choices, plan)
     switch = switch_of(layout, keep, selection, stored.get("seed", 0))
