@@ -247,9 +247,7 @@ class TableBuilder:
         calls = self.trace.calls.get(name)
         if not calls:
             if has_weights(module):
-                self.left_out[self._name(name)] = (
-                    "never called: the model uses its weights directly, if at all"
-                )
+                self.left_out[self._name(name)] = NEVER_CALLED
             return False
         entered, left = calls[0].entered, calls[0].left
         passes = entered is not None and left is not None and entered.key == left.key

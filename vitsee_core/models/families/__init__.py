@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from vitsee_core.models.families import mixer, parallel, resnet, resnetv2, sums, transformer
+from vitsee_core.models.families import mixer, parallel, resnet, sums, transformer
 from vitsee_core.models.families.base import Description
 from vitsee_core.models.trace import Trace
 
@@ -20,7 +20,6 @@ _FAMILIES: tuple[Callable[[nn.Module, str, Trace], Description | None], ...] = (
     parallel.describe,
     mixer.describe,
     resnet.describe,
-    resnetv2.describe,
 )
 
 

@@ -9,8 +9,6 @@ from torch import nn
 from vitsee_core.models.hook_points import HookPoint
 from vitsee_core.models.trace import Trace
 
-ACTIVATIONS_GROUP: tuple[str, ...] = ("modules",)
-
 
 @dataclass(frozen=True)
 class Part:
@@ -60,7 +58,6 @@ class Description:
     rows_below: paths of modules that work on rows that are no image grid.
     """
 
-    family: str
     parts: tuple[Part, ...]
     residuals: tuple[Residual, ...] = ()
     rows_below: tuple[str, ...] = ()

@@ -47,4 +47,4 @@ def describe(block: nn.Module, path: str, trace: Trace) -> Description | None:
         Residual("token", "token", "in", "token.branch", "mid"),
         Residual("channel", "channel", "mid", "channel.branch", "out"),
     )
-    return Description("mixer block", tuple(parts), sums, (f"{path}.{tokens}",))
+    return Description(tuple(parts), sums, (f"{path}.{tokens}",))

@@ -29,4 +29,4 @@ def describe(block: nn.Module, path: str, trace: Trace) -> Description | None:
     ):
         return None
     parts = (enters(path), branch, leaves(path))
-    return Description("parallel block", parts, (Residual("", "block", "in", "branch", "out"),))
+    return Description(parts, (Residual("", "block", "in", "branch", "out"),))

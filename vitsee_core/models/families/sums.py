@@ -84,7 +84,7 @@ class _Block:
             second = self.sublayer(names[1], stream, total, leaves(self.path), self.end.key)
             if first and second:
                 parts = (enters(self.path), *first[0], stream, *second[0], leaves(self.path))
-                return Description("block by its sums", parts, (first[1], second[1]))
+                return Description(parts, (first[1], second[1]))
         return None
 
     def one(self) -> Description | None:
@@ -103,7 +103,7 @@ class _Block:
         part, witness = branch
         parts = (skip, part, total) if plain else (part, skip, total)
         residual = Residual("", "block", skip.name, "branch", "out", activation, witness=witness)
-        return Description("block by its sum", parts, (residual,))
+        return Description(parts, (residual,))
 
     def summed(self) -> tuple[Key, str | None]:
         """The block's sum, and the module without weights that makes the output of it, if any."""

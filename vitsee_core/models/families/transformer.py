@@ -54,7 +54,7 @@ def describe(block: nn.Module, path: str, trace: Trace) -> Description | None:
         Residual("attn", "attn", "in", "attn.branch", "mid"),
         Residual("mlp", "mlp", "mid", "mlp.branch", "out"),
     )
-    return Description("transformer block", tuple(parts), sums)
+    return Description(tuple(parts), sums)
 
 
 def _is(trace: Trace, module: str, key: tuple[int, int]) -> bool:
