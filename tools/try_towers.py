@@ -39,7 +39,6 @@ from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
 from vitsee_core.models.sources import source_of
 from vitsee_core.models.sources.open_clip import library
-from vitsee_core.models.sources.torchvision import names
 
 MOST = 150_000_000  # parameters
 SIDE = 96
@@ -66,8 +65,7 @@ class Trial:
 
 def of_torchvision() -> Iterator[Trial]:
     """All its classifiers."""
-    for name in names():
-        full = f"torchvision:{name}"
+    for full in source_of("torchvision:*").matching():
         module = source_of(full).without_weights({})
         yield Trial(full, {}, sum(p.numel() for p in module.parameters()))
 

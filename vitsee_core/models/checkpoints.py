@@ -20,12 +20,12 @@ from vitsee_core.models.checkpoint_files import read_file
 from vitsee_core.models.checkpoint_layouts import Layout, recognise
 from vitsee_core.models.head import classifiers
 from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.sources.errors import some
 
 # Which of several state dicts in a file, or of several copies of the model in one, is taken: the
 # one its authors evaluate. Averaged weights (EMA) are taken only where a file has nothing else.
 KEY_ORDER = ("state_dict", "model", "model_state_dict", "teacher", "student", "encoder")
 COPY_ORDER = ("teacher", "base_encoder", "student", "momentum_encoder")
-SHOWN = 4
 
 State = dict[str, Tensor]
 
@@ -215,7 +215,7 @@ def _fit(model: nn.Module, state: State, path: Path) -> tuple[list[str], list[st
     alien = [x for x in extra if x.partition(".")[0] in inside and not x.startswith(heads)]
     if lacking or odd or alien:
         problems = [
-            f"{what} {len(found)} ({_some(found)})"
+            f"{what} {len(found)} ({some(found)})"
             for what, found in (
                 ("missing:", [n for n in lacking if n not in sizes]),
                 ("of another size:", odd),
@@ -230,7 +230,3 @@ def _fit(model: nn.Module, state: State, path: Path) -> tuple[list[str], list[st
     fitting = {name: x for name, x in state.items() if name in own and name not in sizes}
     model.load_state_dict(fitting, strict=False)
     return missing, extra + [f"{name} {size}" for name, size in sizes.items()]
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")

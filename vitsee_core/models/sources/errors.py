@@ -1,16 +1,31 @@
-"""Errors of other libraries in one line."""
+"""What lines of errors are made of."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
 
 from vitsee_core.models.hook_points import ModelError
 
 LONGEST = 300
+SHOWN = 4
 
 
 def one_line(error: BaseException) -> str:
     """The error's text without line breaks, cut where it is long; its type if it has none."""
     text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names, `a, b, c, d, ...`."""
+    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+
+
+def near_names(name: str, known: Sequence[str]) -> str:
+    """`; near names: a, b` where some are known that resemble a name."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"; near names: {', '.join(near)}" if near else ""
 
 
 def missing_extra(package: str, extra: str) -> ModelError:

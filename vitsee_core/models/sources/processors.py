@@ -35,8 +35,7 @@ class Processor:
     @cached_property
     def record(self) -> dict[str, Any]:
         """As transformers writes it."""
-        found: dict[str, Any] = _plain(self.own.to_dict())
-        return found
+        return _plain(self.own.to_dict())
 
     @cached_property
     def backend(self) -> str:
@@ -74,7 +73,6 @@ class Processor:
         raise self._refused(f"its input differs by up to {min(found):.2g} from what it says")
 
     def origin(self) -> dict[str, Any]:
-        """What a manifest records."""
         import PIL
 
         versions = {"Pillow": PIL.__version__}
@@ -104,12 +102,8 @@ class Processor:
 def processor_config(
     record: Mapping[str, Any], name: str, *, any_size: bool = False
 ) -> dict[str, Any]:
-    """input_size, interpolation, crop_pct, crop_mode, mean, std of a processor's `to_dict()`.
-
-    Args:
-        record: the processor's.
-        name: of the model, for messages.
-        any_size: a size that depends on the image is left to the model.
+    """input_size, interpolation, crop_pct, crop_mode, mean, std of a processor's `to_dict()`; with
+    `any_size` a size that depends on the image is left to the model.
 
     Raises:
         ModelError: it does something that these do not say.

@@ -57,19 +57,16 @@ class FileSource(Source):
             raise ModelError(f"no file {path} (of {self.name}); expected FILE.py:NAME")
 
     def placed(self, folder: Path) -> str:
-        """As in `Source`."""
         path, entry = self.place
         return f"{folder / path}:{entry}"
 
     @property
     def label(self) -> str:
-        """The file's name."""
         return self.place[0].stem
 
     def make(
         self, *, pretrained: bool, seed: int, wanted: dict[str, Any], foreign: bool = False
     ) -> nn.Module:
-        """As in `Source`: what the callable gives."""
         self.check()
         build = self._entry()
         given = self._arguments(build, wanted, pretrained)
@@ -105,24 +102,20 @@ class FileSource(Source):
             return self.make(pretrained=True, seed=0, wanted=wanted)
 
     def converter(self, module: nn.Module) -> Callable[..., Any] | None:
-        """As in `Source`: timm's for a model of timm's first."""
         return converter_of(module) or super().converter(module)
 
     def transform(
         self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """As in `Source`: what the callable gives beside the module."""
         own, _ = self.made or (None, None)
         self.assumes = own is None and not getattr(module, "pretrained_cfg", None)
         return changed(stated(own, module, self.name), img_size, given, self.name)
 
     def architecture(self, module: nn.Module) -> str:
-        """The callable, and the class of what it gives."""
         path, entry = self.place
         return f"{path.name}:{entry} ({type(module).__qualname__})"
 
     def class_names(self, module: nn.Module) -> list[str] | None:
-        """As in `Source`: what the callable gives beside module and transform."""
         names = self.made[1] if self.made else None
         if names is None:
             return None
@@ -131,18 +124,13 @@ class FileSource(Source):
         return list(names)
 
     def pretrained_record(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
-        """As in `Source`: whatever the code loads or draws."""
         return {"source": self.kind, "pretrained": self.name}
 
     def origin(self) -> dict[str, Any]:
-        """As in `Source`: the hash of the file."""
         path, _ = self.place
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        return {
-            "kind": self.kind,
-            "sha256": digest,
-            **({"notes": [ASSUMED]} if self.assumes else {}),
-        }
+        notes = {"notes": [ASSUMED]} if self.assumes else {}
+        return {"kind": self.kind, "sha256": digest, **notes}
 
     def _entry(self) -> Callable[..., Any]:
         """Run the file; the callable in it."""

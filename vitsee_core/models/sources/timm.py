@@ -33,11 +33,9 @@ class TimmSource(Source):
         return self.name
 
     def check(self) -> None:
-        """As in `Source`."""
         check_known(self.full, self.name)
 
     def check_arguments(self, args: Mapping[str, Any]) -> None:
-        """As in `Source`: those of create_model that load weights."""
         refuse_loading(args)
 
     def check_foreign(self, args: Mapping[str, Any], where: str) -> None:
@@ -45,7 +43,6 @@ class TimmSource(Source):
         check_foreign(self.name, args, where)
 
     def placed(self, folder: Path) -> str:
-        """As in `Source`."""
         if not self.name.startswith(FOLDER):
             return self.name
         return f"{FOLDER}{folder / Path(self.name.removeprefix(FOLDER)).expanduser()}"
@@ -55,7 +52,6 @@ class TimmSource(Source):
         return {self.name: []} if ":" in self.name else matching(self.name)
 
     def stated_size(self) -> tuple[int, int] | None:
-        """That of the default weights."""
         import timm
 
         config: Any = timm.get_pretrained_cfg(self.name)
@@ -73,32 +69,26 @@ class TimmSource(Source):
         return skips_left_out(self.full, self.name)
 
     def layout_arguments(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
-        """All of them."""
         return args
 
     def make(
         self, *, pretrained: bool, seed: int, wanted: dict[str, Any], foreign: bool = False
     ) -> nn.Module:
-        """As in `Source`, by create_model."""
         given: dict[str, Any] = {"seed": seed, "wanted": wanted, "foreign": foreign}
         return create_model(self.full, self.name, pretrained=pretrained, **given)
 
     def converter(self, module: nn.Module) -> Callable[..., Any] | None:
-        """As in `Source`: timm's for the architecture first."""
         return converter_of(module) or super().converter(module)
 
     def transform(
         self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """As in `Source`, by the module's `pretrained_cfg`."""
         return input_transform(module, self.name, img_size, given)
 
     def architecture(self, module: nn.Module) -> str:
-        """timm's name of it."""
         return str(_config(module).get("architecture") or self.full)
 
     def class_names(self, module: nn.Module) -> list[str] | None:
-        """As in `Source`."""
         return label_names(_config(module), self.name)
 
     def pretrained_record(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:

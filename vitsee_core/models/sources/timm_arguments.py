@@ -68,11 +68,6 @@ def check_foreign(name: str, args: Mapping[str, Any], where: str) -> None:
     """A model that a manifest asks for and nobody vouches for: timm's own or the demo's, with known
     arguments and small plain values.
 
-    Args:
-        name: the model's.
-        args: of create_model.
-        where: the store's name, for the message.
-
     Raises:
         ModelError: a folder or a repository, an unknown argument, or a value that is none of a
             layer's.

@@ -18,7 +18,7 @@ from torch import nn
 from vitsee_core.models.head import classifiers
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.input_transform import checked_size
-from vitsee_core.models.sources.errors import one_line
+from vitsee_core.models.sources.errors import near_names, one_line, some
 from vitsee_core.models.sources.timm_arguments import refuse_loading
 from vitsee_core.models.sources.timm_weights import (
     NotHere,
@@ -31,7 +31,6 @@ from vitsee_stores.metadata import ZARR_JSON
 
 HUB = ("hf-hub:", "hf_hub:")
 FOLDER = "local-dir:"
-SHOWN = 4
 
 
 def skips_left_out(full: str, name: str) -> tuple[str, ...]:
@@ -74,21 +73,8 @@ def create_model(
     wanted: dict[str, Any],
     foreign: bool = False,
 ) -> nn.Module:
-    """The module as timm makes it, random weights drawn with `seed`.
-
-    Args:
-        full: the name as timm knows it.
-        name: as the user knows it, for messages.
-        pretrained: with its pretrained weights.
-        seed: of all that is random.
-        wanted: arguments of create_model. An `img_size` that the architecture does not take is
-            dropped: it takes any.
-        foreign: name and arguments are a stranger's: the network is not asked, and a model larger
-            than the memory is not made.
-
-    Raises:
-        ModelError: unknown name, arguments that it does not take, weights that are not to be had.
-    """
+    """The module as in `Source.make`. full: the name as timm knows it; name: as the user knows it,
+    for messages."""
     check_known(full, name)
     unreachable = None
     if foreign:
@@ -163,14 +149,10 @@ def check_known(full: str, name: str) -> None:
     import timm
 
     if not full.startswith((*HUB, FOLDER)) and not timm.is_model(full):
-        import difflib
-
         if (Path(name) / ZARR_JSON).is_file():
             raise ModelError(f"{name} is a store; expected a model (of which it is: vitsee info)")
-        base = full.partition(".")[0]
-        near = difflib.get_close_matches(base, timm.list_models(), n=3, cutoff=0.5)
-        hint = f"; near names: {', '.join(near)}" if near else ""
-        raise ModelError(f"no timm model is called {name!r}{hint} (run: vitsee models '*PART*')")
+        near = near_names(full.partition(".")[0], timm.list_models())
+        raise ModelError(f"no timm model is called {name!r}{near} (run: vitsee models '*PART*')")
     if full.startswith(FOLDER):
         _check_folder(Path(full.removeprefix(FOLDER)), name)
 
@@ -306,9 +288,7 @@ def _misfit(error: Exception) -> str:
     for title, what in (("Missing", "not in them"), ("Unexpected", "left over")):
         if found := re.search(rf'{title} key\(s\) in state_dict: ((?:"[^"]*"(?:, )?)+)', text):
             names = re.findall(r'"([^"]*)"', found[1])
-            more = ", ..." if len(names) > SHOWN else ""
-            parts.append(f"{what} {len(names)} ({', '.join(names[:SHOWN])}{more})")
+            parts.append(f"{what} {len(names)} ({some(names)})")
     if sizes := re.findall(r"size mismatch for ([\w.]+):", text):
-        more = ", ..." if len(sizes) > SHOWN else ""
-        parts.append(f"of another size {len(sizes)} ({', '.join(sizes[:SHOWN])}{more})")
+        parts.append(f"of another size {len(sizes)} ({some(sizes)})")
     return "; ".join(parts) or one_line(error)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.sources.errors import near_names
 
 
 def registered() -> list[str]:
@@ -42,7 +42,6 @@ def matching(pattern: str) -> dict[str, list[str]]:
     if not found:
         if Path(pattern).is_dir():
             raise ModelError(f"{pattern} is a folder; expected a model's name, or a pattern")
-        near = difflib.get_close_matches(wanted, list(tags), n=3, cutoff=0.5)
-        hint = f"; near names: {', '.join(near)}" if near else ""
-        raise ModelError(f"no timm model matches {pattern!r}{hint} (a part of a name: '*PART*')")
+        near = near_names(wanted, [*tags])
+        raise ModelError(f"no timm model matches {pattern!r}{near} (a part of a name: '*PART*')")
     return found

@@ -6,7 +6,7 @@ The repository's code runs because the user typed its name.
 
 from __future__ import annotations
 
-import importlib.util
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +61,15 @@ class TorchhubSource(FileSource):
             raise ModelError(f"{folder} has no {CONF}; expected a clone that torch.hub can load")
 
     def placed(self, folder: Path) -> str:
-        """As in `Source`: of a local clone."""
         repository, entry = self.parts
         own = folder / Path(repository).expanduser()
         return f"{PREFIX}{own}:{entry}" if own.is_dir() else self.name
 
     @property
     def label(self) -> str:
-        """The entry."""
         return self.parts[1]
 
     def architecture(self, module: Any) -> str:
-        """The repository's name and the entry."""
         repository, entry = self.parts
         return f"{PREFIX}{Path(repository).name}:{entry}"
 
@@ -82,7 +79,7 @@ class TorchhubSource(FileSource):
             self._fetch()
             path, _ = self.place
         module = run_file(path, self.name)
-        lacking = [x for x in getattr(module, "dependencies", ()) if not _is_there(x)]
+        lacking = [x for x in getattr(module, "dependencies", ()) if find_spec(x) is None]
         if lacking:
             raise ModelError(
                 f"{self.name} needs packages that are not installed: {', '.join(lacking)} "
@@ -107,7 +104,3 @@ class TorchhubSource(FileSource):
 
 
 SOURCE = TorchhubSource
-
-
-def _is_there(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None

@@ -7,6 +7,7 @@ Code of a repository runs with `trust_remote_code` alone: models that need it ar
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import re
@@ -27,6 +28,7 @@ from vitsee_core.models.sources.processors import ROUNDED, Processor, processor_
 from vitsee_core.models.sources.timm_weights import why_unreachable
 from vitsee_core.models.sources.transformers_classes import (
     backend,
+    by_attention,
     check_input,
     class_names,
     library,
@@ -62,7 +64,6 @@ class TransformersSource(Source):
         return (str(folder) if folder.exists() else place), None, part
 
     def check(self) -> None:
-        """As in `Source`."""
         place, revision, _ = self.parts
         if not place:
             raise ModelError(
@@ -76,18 +77,15 @@ class TransformersSource(Source):
             )
 
     def placed(self, folder: Path) -> str:
-        """As in `Source`: of a folder."""
         place, _, part = self.parts
         own = folder / Path(place).expanduser()
         return f"{PREFIX}{own}{'#' if part else ''}{part}" if own.is_dir() else self.name
 
     @property
     def label(self) -> str:
-        """The repository's name, the folder's, or the class."""
         return Path(self.parts[0]).name
 
     def matching(self) -> dict[str, list[str]]:
-        """As in `Source`: classes, by a pattern."""
         place, _, _ = self.parts
         if not re.search(r"[*?[]", place):
             return {self.name: []}
@@ -123,7 +121,6 @@ class TransformersSource(Source):
     def transform(
         self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """As in `Source`: what its image processor does, in numbers."""
         config = getattr(module, "config", None)
         stated = self._stated()
         self.rounds = stated.get("processor") == "torchvision-float"
@@ -135,7 +132,6 @@ class TransformersSource(Source):
         return changed(stated, img_size, given, self.name)
 
     def architecture(self, module: nn.Module) -> str:
-        """The class."""
         return f"{PREFIX}{type(module).__name__}"
 
     def class_names(self, module: nn.Module) -> list[str] | None:
@@ -147,13 +143,11 @@ class TransformersSource(Source):
         return names if classifies and not placeholders else None
 
     def pretrained_record(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
-        """As in `Source`."""
         place, revision, _ = self.parts
         name = f"{place}@{revision}" if revision else place
         return {"source": "pretrained", "pretrained": name, **self.loaded}
 
     def origin(self) -> dict[str, Any]:
-        """As in `Source`, with the processor's own record."""
         found = {"library": "transformers", "version": library().__version__}
         if self.choices.trust_remote_code:
             found["trust_remote_code"] = True
@@ -250,8 +244,6 @@ class TransformersSource(Source):
 
     def _configured(self, wanted: Mapping[str, Any]) -> Any:
         """The configuration of the part that sees images, with the user's arguments."""
-        import copy
-
         config = copy.deepcopy(self._config)
         _, _, part = self.parts
         if not part and not self._is_class:
@@ -296,14 +288,12 @@ class TransformersSource(Source):
         place, revision, part = self.parts
         given: dict[str, Any] = {"revision": revision, "weights_only": True, **self._access}
         given |= {"dtype": torch.float32, "output_loading_info": True, "config": config}
+
+        def load(how: str) -> Any:
+            return kind.from_pretrained(place, attn_implementation=how, **given)
+
         try:
-            for how in ("sdpa", "eager"):
-                try:
-                    found, info = kind.from_pretrained(place, attn_implementation=how, **given)
-                    break
-                except ValueError as error:
-                    if how == "eager" or "scaled_dot_product" not in str(error):
-                        raise
+            found, info = by_attention(load)
         except Exception as error:
             raise self._explained(error) from error
         missing = sorted(info.get("missing_keys", ()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -83,17 +83,24 @@ def check_input(kind: Any, config: Any, who: str, *, remote: bool) -> None:
         )
 
 
+def by_attention(make: Callable[[str], Any]) -> Any:
+    """What `make` gives with scaled_dot_product_attention; of a class without it, with eager's."""
+    try:
+        return make("sdpa")
+    except ValueError as error:
+        if "scaled_dot_product" not in str(error):
+            raise
+        return make("eager")
+
+
 def random_model(kind: Any, config: Any) -> nn.Module:
-    """A model of new weights, its attention by scaled_dot_product_attention where it can."""
-    for how in ("sdpa", "eager"):
+    """A model of new weights."""
+
+    def make(how: str) -> Any:
         config._attn_implementation = how
-        try:
-            module: nn.Module = kind(config)
-            return module
-        except ValueError as error:
-            if how == "eager" or "scaled_dot_product" not in str(error):
-                raise
-    raise AssertionError("eager attention is always there")
+        return kind(config)
+
+    return by_attention(make)
 
 
 def size_of(config: Any) -> tuple[int, int] | None:
