@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
 from vitsee_core.tables.formats import NO_PYARROW, ending_of
 from vitsee_stores.errors import VitseeError, reason
@@ -51,6 +52,8 @@ def read_arrays(path: Path) -> Arrays:
         found = _READERS[ending](path)
     except OSError as error:
         raise VitseeError(f"{path} cannot be read: {reason(error)}") from None
+    except (ValueError, TypeError, zipfile.BadZipFile, SafetensorError) as error:
+        raise VitseeError(f"{path} is no {ending} file of numbers: {error}") from None
     for name, values in found.values.items():
         if values.dtype.kind not in "fiub" or values.ndim < 2:
             raise VitseeError(
@@ -86,18 +89,12 @@ def read_ids(path: Path) -> tuple[list[str], list[str] | None]:
 
 
 def _npy(path: Path) -> Arrays:
-    try:
-        return Arrays({path.stem: np.load(path, mmap_mode="r", allow_pickle=False)})
-    except ValueError as error:
-        raise VitseeError(f"{path} is no .npy file of numbers: {error}") from None
+    return Arrays({path.stem: np.load(path, mmap_mode="r", allow_pickle=False)})
 
 
 def _npz(path: Path) -> Arrays:
-    try:
-        with np.load(path, allow_pickle=False) as found:
-            return Arrays({name: found[name] for name in found.files})
-    except (ValueError, zipfile.BadZipFile) as error:
-        raise VitseeError(f"{path} is no .npz file of numbers: {error}") from None
+    with np.load(path, allow_pickle=False) as found:
+        return Arrays({name: found[name] for name in found.files})
 
 
 def _pt(path: Path) -> Arrays:
@@ -121,13 +118,9 @@ def _pt(path: Path) -> Arrays:
 
 
 def _safetensors(path: Path) -> Arrays:
-    from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
-    try:
-        return Arrays(load_file(path))
-    except (SafetensorError, TypeError) as error:
-        raise VitseeError(f"{path} is no .safetensors file of numbers: {error}") from None
+    return Arrays(load_file(path))
 
 
 def _csv_columns(path: Path) -> dict[str, Sequence[Any]]:
