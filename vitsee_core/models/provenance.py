@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,40 +82,44 @@ def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = Fals
     from vitsee_core.models.sources import source_of
     from vitsee_core.models.sources.base import OWN_TRANSFORM
 
-    record = _recorded(store)
-    canvas = store.plan.canvas
+    _check_record(store)
+    record, canvas = store.manifest.model, store.plan.canvas
+    weights, (_, *size) = record["weights"], record["input_size"]
     if canvas is not None and canvas.tiles is not None:
         raise MissingInput(
             f"{store.label} was made of tiles of {canvas.tiles[1]} x {canvas.tiles[0]} pixels, and "
             "nothing is recomputed on tiles; extract anew without --tiles"
         )
     if not trust:
-        _check_size(store, record.size)
-    if changed := store.manifest.model.get("interventions"):
+        _check_size(store, (size[0], size[1]))
+    if changed := record.get("interventions"):
         raise MissingInput(
             f"{store.label} was made with {'; '.join(map(str, changed))}, and nothing is "
             "recomputed of a changed model; extract it again with what is needed"
         )
-    if record.source == "module":
+    if weights.get("source") == "module":
         raise MissingInput(
             f"{store.label} was made in Python from a torch module, which no store brings back; "
             "extract it again with what is needed"
         )
-    made_in = Path(store.manifest.info.get("data_folder", "."))
-    file, key = checkpoint, record.key
-    if checkpoint is None and record.source == "checkpoint":
-        file = made_in / record.file
+    info = store.manifest.info
+    made_in = Path(info.get("data_folder", "."))
+    file, key = checkpoint, None
+    if checkpoint is None and weights.get("source") == "checkpoint":
+        file = made_in / (info.get("checkpoint") or weights.get("file") or "")
+        key = weights.get("key") or None
+    remote_code = record.get("origin", {}).get("trust_remote_code") is True
     try:
         model = load_model(
-            source_of(record.name).placed(made_in),
+            source_of(record["name"]).placed(made_in),
             checkpoint=file,
-            checkpoint_key=key if file is not None and checkpoint is None else None,
-            random_init=record.seed if file is None else None,
-            img_size=record.size,
-            model_args=record.args,
-            ablate_skip=record.ablate_skip,
+            checkpoint_key=key,
+            random_init=weights.get("seed") if file is None else None,
+            img_size=(size[0], size[1]),
+            model_args=record.get("args", {}),
+            ablate_skip=tuple(record.get("ablate_skip", ())),
             transform=OWN_TRANSFORM,  # images are prepared as the store says
-            trust_remote_code=trust and record.remote_code,
+            trust_remote_code=trust and remote_code,
             foreign=None if trust else store.label,
         )
     except VitseeError as error:
@@ -123,65 +127,38 @@ def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = Fals
         raise VitseeError(
             f"the model of {store.label} cannot be loaded again: {error}{hint}"
         ) from None
-    if model.weights["sha256"] != record.sha256:
+    if model.weights["sha256"] != weights["sha256"]:
         raise VitseeError(
-            f"{record.name} now has other weights ({model.weights['sha256'][:12]}) than "
-            f"{store.label} was made with ({record.sha256[:12]}); name the file of those with "
+            f"{record['name']} now has other weights ({model.weights['sha256'][:12]}) than "
+            f"{store.label} was made with ({weights['sha256'][:12]}); name the file of those with "
             "--checkpoint, or extract anew"
         )
     return model
 
 
-@dataclass(frozen=True)
-class _Recorded:
-    """A manifest's record of its model, checked."""
-
-    name: str
-    sha256: str
-    source: str
-    file: str
-    key: str | None
-    seed: int | None
-    size: tuple[int, int]
-    args: dict[str, Any]
-    ablate_skip: tuple[str, ...]
-    remote_code: bool
-
-
-def _recorded(store: Store) -> _Recorded:
+def _check_record(store: Store) -> None:
     """Raises:
-    MissingInput: it has none, or values of other types.
+    MissingInput: a manifest without a record of its model, or with values of other types.
     """
     model, info = store.manifest.model, store.manifest.info
-    weights = model.get("weights")
     try:
+        weights, args = model.get("weights"), model.get("args", {})
         if not isinstance(weights, dict):
             raise TypeError("no weights")
         _, height, width = model["input_size"]
-        found = _Recorded(
-            name=model["name"],
-            sha256=weights["sha256"],
-            source=weights.get("source", ""),
-            file=info.get("checkpoint") or weights.get("file") or "",
-            key=weights.get("key") or None,
-            seed=weights.get("seed"),
-            size=(height, width),
-            args=model.get("args", {}),
-            ablate_skip=tuple(model.get("ablate_skip", ())),
-            remote_code=model.get("origin", {}).get("trust_remote_code") is True,
-        )
-        texts = (found.name, found.sha256, found.source, found.file, found.key or "")
-        if not all(isinstance(x, str) for x in (*texts, *found.ablate_skip, *found.args)):
+        texts = [model["name"], weights["sha256"], weights.get("source", "")]
+        texts += [info.get("checkpoint") or weights.get("file") or "", weights.get("key") or ""]
+        if not all(isinstance(x, str) for x in (*texts, *model.get("ablate_skip", ()), *args)):
             raise TypeError("text")
-        if not all(type(x) is int and 0 < x <= MOST_PIXELS for x in found.size):
+        if not all(type(x) is int and 0 < x <= MOST_PIXELS for x in (height, width)):
             raise ValueError("input_size")
-        if not isinstance(found.args, dict) or not isinstance(found.seed, int | None):
+        seed, _ = weights.get("seed"), model.get("origin", {}).get("trust_remote_code")
+        if not isinstance(args, dict) or not isinstance(seed, int | None):
             raise TypeError("args or seed")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise MissingInput(
             f"{store.label} does not say which weights made it ({error}); extract it anew"
         ) from None
-    return found
 
 
 def _check_size(store: Store, size: tuple[int, int]) -> None:
@@ -251,8 +228,7 @@ class Pictures:
         for name, now, then in zip(ids, batch.hash, samples.hash[rows], strict=True):
             if now != then:
                 raise VitseeError(f"{name!r} in {source.name} is another picture now {hint}")
-        pixels: NDArray[np.uint8] = batch.pixels.numpy()
-        return pixels
+        return batch.pixels.numpy()
 
     def check_decoding(self) -> None:
         """Refuse libraries that decode or resize otherwise: the first images' pixels.
