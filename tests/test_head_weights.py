@@ -202,16 +202,14 @@ def attention_logits(
 
     def linear(layer: Any, x: NDArray[Any]) -> NDArray[Any]:
         weight, bias = layer.weight.detach().double().numpy(), layer.bias.detach().double().numpy()
-        found: NDArray[Any] = x @ weight.T + bias
-        return found
+        return x @ weight.T + bias
 
     def norm(layer: Any, x: NDArray[Any]) -> NDArray[Any]:
         if isinstance(layer, torch.nn.Identity):
             return x
         scale, shift = layer.weight.detach().double().numpy(), layer.bias.detach().double().numpy()
         rest = x - x.mean(-1, keepdims=True)
-        found: NDArray[Any] = rest / np.sqrt(x.var(-1, keepdims=True) + layer.eps) * scale + shift
-        return found
+        return rest / np.sqrt(x.var(-1, keepdims=True) + layer.eps) * scale + shift
 
     x = norm(module.norm, tokens)
     x = x if args.get("pool_include_prefix") else x[layout.n_prefix :]

@@ -120,8 +120,7 @@ def by_hand(module: nn.Module, blocked: NDArray[np.bool_], heads: int) -> None:
         scores = own.q_norm(q) @ own.k_norm(k).transpose(2, 3) * (dim // heads) ** -0.5
         weights = scores.masked_fill(torch.from_numpy(blocked), float("-inf")).softmax(-1)
         joined = (weights @ v).transpose(1, 2).reshape(n, tokens, dim)
-        projected: Tensor = own.proj(own.norm(joined))
-        return projected
+        return own.proj(own.norm(joined))
 
     module.forward = forward  # type: ignore[method-assign]
 
@@ -170,8 +169,7 @@ class Layers(nn.Module):
         tokens = torch.cat([self.cls.expand(len(x), -1, -1), tokens], 1)
         for block in self.blocks:
             tokens = block(tokens)
-        logits: Tensor = self.head(tokens[:, 0])
-        return logits
+        return self.head(tokens[:, 0])
 
 
 class _Layer(nn.Module):
@@ -188,8 +186,7 @@ class _Layer(nn.Module):
         """Tokens."""
         y = self.norm1(x)
         x = x + self.attn(y, y, y, need_weights=self.need_weights, attn_mask=self.mask)[0]
-        tokens: Tensor = x + self.mlp(self.norm2(x))
-        return tokens
+        return x + self.mlp(self.norm2(x))
 
 
 @pytest.mark.parametrize("need_weights", [False, True])

@@ -191,8 +191,7 @@ def test_explicit_softmax_is_reported_with_its_product(way: str) -> None:
     assert torch.equal(event.call.scores(slice(1, 2)), scores[1:2])
     assert torch.equal(event.call.value, value)
     made = event.call.scores(slice(None)).softmax(-1) @ value
-    output = event.call.heads_output()
-    assert output is not None and torch.equal(made, output)
+    assert torch.equal(made, event.call.output)
 
 
 def test_a_product_from_the_right_is_the_same_attention() -> None:
@@ -207,9 +206,7 @@ def test_a_product_from_the_right_is_the_same_attention() -> None:
     assert event.call is not None and not event.mixed
     assert torch.equal(event.call.scores(slice(None)), scores)
     assert torch.equal(event.call.value, value.transpose(-2, -1))
-    output = event.call.heads_output()
-    assert output is not None
-    torch.testing.assert_close(output, scores.softmax(-1) @ value.transpose(-2, -1))
+    torch.testing.assert_close(event.call.output, scores.softmax(-1) @ value.transpose(-2, -1))
 
     def other() -> None:
         _ = value @ scores.softmax(-1)
@@ -328,8 +325,7 @@ def test_scores_are_those_of_a_kernel_under_autocast(gain: float) -> None:
     want = half[0] @ half[1].transpose(2, 3) * 32**-0.5 + half[2]
     # Sums of 32 products in float32; unrounded factors are 2^-8 away.
     torch.testing.assert_close(found.double(), want, rtol=1e-5, atol=1e-5)
-    output = event.call.heads_output()
-    assert output is not None
+    output = event.call.output
     again = torch.softmax(found, -1) @ event.call.value.float()
     # What is left is the rounding of weights and output: half of 2^-8 each.
     assert float((again - output.float()).abs().max() / output.float().abs().max()) < 8e-3

@@ -140,8 +140,7 @@ class Embedding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = nn.functional.pad(self.before(x), self.padding)
-        out: Tensor = self.blocks(self.proj(x).flatten(2).transpose(1, 2))
-        return out
+        return self.blocks(self.proj(x).flatten(2).transpose(1, 2))
 
 
 class Wide(nn.Module):
@@ -150,8 +149,7 @@ class Wide(nn.Module):
         self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.two(self.one(x).relu())
-        return out
+        return x + self.two(self.one(x).relu())
 
 
 def embedding(

@@ -90,8 +90,7 @@ def test_every_kind_of_processor_is_tried() -> None:
 
 def given_to_the_model(image: Image.Image, config: dict[str, Any]) -> NDArray[np.float32]:
     pixels = torch.from_numpy(make_recipe(config).apply(image).copy())[None]
-    found: NDArray[np.float32] = normalise(pixels, config, "cpu")[0].numpy()
-    return found
+    return normalise(pixels, config, "cpu")[0].numpy()
 
 
 @pytest.mark.parametrize(("kind", "backend"), OFFERED)

@@ -223,8 +223,7 @@ class Toy(nn.Module):
         x = self.patches(x)
         x = self.stages(x.permute(0, 2, 3, 1) if self.last else x)
         pooled: Tensor = x.mean((1, 2) if self.last else (2, 3))
-        out: Tensor = self.head(pooled)
-        return out
+        return self.head(pooled)
 
     def get_classifier(self) -> nn.Module:
         return self.head
@@ -267,8 +266,7 @@ class Shuffled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.patches(x).flatten(2).transpose(1, 2)
-        out: Tensor = self.blocks(tokens[:, self.order])
-        return out
+        return self.blocks(tokens[:, self.order])
 
 
 class Wide(nn.Module):
@@ -278,8 +276,7 @@ class Wide(nn.Module):
         self.two = nn.Linear(12, 12)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.two(self.one(x).relu())
-        return out
+        return x + self.two(self.one(x).relu())
 
 
 def test_tokens_in_another_order_are_no_grid() -> None:
@@ -302,8 +299,7 @@ class Odd(Wide):
 
     def forward(self, x: Tensor) -> Tensor:
         x = 2 * x + self.drop_path1(self.attn(self.norm1(x)))
-        out: Tensor = x + self.drop_path2(self.mlp(self.norm2(x)))
-        return out
+        return x + self.drop_path2(self.mlp(self.norm2(x)))
 
 
 def test_a_block_whose_sums_do_not_hold_has_its_output_alone() -> None:

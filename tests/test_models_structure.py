@@ -130,8 +130,7 @@ class Layer(nn.Module):
         self.two = nn.Parameter(torch.rand(dim))
 
     def attend(self, x: Tensor) -> Tensor:
-        out: Tensor = self.look(x, x, x, need_weights=False)[0]
-        return out
+        return self.look(x, x, x, need_weights=False)[0]
 
     def forward(self, x: Tensor) -> Any:
         if self.kind == "scaled":
@@ -295,16 +294,14 @@ class Sequences(nn.Module):
         self.answer = nn.Linear(24, 5)
 
     def mixed(self, layer: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        out: Tensor = layer.self_attn(x, x, x)[0]
-        return out
+        return layer.self_attn(x, x, x)[0]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.patches(x).flatten(2).mT
         x = torch.cat([self.class_token.expand(len(x), 1, -1), x], 1).transpose(0, 1)
         for layer in self.list:
             x = layer(x)
-        out: Tensor = self.answer(self.last(x)[0])
-        return out
+        return self.answer(self.last(x)[0])
 
 
 @pytest.mark.parametrize("weights", [True, False])

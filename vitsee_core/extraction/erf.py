@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitsee_core.images import normalise
-from vitsee_core.models.capture import Capture
+from vitsee_core.models.capture import Capture, Observer
 from vitsee_core.runtime.device import precision_context
 from vitsee_core.runtime.machine import human_bytes, is_out_of_memory, memory_bytes
 from vitsee_stores.errors import VitseeError
@@ -37,9 +37,8 @@ from vitsee_stores.layout import ErfPlan, SiteSpec, StorePlan
 from vitsee_stores.manifest import by_reason
 
 if TYPE_CHECKING:
-    from vitsee_core.models.attention_watch import AttentionCall
     from vitsee_core.models.loaded import LoadedModel
-    from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
+    from vitsee_core.models.sites import SiteTable
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +212,7 @@ def prepare_erf(
     return replace(plan, erf=erf), (passes, cost), why
 
 
-class _CentreSums:
+class _CentreSums(Observer):
     """An observer that takes the sums at the centres, before the model overwrites them."""
 
     def __init__(self) -> None:
@@ -223,10 +222,6 @@ class _CentreSums:
         """Sum over images and channels at the centre of the grid."""
         rows, cols = (slice((n - 1) // 2, n // 2 + 1) for n in body.shape[1:3])
         self.sums[site.name] = body[:, rows, cols].mean((1, 2)).sum()
-
-    def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None: ...
-
-    def attention(self, block: AttentionBlock, call: AttentionCall) -> None: ...
 
 
 class ErfSums:

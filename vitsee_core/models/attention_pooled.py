@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from vitsee_core.models.classifier import TOLERANCE, LateTokens, late_tokens, linear_of
 from vitsee_core.models.loaded import LoadedModel
@@ -42,7 +42,6 @@ class AttentionPooled:
     pooled_kind = None
 
     def logits(self, tokens: NDArray[Any], layout: TokenLayout) -> Float:
-        """(images, classes) of tokens (images, tokens, dim), prefix tokens first."""
         first = 0 if self.with_prefix else layout.n_prefix
         return self._classify(tokens[:, first:])
 
@@ -52,21 +51,15 @@ class AttentionPooled:
         return self._classify(alone).reshape(*tokens.shape[:-1], self.n_classes)
 
     def record(self) -> dict[str, Any]:
-        """What it is, as JSON values."""
         return {"site": self.site, "pool": self.pool, "from": "the model", "error": self.error}
 
     def _classify(self, tokens: NDArray[Any]) -> Float:
         with torch.inference_mode():
             parts = [
-                self._run(torch.from_numpy(tokens[at : at + _AT_ONCE].astype(np.float32)))
-                for at in range(0, len(tokens), _AT_ONCE)
+                self.after(self.pooling(self.norm(torch.from_numpy(part.astype(np.float32)))))
+                for part in (tokens[at : at + _AT_ONCE] for at in range(0, len(tokens), _AT_ONCE))
             ]
-        found: Float = torch.cat(parts).double().numpy()
-        return found
-
-    def _run(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.after(self.pooling(self.norm(tokens)))
-        return found
+        return torch.cat(parts).double().numpy()
 
 
 def find_attention_pooled(model: LoadedModel, table: SiteTable) -> AttentionPooled | str:

@@ -29,22 +29,20 @@ class AttentionCall(ABC):
     """One block's attention over one batch. Tensors are the model's own: consume them at once.
 
     n_images, n_heads, n_tokens: the sizes of the scores (images, heads, tokens, tokens).
-    value: (images, heads, tokens, head dim), grouped heads repeated.
+    value: (images, heads, tokens, head dim), grouped heads repeated; output: the model's own
+        product of weights and values, of that shape.
     """
 
     n_images: int
     n_heads: int
     n_tokens: int
     value: Tensor
+    output: Tensor
 
     @abstractmethod
     def scores(self, images: slice, out: Tensor | None = None) -> Tensor:
         """The input of the softmax for these images: (images, heads, tokens, tokens) float32,
         scaled, with mask, bias and causality applied; written to `out` if given (contiguous)."""
-
-    @abstractmethod
-    def heads_output(self) -> Tensor | None:
-        """The model's own product of weights and values: (images, heads, tokens, head dim)."""
 
 
 def _rounded(x: Any, dtype: torch.dtype) -> Any:
@@ -118,10 +116,6 @@ class KernelCall(AttentionCall):
         else:
             scores.add_(mask)
 
-    def heads_output(self) -> Tensor | None:
-        """The product the model made."""
-        return self.output
-
 
 class SoftmaxCall(AttentionCall):
     """The argument of an explicit softmax and the value that its result was multiplied with."""
@@ -134,10 +128,6 @@ class SoftmaxCall(AttentionCall):
         """As in `AttentionCall`: the softmax's own argument."""
         part = self.given[images]
         return part.float() if out is None else out.copy_(part)
-
-    def heads_output(self) -> Tensor | None:
-        """The product the model made."""
-        return self.output
 
 
 @dataclass

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
@@ -26,63 +27,58 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 Consumer = Callable[[Tensor], None]
+_Place = tuple[str, bool]  # a module, and whether its input is meant
 
 
 class Observer(Protocol):
-    """Gets live tensors: whatever it wants to keep, it copies before it returns."""
+    """Gets live tensors: whatever it wants to keep, it copies before it returns. What a subclass
+    does not define passes by."""
 
     def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
         """tokens: prefix (images, prefix, dim) or None and body (images, rows, cols, dim), in image
         geometry; rows: body (images, rows, dim); vector: (images, dim); raw: as it is."""
+        return
 
     def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
         """Skip input and branch output of one residual sublayer: (images, tokens, dim)."""
+        return
 
     def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
         """One block's attention."""
+        return
 
 
 class Hooks:
     """Consumers of hook points, by module: registered once, calls counted in every pass."""
 
-    def __init__(
-        self, module: nn.Module, watch: AttentionWatch, turned: frozenset[tuple[str, bool]]
-    ) -> None:
-        self.module, self.watch, self.turned = module, watch, turned
+    def __init__(self, module: nn.Module, turned: frozenset[_Place]) -> None:
+        self.module, self.turned = module, turned
         self.n_images = 0
-        self.entering: dict[str, list[tuple[int, Consumer]]] = defaultdict(list)
-        self.leaving: dict[str, list[tuple[int, Consumer]]] = defaultdict(list)
-        self.expected: dict[tuple[str, bool], tuple[int, str]] = {}
-        self.counts: dict[tuple[str, bool], int] = defaultdict(int)
+        self.consumers: dict[_Place, list[tuple[int, Consumer]]] = defaultdict(list)
+        self.expected: dict[_Place, tuple[int, str]] = {}
+        self.counts: Counter[_Place] = Counter()
         self.handles: list[RemovableHandle] = []
 
     def on(self, hook_point: HookPoint, consumer: Consumer, what: str) -> None:
         """Give the hook point's tensor to `consumer` in every pass; `what` names it in errors."""
-        entering = hook_point.when == "in"
-        (self.entering if entering else self.leaving)[hook_point.module].append(
-            (hook_point.call, consumer)
-        )
-        self.expected.setdefault((hook_point.module, entering), (hook_point.calls, what))
+        place = hook_point.module, hook_point.when == "in"
+        self.consumers[place].append((hook_point.call, consumer))
+        self.expected.setdefault(place, (hook_point.calls, what))
 
     def install(self) -> None:
         """Register one hook for each module and direction."""
-        for name, consumers in self.entering.items():
-            child = self.module.get_submodule(name)
-            hook = self._hook(name, True, consumers)
-            self.handles.append(
-                child.register_forward_pre_hook(
-                    lambda _m, args, kwargs, hook=hook: hook(input_tensor(args, kwargs)),
+        for place in self.consumers:
+            child, see = self.module.get_submodule(place[0]), partial(self._see, place)
+            if place[1]:
+                handle = child.register_forward_pre_hook(
+                    lambda _m, args, kwargs, see=see: see(input_tensor(args, kwargs)),
                     with_kwargs=True,
                 )
-            )
-        for name, consumers in self.leaving.items():
-            child = self.module.get_submodule(name)
-            hook = self._hook(name, False, consumers)
-            self.handles.append(
-                child.register_forward_hook(
-                    lambda m, _, output, hook=hook: hook(output_tensor(m, output, self.n_images))
+            else:
+                handle = child.register_forward_hook(
+                    lambda m, _, output, see=see: see(output_tensor(m, output, self.n_images))
                 )
-            )
+            self.handles.append(handle)
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -94,34 +90,26 @@ class Hooks:
         """Raises:
         CaptureError: a module was called another number of times than its hook points expect.
         """
-        for (name, entering), (calls, what) in self.expected.items():
-            met = self.counts[name, entering]
-            if met != calls:
+        for place, (calls, what) in self.expected.items():
+            if self.counts[place] != calls:
                 raise CaptureError(
-                    f"{what}: module {name or 'root'} was called {met} times in one forward pass, "
-                    f"expected {calls}"
+                    f"{what}: module {place[0] or 'root'} was called {self.counts[place]} times in "
+                    f"one forward pass, expected {calls}"
                 )
 
-    def _hook(
-        self, name: str, entering: bool, consumers: list[tuple[int, Consumer]]
-    ) -> Callable[[Tensor | None], None]:
-        key = (name, entering)
-
-        def hook(x: Tensor | None) -> None:
-            call = self.counts[key]
-            self.counts[key] = call + 1
-            if x is not None and key in self.turned:
-                x = x.transpose(0, 1)
-            # What an observer computes is no attention of the model, and the watch would cost
-            # each of its thousands of calls some microseconds.
-            with torch._C.DisableTorchFunction():
-                for wanted, consume in consumers:
-                    if wanted == call:
-                        if x is None:
-                            raise CaptureError(f"module {name} gave no single tensor")
-                        consume(x)
-
-        return hook
+    def _see(self, place: _Place, x: Tensor | None) -> None:
+        call = self.counts[place]
+        self.counts[place] += 1
+        if x is not None and place in self.turned:
+            x = x.transpose(0, 1)
+        # What an observer computes is no attention of the model, and the watch would cost each of
+        # its thousands of calls some microseconds.
+        with torch._C.DisableTorchFunction():
+            for wanted, consume in self.consumers[place]:
+                if wanted == call:
+                    if x is None:
+                        raise CaptureError(f"module {place[0]} gave no single tensor")
+                    consume(x)
 
 
 class Capture:
@@ -143,12 +131,12 @@ class Capture:
         self.model, self.table = model, table
         self.watch = AttentionWatch(self._attended)
         self.watch.active = False
-        self.hooks = Hooks(model.module, self.watch, table.turned)
+        self.hooks = Hooks(model.module, table.turned)
         self._observer: Observer | None = None
         self._waiting: dict[str, dict[int, Tensor]] = defaultdict(dict)
         self._blocks = {table.attention_modules[block.name]: block for block in attention}
         self._current: AttentionBlock | None = None
-        self._seen: dict[str, int] = defaultdict(int)
+        self._seen: Counter[str] = Counter()
         for site in sites:
             if site.alias_of is None:
                 self._add_site(site)
@@ -192,10 +180,7 @@ class Capture:
         self.hooks.counts.clear()
         self._seen.clear()
         try:
-            if self._blocks:
-                with self.watch:
-                    output = self.model.module(x)
-            else:
+            with self.watch if self._blocks else nullcontext():
                 output = self.model.module(x)
         finally:
             self._observer = self._current = None

@@ -10,25 +10,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitsee_core.models.attention_watch import AttentionCall
-from vitsee_core.models.capture import Capture
+from vitsee_core.models.capture import Capture, Observer
 from vitsee_core.models.head import likely_classifiers
 from vitsee_core.models.head_weights import POOLS, HeadWeights
 from vitsee_core.models.hook_points import CaptureError, first_tensor
 from vitsee_core.models.loaded import LoadedModel
-from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
+from vitsee_core.models.sites import SiteTable
 from vitsee_core.models.trace import probe_images
 from vitsee_stores.layout import SiteSpec, TokenLayout
 
 TOLERANCE = 1e-5  # of the largest logit less its bias; float32 sums over some thousand channels
-CLEARLY = (
-    0.5  # of two that are right the first is taken, unless the other's error is less than this
-)
+CLEARLY = 0.5  # the first of two that are right is taken, unless the other's error is below this
 MOST_NORMS = 4
 MOST_SITES = 3
 
 
-class _Keeper:
+class _Keeper(Observer):
     def __init__(self) -> None:
         self.tokens: dict[str, NDArray[np.float64]] = {}
 
@@ -36,12 +33,6 @@ class _Keeper:
         """Keep the tokens as (images, tokens, dim)."""
         parts = [part for part in (prefix, body.flatten(1, -2)) if part is not None]
         self.tokens[site.name] = torch.cat(parts, 1).double().cpu().numpy()
-
-    def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
-        """Branches are not captured."""
-
-    def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
-        """Attention is not captured."""
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,6 @@ def stand_in(name: str, options: Mapping[str, Any], table: SiteTable) -> LoadedM
     grows with the depth, and what lies before and behind the blocks computes what it would.
 
     Args:
-        name: as `load_model`.
-        options: those of `load_model`; weights are neither looked for nor read.
         table: the sites of the model, whose blocks' inputs and outputs are compared.
 
     Raises:

@@ -4,7 +4,9 @@ running the model on an image of numbered pixels and reading the input of the fi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from vitsee_core.models.hook_points import ForwardEnded
 from vitsee_core.models.loaded import LoadedModel
 
 _LAYERS = (torch.conv2d, nn.functional.linear)
@@ -28,10 +31,6 @@ class Filters:
     values: NDArray[np.float32]
 
 
-class _Past(Exception):
-    """Ends a forward pass at the first layer that does not work on pixels."""
-
-
 def find_filters(model: LoadedModel) -> Filters | str:
     """The filters of the model's first layer, or why it has none over single pixels.
 
@@ -43,18 +42,16 @@ def find_filters(model: LoadedModel) -> Filters | str:
     numbers = torch.arange(channels * height * width, dtype=torch.float32)
     inside: list[str] = []
     first = _FirstLayers(inside, model.input_size)
-    hooks = []
-    for name, child in model.module.named_modules():
-        hooks.append(child.register_forward_pre_hook(_entering(inside, name)))
-        hooks.append(child.register_forward_hook(_leaving(inside)))
-    try:
-        with torch.no_grad(), first:
-            model.module(numbers.reshape(1, *model.input_size))
-    except _Past:
-        pass
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+    def leave(*_: Any) -> None:
+        inside.pop()
+
+    with ExitStack() as stack, torch.no_grad(), suppress(ForwardEnded), first:
+        for name, child in model.module.named_modules():
+            enter = partial(_enter, inside, name)
+            stack.enter_context(child.register_forward_pre_hook(enter))
+            stack.enter_context(child.register_forward_hook(leave))
+        model.module(numbers.reshape(1, *model.input_size))
     if not first.found:
         if first.refused:
             return f"its first layer, {first.refused}, does not work on single pixels"
@@ -63,15 +60,8 @@ def find_filters(model: LoadedModel) -> Filters | str:
     return max(first.found, key=lambda filters: filters.values[0].size)
 
 
-def _entering(inside: list[str], name: str) -> Callable[..., None]:
-    return lambda *_: inside.append(name)
-
-
-def _leaving(inside: list[str]) -> Callable[..., None]:
-    def leave(*_: Any) -> None:
-        inside.pop()
-
-    return leave
+def _enter(inside: list[str], name: str, *_: Any) -> None:
+    inside.append(name)
 
 
 class _FirstLayers(TorchFunctionMode):
@@ -99,7 +89,7 @@ class _FirstLayers(TorchFunctionMode):
             values = _over_pixels(weight.flatten(1), pixels, self._size)
             if values is None:
                 self.refused = self._inside[-1]
-                raise _Past
+                raise ForwardEnded
             self.found.append(Filters(self._inside[-1], values))
         return func(*args, **given)
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 ARRAYS = ("head_kernel", "head_bias", "head_norm_scale", "head_norm_bias")
-NORMS = ("none", "layer", "rms", "affine")
 POOLS = ("cls", "mean", "mean-all", "max")
 # Of the norms that may precede the mean: those that give the same of the mean itself.
 LINEAR_NORMS = ("none", "affine")
@@ -85,17 +84,14 @@ class HeadWeights:
 
     @property
     def width(self) -> int:
-        """Channels of a token."""
         return int(self.arrays["head_kernel"].shape[1])
 
     @property
     def n_classes(self) -> int:
-        """Number of logits."""
         return len(self.arrays["head_kernel"])
 
     @property
     def pooled_kind(self) -> str | None:
-        """See `Classifier`."""
         if self.pool == "cls":
             return "cls"
         if self.pool == "mean" and (not self.norm_first or self.norm in LINEAR_NORMS):
@@ -113,13 +109,11 @@ class HeadWeights:
         return {name: getattr(self, name) for name in names}
 
     def logits(self, tokens: NDArray[Any], layout: TokenLayout) -> Float:
-        """(images, classes) of tokens (images, tokens, dim), prefix tokens first."""
         tokens = self.normalised(tokens) if self.norm_first else tokens
         pooled = pool(np.asarray(tokens, np.float64), layout, self.pool)
         return self.classify(pooled if self.norm_first else self.normalised(pooled))
 
     def of_tokens(self, tokens: NDArray[Any]) -> Float:
-        """(..., classes) of tokens (..., dim), each for itself."""
         return self.classify(self.normalised(tokens))
 
     def normalised(self, x: NDArray[Any]) -> Float:
@@ -152,8 +146,7 @@ def pool(tokens: Float, layout: TokenLayout, how: str) -> Float:
         if layout.cls is None:
             raise ValueError("no class token")
         return tokens[:, layout.cls]
-    found: Float = (tokens if how == "mean-all" else body).mean(1) if how != "max" else body.max(1)
-    return found
+    return (tokens if how == "mean-all" else body).mean(1) if how != "max" else body.max(1)
 
 
 def of_store(store: Store) -> HeadWeights:

@@ -17,14 +17,8 @@ MOST_PIXELS = 1 << 14  # along one side
 def input_transform(
     module: nn.Module, name: str, img_size: tuple[int, int] | None, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """input_size (channels, rows, cols), interpolation, crop_pct, crop_mode, mean, std; `fill`
-    where what lies around an image is black and not the mean.
-
-    Args:
-        module: a timm model; its `pretrained_cfg` decides what is not given.
-        name: for the message.
-        img_size: (rows, cols) instead of its own.
-        given: `mean`, `std`, `crop_pct`, `crop_mode` instead of its own, None for those; `fill`.
+    """As `Source.transform`, of a timm model, whose `pretrained_cfg` decides what is not given;
+    with `fill` where what lies around an image is black and not the mean.
 
     Raises:
         ModelError: the configuration (a folder's config.json) has other values than numbers; a fill

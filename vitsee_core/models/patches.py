@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -57,14 +58,9 @@ def cells(module: nn.Module, hook_point: HookPoint, view: View, images: Tensor) 
             found.append(view.split(x)[1].float())
             raise ForwardEnded
 
-    handle = module.get_submodule(hook_point.module).register_forward_hook(left)
-    try:
-        with torch.no_grad():
-            module(images)
-    except ForwardEnded:
-        pass
-    finally:
-        handle.remove()
+    hook = module.get_submodule(hook_point.module).register_forward_hook(left)
+    with hook, torch.no_grad(), suppress(ForwardEnded):
+        module(images)
     return found[0]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -82,21 +82,17 @@ class PerturbationRunner:
         """Fill `plain`; the modules called without a tensor that give one."""
         made = []
 
-        def watch(name: str) -> Callable[..., None]:
-            def left(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-                given = (*args, *kwargs.values())
-                fed = any(isinstance(value, Tensor | list | tuple | dict) for value in given)
-                if isinstance(output, Tensor) and not fed:
-                    made.append(name)
+        def left(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            given = (*args, *kwargs.values())
+            fed = any(isinstance(value, Tensor | list | tuple | dict) for value in given)
+            if isinstance(output, Tensor) and not fed:
+                made.append(name)
 
-            return left
-
-        hooks = [m.register_forward_hook(watch(n), with_kwargs=True) for n, m in makers.items()]
-        try:
+        with ExitStack() as stack:
+            for name, child in makers.items():
+                see = partial(left, name)
+                stack.enter_context(child.register_forward_hook(see, with_kwargs=True))
             self._until(lambda _, x: self.plain.append(_fingerprint(x)))
-        finally:
-            for hook in hooks:
-                hook.remove()
         return made
 
     def entering(self, wanted: int, images: Tensor | None = None) -> Tensor:
@@ -122,19 +118,11 @@ class PerturbationRunner:
                 raise ForwardEnded
             calls += x is not None
 
-        hooks = []
-        for path, child in self.module.named_modules():
-            last = path.split(".")[0] in CONTAINERS
-            see = partial(enter, last)
-            hooks.append(child.register_forward_pre_hook(see, with_kwargs=True))
-        try:
-            with torch.no_grad():
-                self.module(self.images if images is None else images)
-        except ForwardEnded:
-            pass
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as stack, torch.no_grad(), suppress(ForwardEnded):
+            for path, child in self.module.named_modules():
+                see = partial(enter, path.split(".")[0] in CONTAINERS)
+                stack.enter_context(child.register_forward_pre_hook(see, with_kwargs=True))
+            self.module(self.images if images is None else images)
         return seen[0] if seen else None
 
 
@@ -160,10 +148,7 @@ def _changed_tensor(tensor: Tensor) -> Callable[[float, float], AbstractContextM
 def _changed_output(module: nn.Module) -> Callable[[float, float], AbstractContextManager[None]]:
     @contextmanager
     def changed(a: float, b: float) -> Iterator[None]:
-        hook = module.register_forward_hook(lambda _m, _i, output: output * a + b)
-        try:
+        with module.register_forward_hook(lambda _m, _i, output: output * a + b):
             yield
-        finally:
-            hook.remove()
 
     return changed

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from vitsee_core.models.attention_watch import AttentionCall
-from vitsee_core.models.capture import Capture
+from vitsee_core.models.capture import Capture, Observer
 from vitsee_core.models.families.base import Residual
 from vitsee_core.models.hook_points import View
 from vitsee_core.models.sites import AttentionBlock, SiteTable
@@ -46,6 +47,12 @@ def scaled_error(total: Tensor, skip: Tensor, given: Tensor) -> float:
     power = given.square().sum((0, 1))
     factors = (branch * given).sum((0, 1)) / torch.where(power > 0, power, torch.ones_like(power))
     return rounding_error(total, skip, (factors * given).to(total.dtype)) / FITTED
+
+
+def beyond(errors: Mapping[str, float], names: Iterable[str], allowed: float) -> dict[str, float]:
+    """Those of the names whose error is not within `allowed`, with it; inf: it was not measured."""
+    found = {name: errors.get(name, math.inf) for name in names}
+    return {name: error for name, error in found.items() if not error <= allowed}
 
 
 class SumProof:
@@ -142,7 +149,7 @@ def _gap(x: Tensor, y: Tensor) -> float:
     return float((x.float() - y.float()).abs().nan_to_num(0.0).max())
 
 
-class AttentionProof:
+class AttentionProof(Observer):
     """Recomputes softmax(scores) @ value and compares it with what the model uses next.
 
     The comparison is with the input of the block's own projection (or norm before it) where that
@@ -172,9 +179,7 @@ class AttentionProof:
             weights = call.scores(images).softmax(-1)
             parts.append(weights @ call.value[images].float())
         made = torch.cat(parts)
-        seen = call.heads_output()
-        if seen is not None:
-            self._note(block.name, made, seen)
+        self._note(block.name, made, call.output)
         if block.name in self.table.heads:
             self.made[block.name] = made.transpose(1, 2).flatten(2)
 

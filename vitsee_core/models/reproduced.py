@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from vitsee_core.images import normalise
-from vitsee_core.models.capture import Capture
+from vitsee_core.models.capture import Capture, Observer
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.same_images import FirstImages
-from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
+from vitsee_core.models.sites import SiteTable
 from vitsee_core.runtime.device import current_precision, precision_context
 from vitsee_core.types import Float32
 from vitsee_stores.errors import IdentityMismatch
 from vitsee_stores.layout import SiteSpec
 
 if TYPE_CHECKING:
-    from vitsee_core.models.attention_watch import AttentionCall
     from vitsee_stores import Store
 
 # |here - stored| / |stored| of a pooled vector: summation order in float32, which other batches
@@ -28,7 +27,7 @@ TOLERANCE = {"fp32": 1e-3, "tf32": 2e-2, "half": 1e-1}
 MOST_SITES = 4
 
 
-class _Pooled:
+class _Pooled(Observer):
     """An observer that keeps the means over tokens, and vectors."""
 
     def __init__(self) -> None:
@@ -37,12 +36,6 @@ class _Pooled:
     def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
         mean = body if site.kind == "vector" else body.flatten(1, -2).mean(1, dtype=torch.float32)
         self.found[site.name] = mean.float().cpu().numpy().copy()
-
-    def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
-        """Not asked for."""
-
-    def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
-        """Not asked for."""
 
 
 def check_reproduced(

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from vitsee_core.models.attention_watch import AttentionCall
-from vitsee_core.models.capture import Capture
+from vitsee_core.models.capture import Capture, Observer
 from vitsee_core.models.hook_points import CaptureError, first_tensor
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.patches import disproof
-from vitsee_core.models.proofs import AliasProof, AttentionProof, SumProof
+from vitsee_core.models.proofs import AliasProof, AttentionProof, SumProof, beyond
 from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
 from vitsee_core.runtime.device import current_precision
 from vitsee_stores.layout import SiteSpec
@@ -55,7 +55,7 @@ class SelfCheck:
         return not self.failures
 
 
-class _Examiner:
+class _Examiner(Observer):
     """Measures every site as it is captured."""
 
     def __init__(self, proof: AttentionProof) -> None:
@@ -82,7 +82,6 @@ class _Examiner:
             )
 
     def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
-        """Pass the call to the proof."""
         self.proof.attention(block, call)
 
 
@@ -146,9 +145,23 @@ def self_check(
             return check
     _judge_patches(check, model, table, x)
     _judge_output(check, plain, hooked, OUTPUT_TOLERANCE[precision])
-    _judge_sums(check, table, sums.errors, names)
-    _judge_aliases(check, equal)
-    _judge_attention(check, heads.errors, attention, ATTENTION_TOLERANCE[precision])
+    residuals = table.residuals
+    check.failures += [
+        f"{residuals[name].formula} is not {residuals[name].total} ({error:.3g} roundings apart)"
+        for name, error in beyond(sums.errors, names, 1).items()
+    ]
+    check.failures += [
+        f"{alias} is not equal to {aliases[alias]} (differs by {gap:.3g})"
+        for alias, gap in beyond(equal.errors, aliases, 0).items()
+    ]
+    allowed = ATTENTION_TOLERANCE[precision]
+    check.failures += [
+        f"{name}: attention times values is not what the block uses next (relative difference "
+        f"{error:.3g}, allowed {allowed:.3g})"
+        for name, error in beyond(heads.errors, [b.name for b in attention], allowed).items()
+    ]
+    for what, proof in (("sums", sums), ("aliases", equal), ("attention", heads)):
+        check.figures[what] = _worst(proof.errors)
     _judge_values(check, examiner, stored, dtypes or {})
     return check
 
@@ -195,43 +208,6 @@ def _judge_patches(check: SelfCheck, model: LoadedModel, table: SiteTable, x: Te
         }
         for patches in table.patches
     ]
-
-
-def _judge_sums(
-    check: SelfCheck, table: SiteTable, errors: Mapping[str, float], names: Sequence[str]
-) -> None:
-    for name in names:
-        error = errors.get(name, math.inf)
-        if not error <= 1:
-            residual = table.residuals[name]
-            check.failures.append(
-                f"{residual.formula} is not {residual.total} ({error:.3g} roundings apart)"
-            )
-    check.figures["sums"] = _worst(errors)
-
-
-def _judge_aliases(check: SelfCheck, equal: AliasProof) -> None:
-    for alias, stored in equal.pairs.items():
-        gap = equal.errors.get(alias, math.inf)
-        if gap != 0:
-            check.failures.append(f"{alias} is not equal to {stored} (differs by {gap:.3g})")
-    check.figures["aliases"] = _worst(equal.errors)
-
-
-def _judge_attention(
-    check: SelfCheck,
-    errors: Mapping[str, float],
-    attention: Sequence[AttentionBlock],
-    allowed: float,
-) -> None:
-    for block in attention:
-        error = errors.get(block.name, math.inf)
-        if not error <= allowed:
-            check.failures.append(
-                f"{block.name}: attention times values is not what the block uses next "
-                f"(relative difference {error:.3g}, allowed {allowed:.3g})"
-            )
-    check.figures["attention"] = _worst(errors)
 
 
 def _judge_values(

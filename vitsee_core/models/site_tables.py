@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from vitsee_core.models.attention_watch import AttentionCall
 from vitsee_core.models.build import TableBuilder
 from vitsee_core.models.capture import Capture
 from vitsee_core.models.hook_points import ModelError, refuse_compiled
 from vitsee_core.models.loaded import LoadedModel
-from vitsee_core.models.proofs import AttentionProof, SumProof
-from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
+from vitsee_core.models.proofs import AttentionProof, SumProof, beyond
+from vitsee_core.models.sites import SiteTable
 from vitsee_core.models.survey import measured, needs_pixels, survey
 from vitsee_core.models.trace import probe_images
-from vitsee_stores.layout import SiteSpec
 
 # In float32 the recomputed attention differs by summation order alone.
 ATTENTION_TOLERANCE = 1e-4
@@ -72,35 +70,18 @@ def verify(model: LoadedModel, table: SiteTable) -> dict[str, str]:
     device = next(model.module.parameters()).device
     images = probe_images(model.input_size, corners=False).to(device)
     with torch.inference_mode(), capture:
-        capture.run(images, _Verifier(heads))
+        capture.run(images, heads)
     failed = {}
-    for name in names:
-        error = sums.errors.get(name, float("inf"))
-        if not error <= 1:
-            residual = table.residuals[name]
-            block = residual.total.rpartition(".")[0]
-            failed[block] = f"{residual.formula} is not {residual.total}"
-            if residual.witness is not None:
-                failed[block] = f"what it adds is {NO_OUTPUT}"
-    for block_served in table.attention:
-        error = heads.errors.get(block_served.name, float("inf"))
-        if not error <= ATTENTION_TOLERANCE:
-            failed[f"{block_served.name} attention"] = (
-                "softmax of the scores times the values is not what the block uses next"
-            )
+    for name in beyond(sums.errors, names, 1):
+        residual = table.residuals[name]
+        block = residual.total.rpartition(".")[0]
+        failed[block] = f"{residual.formula} is not {residual.total}"
+        if residual.witness is not None:
+            failed[block] = f"what it adds is {NO_OUTPUT}"
+    for name in beyond(
+        heads.errors, [block.name for block in table.attention], ATTENTION_TOLERANCE
+    ):
+        failed[f"{name} attention"] = (
+            "softmax of the scores times the values is not what the block uses next"
+        )
     return failed
-
-
-class _Verifier:
-    def __init__(self, proof: AttentionProof) -> None:
-        self.proof = proof
-
-    def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
-        """Not captured here."""
-
-    def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
-        """Not captured here."""
-
-    def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
-        """Pass the call to the proof."""
-        self.proof.attention(block, call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -197,27 +197,23 @@ class _SumWatch(TorchFunctionMode):
 
 @contextmanager
 def _hooks(module: nn.Module, recorder: _Recorder, watch: AttentionWatch) -> Iterator[None]:
-    handles = []
-    for name, child in module.named_modules():
+    with ExitStack() as stack:
+        for name, child in module.named_modules():
 
-        def enter(_m: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-            recorder.enter(name, args, kwargs)
-            watch.depth += 1
+            def enter(_m: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                recorder.enter(name, args, kwargs)
+                watch.depth += 1
 
-        def leave(m: nn.Module, _a: Any, _k: Any, output: Any, name: str = name) -> None:
-            if any(m.children()):
-                # A leaf (the softmax itself, its dropout) is left before the product comes.
-                watch.flush(watch.depth)
-            watch.depth -= 1
-            recorder.leave(name, m, output)
+            def leave(m: nn.Module, _a: Any, _k: Any, output: Any, name: str = name) -> None:
+                if any(m.children()):
+                    # A leaf (the softmax itself, its dropout) is left before the product comes.
+                    watch.flush(watch.depth)
+                watch.depth -= 1
+                recorder.leave(name, m, output)
 
-        handles.append(child.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(child.register_forward_hook(leave, with_kwargs=True))
-    try:
+            stack.enter_context(child.register_forward_pre_hook(enter, with_kwargs=True))
+            stack.enter_context(child.register_forward_hook(leave, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def trace(module: nn.Module, size: tuple[int, int, int], corners: bool) -> Trace:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vitsee_core.analyses.logit_attribution.contributions import Projection
-from vitsee_core.models.capture import Capture
+from vitsee_core.models.capture import Capture, Observer
 from vitsee_core.models.hook_points import HookPoint
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.trace import probe_images
@@ -26,7 +26,7 @@ PROVEN = 1e-5  # of the branch's largest value; float32 sums over some thousand 
 
 
 @dataclass
-class _Keeper:
+class _Keeper(Observer):
     tokens: dict[str, Float] = field(default_factory=dict)
 
     def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
@@ -34,10 +34,6 @@ class _Keeper:
         parts = [part for part in (prefix, body.flatten(1, -2)) if part is not None]
         whole = torch.cat(parts, 1).flatten(0, 1)
         self.tokens[site.part] = whole.double().cpu().numpy()
-
-    def branch(self, *_: object) -> None: ...
-
-    def attention(self, *_: object) -> None: ...
 
 
 def projections(model: LoadedModel, blocks: Sequence[str]) -> dict[str, Projection]:

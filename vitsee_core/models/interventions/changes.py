@@ -8,10 +8,11 @@ the change, too.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,9 +31,6 @@ from vitsee_core.models.interventions.blocked import BlockedAttention
 from vitsee_core.models.interventions.neurons import Moved
 from vitsee_core.models.interventions.references import Array, generators
 from vitsee_core.models.interventions.tokens import Places, TokenChoice
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
 
 
 class Given(Protocol):
@@ -71,6 +69,9 @@ class ChangedSite:
     turned: bool
 
 
+_Site = tuple[ChangedSite, list[Changed]]
+
+
 class Changes:
     """The interventions of one model, in effect within `applied()`.
 
@@ -93,7 +94,7 @@ class Changes:
     ) -> None:
         self.module, self.lines, self.stores = module, tuple(lines), tuple(stores)
         self.seed, self.index = seed, index
-        self.sites: dict[str, tuple[ChangedSite, list[Changed]]] = {}
+        self.sites: dict[str, _Site] = {}
         self.attention: dict[str, tuple[str, BlockedAttention]] = {}
         self.expected: dict[str, Tensor] | None = None
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -128,53 +129,41 @@ class Changes:
     def applied(self) -> Iterator[None]:
         """Context in which the model runs with the interventions; hooks registered within see what
         they leave."""
-        handles: list[RemovableHandle] = [
-            self.module.register_forward_pre_hook(lambda _m, _a: self.counts.clear())
-        ]
-        by_place: Mapping[tuple[str, str], list[tuple[ChangedSite, list[Changed]]]] = defaultdict(
-            list
-        )
-        for site, changes in self.sites.values():
-            by_place[site.hook_point.module, site.hook_point.when].append((site, changes))
-        for (path, when), sites in by_place.items():
-            child = self.module.get_submodule(path)
-            if when == "in":
-                hook: Any = self._entering(sites)
-                handles.append(child.register_forward_pre_hook(hook, with_kwargs=True))
-            else:
-                handles.append(child.register_forward_hook(self._leaving(sites)))
-        for path, mode in self.attention.values():
-            child = self.module.get_submodule(path)
-            enter, leave = _entered(mode)
-            handles.append(child.register_forward_pre_hook(enter))
-            handles.append(child.register_forward_hook(leave, always_call=True))
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(
+                self.module.register_forward_pre_hook(lambda _m, _a: self.counts.clear())
+            )
+            by_place: dict[tuple[str, str], list[_Site]] = defaultdict(list)
+            for site in self.sites.values():
+                by_place[site[0].hook_point.module, site[0].hook_point.when].append(site)
+            for (path, when), sites in by_place.items():
+                child = self.module.get_submodule(path)
+                if when == "in":
+                    hook: Any = partial(self._entering, sites)
+                    stack.enter_context(child.register_forward_pre_hook(hook, with_kwargs=True))
+                else:
+                    hook = partial(self._leaving, sites)
+                    stack.enter_context(child.register_forward_hook(hook))
+            for path, mode in self.attention.values():
+                child = self.module.get_submodule(path)
+                enter, leave = _entered(mode)
+                stack.enter_context(child.register_forward_pre_hook(enter))
+                stack.enter_context(child.register_forward_hook(leave, always_call=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
-    def _entering(self, sites: Sequence[tuple[ChangedSite, list[Changed]]]) -> Any:
-        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            old = input_tensor(args, kwargs)
-            new = self._changed(sites, old)
-            if new is None or old is None:
-                return None
-            return swapped(args, old, new), swapped(kwargs, old, new)
+    def _entering(self, sites: Sequence[_Site], _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        old = input_tensor(args, kwargs)
+        new = self._changed(sites, old)
+        if new is None or old is None:
+            return None
+        return swapped(args, old, new), swapped(kwargs, old, new)
 
-        return hook
+    def _leaving(self, sites: Sequence[_Site], module: nn.Module, _args: Any, output: Any) -> Any:
+        old = output_tensor(module, output, len(self.rows))
+        new = self._changed(sites, old)
+        return None if new is None or old is None else swapped(output, old, new)
 
-    def _leaving(self, sites: Sequence[tuple[ChangedSite, list[Changed]]]) -> Any:
-        def hook(module: nn.Module, _args: Any, output: Any) -> Any:
-            old = output_tensor(module, output, len(self.rows))
-            new = self._changed(sites, old)
-            return None if new is None or old is None else swapped(output, old, new)
-
-        return hook
-
-    def _changed(
-        self, sites: Sequence[tuple[ChangedSite, list[Changed]]], old: Tensor | None
-    ) -> Tensor | None:
+    def _changed(self, sites: Sequence[_Site], old: Tensor | None) -> Tensor | None:
         """The tensor after the changes of this call of a module; None without any."""
         point = sites[0][0].hook_point
         call = self.counts[point.module, point.when]

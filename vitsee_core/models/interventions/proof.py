@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from vitsee_core.models.attention_watch import AttentionCall
-from vitsee_core.models.capture import Capture
+from vitsee_core.models.capture import Capture, Observer
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.interventions.changes import Changes
 from vitsee_core.models.loaded import LoadedModel
-from vitsee_core.models.proofs import SumProof
-from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
-from vitsee_stores.layout import SiteSpec
+from vitsee_core.models.proofs import SumProof, beyond
+from vitsee_core.models.sites import AttentionBlock, SiteTable
 
 
 def prove(model: LoadedModel, table: SiteTable, changes: Changes, x: Tensor) -> None:
@@ -60,8 +59,7 @@ def prove(model: LoadedModel, table: SiteTable, changes: Changes, x: Tensor) -> 
     wrong += [f"{name} was not met" for name in changes.sites if name not in changes.expected]
     wrong += [
         f"{table.residuals[name].formula} is not {table.residuals[name].total}"
-        for name in names
-        if not sums.errors.get(name, float("inf")) <= 1
+        for name in beyond(sums.errors, names, 1)
     ]
     wrong += weights.wrong
     changes.expected = None
@@ -69,17 +67,11 @@ def prove(model: LoadedModel, table: SiteTable, changes: Changes, x: Tensor) -> 
         raise ModelError(f"{model.name} cannot be changed so: {'; '.join(wrong[:3])}")
 
 
-class _Weights:
+class _Weights(Observer):
     """Checks that blocked keys have no weight."""
 
     def __init__(self, changes: Changes) -> None:
         self.changes, self.wrong = changes, list[str]()
-
-    def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
-        """Not captured here."""
-
-    def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
-        """Not captured here."""
 
     def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
         """The scores of blocked pairs are -inf."""

@@ -39,8 +39,7 @@ class TokenChoice:
             norms = torch.linalg.vector_norm(x[:, self.layout.n_prefix :].float(), dim=-1)
             # Stable, so that equal norms give the same tokens on every device.
             order = norms.sort(dim=1, descending=True, stable=True).indices[:, : self.n]
-            places: Places = order.cpu().numpy() + self.layout.n_prefix
-            return places
+            return order.cpu().numpy() + self.layout.n_prefix
         if self.kind == "random":
             n_body = self.layout.n_body
             drawn = [draw.choice(n_body, self.n, replace=False) for draw in draws]
