@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from synthetic import block_sites, write_store
 
-from vitsee_stores import Samples, SiteSpec, Store, StorePlan, StoreWriter, TokenLayout, open_store
-from vitsee_stores.layout import arrays
-from vitsee_stores.manifest import new_manifest
+from vitsee_stores import Store, StorePlan, TokenLayout
 
-LAYOUT = TokenLayout(("cls",), (14, 14), stride_px=(16.0, 16.0))
+GRID = (14, 14)
+LAYOUT = TokenLayout(("cls",), GRID, stride_px=(16.0, 16.0))
 SLAB = 256
 LATENT = 64
 Float16 = NDArray[np.float16]
@@ -84,38 +84,17 @@ def _site(rng: np.random.Generator, latent: Float32, dim: int, offset: float) ->
 
 
 def _write(path: Path, values: Sequence[Float16], images: int, dim: int, sites: int) -> Store:
-    specs = tuple(_spec(k, sites, dim) for k in range(sites))
+    specs = block_sites(sites, dim, LAYOUT)
     plan = StorePlan(images, min(SLAB, images), "none", specs)
-    index = np.arange(images)
-    samples = Samples(index, [str(i) for i in index], index, [""] * images)
-    manifest = new_manifest({"order": "shuffled", "seed": 0}, plan, samples)
-    writer = StoreWriter.create_or_join(path, manifest, samples, durable=False)
-    written = arrays(plan)
-    for k in range(plan.n_slabs):
-        rows = plan.rows(k)
-        n = rows.stop - rows.start
-        slab: dict[str, NDArray[Any]] = {
-            "valid": np.ones(n, np.uint8),
-            "n_valid": np.array(n),
-            "hash": np.arange(rows.start, rows.stop, dtype=np.uint64),
-            "size": np.zeros((n, 2), np.int32),
-        }
+
+    def of_slab(rows: slice) -> dict[str, NDArray[Any]]:
+        slab: dict[str, NDArray[Any]] = {}
         for number, spec in enumerate(specs):
-            x = values[number % len(values)][rows].reshape(n, LAYOUT.n_tokens, dim)
+            x = values[number % len(values)][rows].reshape(-1, LAYOUT.n_tokens, dim)
             slab[f"acts/{spec.name}/prefix"] = x[:, :1]
+            slab[f"acts/{spec.name}/grid"] = x[:, 1:].reshape(len(x), *GRID, dim)
             slab[f"pooled/{spec.name}/cls"] = x[:, 0].astype(np.float32)
             slab[f"pooled/{spec.name}/mean"] = x[:, 1:].mean(1, dtype=np.float32)
-            grid = f"acts/{spec.name}/grid"
-            slab[grid] = x[:, 1:].reshape(n, *written[grid].shape[1:])
-        writer.write_slab(k, slab, {})
-    writer.finish()
-    return open_store(path)
+        return slab
 
-
-def _spec(k: int, sites: int, dim: int) -> SiteSpec:
-    shape = (LAYOUT.n_tokens, dim)
-    depth = k / max(sites - 1, 1)
-    block = f"blocks.{k}"
-    return SiteSpec(
-        f"{block}.out", "out", block, ("blocks",), "tokens", dim, shape, LAYOUT, k, depth
-    )
+    return write_store(path, plan, of_slab)

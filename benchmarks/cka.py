@@ -137,26 +137,18 @@ def one_batch(made: Activations, rounds: int, corner: int) -> list[Result]:
     batch = Estimator("minibatch", batch=n, examples=n, repeats=1)
     found: dict[str, Float64] = {}
 
-    def keep(name: str, run: Callable[[], Float64]) -> Callable[[], None]:
-        def side() -> None:
-            found[name] = run()
-
-        return side
-
     def of_engine() -> Float64:
         h = ours(made, batch)
         return centred_alignment(h.cross, h.rows, h.cols)
 
-    sides: dict[str, Callable[[], float | None]] = {
-        "vitsee": keep("vitsee", of_engine),
-        "published scheme": keep(
-            "published scheme", lambda: peers.alignment(peers.published_hsic(made.sites, [None]))
-        ),
+    sides: dict[str, Callable[[], object]] = {
+        "vitsee": of_engine,
+        "published scheme": lambda: peers.alignment(peers.published_hsic(made.sites, [None])),
         "cast apart": lambda: cast_seconds(made),
     }
-    seconds = interleaved(sides, rounds)
+    seconds = interleaved(sides, rounds, found=found)
     table(f"one batch of {n}, {n_sites} x {n_sites} sites", seconds, "vitsee")
-    rows = results(seconds, ["vitsee"], ["published scheme"], ", given float32 in memory")
+    rows = results(seconds, ["published scheme"], ", given float32 in memory")
     print("(cast: the same bytes from float16 to float32 in RAM, of which the scheme is spared)")
 
     c = min(corner, n_sites)
@@ -176,26 +168,19 @@ def one_batch(made: Activations, rounds: int, corner: int) -> list[Result]:
     alternate = {"vitsee": sides["vitsee"], **{name: package(name) for name in there}}
     seconds = interleaved(alternate, 1, warmup=0)
     table(f"packages, {how}, once", seconds, "vitsee")
-    rows += results(seconds, ["vitsee"], there, f", {how}, given float32 in memory")
+    rows += results(seconds, there, f", {how}, given float32 in memory")
     few = made.sites[: max(c, min(n_sites, len(made.features)))]
     agreement(found, peers.alignment(peers.float64_hsic(few)))
     return rows
 
 
 def results(
-    seconds: Mapping[str, Sequence[float]], own: Sequence[str], others: Sequence[str], more: str
+    seconds: Mapping[str, Sequence[float]], others: Sequence[str], more: str
 ) -> list[Result]:
-    """Each of ours against each of the others."""
+    """Ours against each of the others."""
+    what = f"vitsee, against {{}}{more}"
     return [
-        Result(
-            f"{name}, against {THE.get(other, other)}{more}",
-            statistics.median(seconds[name]),
-            statistics.median(seconds[other]),
-            paired_ratio(seconds[other], seconds[name]),
-            "s",
-        )
-        for name in own
-        for other in others
+        Result.of(what.format(THE.get(other, other)), seconds, "vitsee", other) for other in others
     ]
 
 
@@ -217,19 +202,16 @@ def many_repeats(made: Activations, batch: int, repeats: int, rounds: int) -> li
     drawn = draw(n, batch, examples, repeats)
     found: dict[str, Float64] = {}
 
-    def of_engine() -> None:
-        found["vitsee"] = summarise(ours(made, estimator)).cka
-
-    def published() -> None:
+    def published() -> Float64:
         each = [peers.alignment(peers.published_hsic(made.sites, batches)) for batches in drawn]
-        found["published scheme"] = np.mean(each, 0)
+        return np.asarray(np.mean(each, 0))
 
     title = f"{repeats} repeats, batches of {batch} out of {n}, {made.n_sites} sites"
-    sides: dict[str, Callable[[], None]] = {
-        "vitsee": of_engine,
+    sides: dict[str, Callable[[], Float64]] = {
+        "vitsee": lambda: summarise(ours(made, estimator)).cka,
         "published scheme": published,
     }
-    seconds = interleaved(sides, max(1, rounds // 3), warmup=0)
+    seconds = interleaved(sides, max(1, rounds // 3), warmup=0, found=found)
     table(title, seconds, "vitsee")
     # One repeat in float64, which takes its time.
     h = ours(made, Estimator("minibatch", batch=batch, examples=examples, repeats=1))
@@ -241,7 +223,7 @@ def many_repeats(made: Activations, batch: int, repeats: int, rounds: int) -> li
     agreement(one, peers.alignment(exact))
     off = largest(found["vitsee"], found["published scheme"])
     print(f"over all repeats, vitsee and the scheme differ by at most {off:.1e}")
-    return results(seconds, ["vitsee"], ["published scheme"], ", given float32 in memory")
+    return results(seconds, ["published scheme"], ", given float32 in memory")
 
 
 def draw(n: int, batch: int, examples: int, repeats: int) -> list[list[peers.Rows]]:
@@ -273,12 +255,12 @@ def gram_rate(made: Activations, rounds: int) -> list[Result]:
 
     size, square = 2048, np.random.default_rng(0).normal(size=(2, 2048, 2048)).astype(np.float32)
     a, b = torch.from_numpy(square[0]), torch.from_numpy(square[1])
-    sides: dict[str, Callable[[], float | None]] = {
+    sides: dict[str, Callable[[], object]] = {
         "Gram pass": gram,
         "reading alone": read,
-        "numpy x @ x.T, in RAM": discard(lambda: np.matmul(bare, bare.T)),
-        "numpy GEMM": discard(lambda: np.matmul(square[0], square[1])),
-        "torch GEMM": discard(lambda: torch.mm(a, b)),
+        "numpy x @ x.T, in RAM": lambda: np.matmul(bare, bare.T),
+        "numpy GEMM": lambda: np.matmul(square[0], square[1]),
+        "torch GEMM": lambda: torch.mm(a, b),
     }
     work = dict.fromkeys(sides, useful) | dict.fromkeys(("numpy GEMM", "torch GEMM"), 2 * size**3)
     seconds = interleaved(sides, 2 * rounds)
@@ -293,10 +275,10 @@ def gram_rate(made: Activations, rounds: int) -> list[Result]:
     print(f"  Gram pass over the best GEMM: {ratio:.2f}")
     medians = statistics.median(rates["Gram pass"]), statistics.median(best)
     rows = [Result(f"{what} the best float32 GEMM", *medians, ratio, "G/s")]
-    ratio = paired_ratio(seconds[in_memory], seconds["Gram pass"])
-    print(f"  {in_memory} over the Gram pass: {ratio:.2f}")
-    own, other = (statistics.median(seconds[name]) for name in ("Gram pass", in_memory))
-    return [*rows, Result(f"{what} numpy's x @ x.T of float32 in memory", own, other, ratio, "s")]
+    what = f"{what} numpy's x @ x.T of float32 in memory"
+    rows.append(Result.of(what, seconds, "Gram pass", in_memory))
+    print(f"  {in_memory} over the Gram pass: {rows[-1].ratio:.2f}")
+    return rows
 
 
 def offsets(folder: Path) -> None:
@@ -311,15 +293,6 @@ def offsets(folder: Path) -> None:
         }
         print(f"  offset {offset:.0f} standard deviations:")
         agreement(found, peers.alignment(peers.float64_hsic(made.sites)))
-
-
-def discard(run: Callable[[], object]) -> Callable[[], None]:
-    """`run`, to be timed: what it returns is no time of its own."""
-
-    def side() -> None:
-        run()
-
-    return side
 
 
 def table(title: str, seconds: Mapping[str, Sequence[float]], first: str) -> None:

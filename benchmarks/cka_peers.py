@@ -41,13 +41,13 @@ def published_hsic(sites: Sequence[Float32], batches: Sequence[Rows | None]) -> 
         for x, gram in zip(sites, grams, strict=True):
             part = x if batch is None else x[batch]
             np.matmul(part, part.T, out=gram)
-            _u_centre(gram)
+            u_centre(gram)
         flat = torch.from_numpy(grams.reshape(len(sites), -1))
         total += (flat @ flat.T).numpy()
     return total.astype(np.float64)
 
 
-def _u_centre(gram: NDArray[Any]) -> None:
+def u_centre(gram: NDArray[Any]) -> None:
     """Szekely and Rizzo (2014), in place."""
     n = len(gram)
     np.fill_diagonal(gram, 0)
@@ -65,7 +65,7 @@ def float64_hsic(sites: Sequence[NDArray[Any]], batch: Rows | None = None) -> Fl
         features = (x if batch is None else x[batch]).astype(np.float64)
         features -= features.mean(0)
         gram = features @ features.T
-        _u_centre(gram)
+        u_centre(gram)
         grams.append(gram)
     return np.array([[np.vdot(a, b) for b in grams] for a in grams])
 

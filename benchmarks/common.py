@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PAUSE = 0.2  # seconds
 RESULTS = Path(__file__).parent / "results"
@@ -51,21 +51,24 @@ def machine() -> str:
 
 
 def interleaved(
-    sides: Mapping[str, Callable[[], float | None]],
+    sides: Mapping[str, Callable[[], object]],
     repeats: int,
     warmup: int = 1,
-    pause: float = PAUSE,
+    found: dict[str, Any] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of each side over `repeats` rounds A B A B ...; a side may return its own seconds.
-    pause: seconds before each, in which the threads of the one before fall asleep: OpenBLAS's keep
-    a core busy for a tenth of a second after their last product."""
+    """Seconds of each side over `repeats` rounds A B A B ...; a side may return its own seconds, as
+    a float. What it returns else is put into `found`. Before each side the threads of the one
+    before have time to fall asleep: OpenBLAS's keep a core busy for a tenth of a second after their
+    last product."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for round_ in range(warmup + repeats):
         for name, run in sides.items():
-            time.sleep(pause)
+            time.sleep(PAUSE)
             began = time.perf_counter()
             own = run()
-            spent = time.perf_counter() - began if own is None else own
+            spent = own if isinstance(own, float) else time.perf_counter() - began
+            if found is not None and own is not spent:
+                found[name] = own
             if round_ >= warmup:
                 seconds[name].append(spent)
     return seconds
@@ -121,6 +124,20 @@ class Result(NamedTuple):
     other: float | None
     ratio: float | None
     unit: str
+
+    @classmethod
+    def of(
+        cls,
+        what: str,
+        seconds: Mapping[str, Sequence[float]],
+        ours: str,
+        other: str,
+        unit: str = "s",
+    ) -> Result:
+        """Two sides of `interleaved`."""
+        own, theirs = seconds[ours], seconds[other]
+        medians = statistics.median(own), statistics.median(theirs)
+        return cls(what, *medians, paired_ratio(theirs, own), unit)
 
 
 def add_record_option(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from common import Result, add_record_option, interleaved, machine, paired_ratio, record
+from common import Result, add_record_option, interleaved, machine, record
 
 from tests.stores import write_sites
 from vitsee_core.features import choose_features
@@ -47,25 +47,21 @@ def main() -> None:
         blocks = Blocks.of(store, rows.mask, 0)
         whole = x.reshape(-1, args.dim).astype(np.float64)
         flops = len(whole) * args.dim**2  # a symmetric product: half of 2 n D^2
-
-        def ours() -> None:
-            block_sums(features, rows, blocks.of_rows, execution)
-
-        def blas() -> None:
-            np.matmul(whole.T, whole)
-
-        seconds = interleaved({"ours": ours, "blas": blas}, args.rounds)
-    a, b = (statistics.median(seconds[side]) for side in ("ours", "blas"))
-    ratio = paired_ratio(seconds["blas"], seconds["ours"])
+        sides = {
+            "covariance pass": lambda: block_sums(features, rows, blocks.of_rows, execution),
+            "numpy x.T @ x": lambda: np.matmul(whole.T, whole),
+        }
+        seconds = interleaved(sides, args.rounds)
     print(f"{len(whole)} tokens of {args.dim} channels")
-    print(f"covariance pass  {a:6.2f} s  {flops / a / 1e9:6.1f} GFLOP/s")
-    print(f"numpy x.T @ x    {b:6.2f} s  {flops / b / 1e9:6.1f} GFLOP/s")
-    print(f"ratio            {ratio:6.2f}")
+    for name, spent in seconds.items():
+        median = statistics.median(spent)
+        print(f"{name:15}  {median:6.2f} s  {flops / median / 1e9:6.1f} GFLOP/s")
+    what = f"covariances of {len(whole):,} tokens of {args.dim} channels from the store, "
+    what += "against numpy's x.T @ x of float64 in memory"
+    row = Result.of(what, seconds, *sides)
+    print(f"ratio            {row.ratio:6.2f}")
     if args.record:
-        what = f"covariances of {len(whole):,} tokens of {args.dim} channels from the store, "
-        what += "against numpy's x.T @ x of float64 in memory"
-        title = "The pass of `vitsee spectrum --tokens patches`"
-        record("covariance", title, [Result(what, a, b, ratio, "s")])
+        record("covariance", "The pass of `vitsee spectrum --tokens patches`", [row])
 
 
 if __name__ == "__main__":

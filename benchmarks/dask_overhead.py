@@ -11,7 +11,6 @@ compared first: the same numbers.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Result, add_record_option, interleaved, machine, paired_ratio, record
+from common import Result, add_record_option, interleaved, machine, record
 from synthetic import write_store
 
 from vitsee_core.analyses import cluster, knn, probe, spectrum
 from vitsee_core.runtime.dask_map import dask_map
 from vitsee_core.tables.results import Table
-from vitsee_stores import Store, open_store
+from vitsee_stores import Store
 from vitsee_stores.layout import SiteSpec, StorePlan
 
 SITES, DIM, CLASSES, SLAB = 8, 256, 20, 128
@@ -103,23 +102,9 @@ def compare(
         same = np.array_equal(found["value"], expected["value"], equal_nan=True)
         print(f"{name}, {way}: {'the same bits' if same else 'OTHER NUMBERS'}")
     sides = {"one thread": run} | {way: partial(run, **how) for way, how in ways.items()}
-    timed = {side: partial(_without_result, call) for side, call in sides.items()}
-    seconds = interleaved(timed, rounds)
-    one = seconds["one thread"]
-    return [
-        Result(
-            f"{name} by {way}, against one thread",
-            statistics.median(seconds[way]),
-            statistics.median(one),
-            paired_ratio(one, seconds[way]),
-            "s",
-        )
-        for way in ways
-    ]
-
-
-def _without_result(call: Callable[..., Table]) -> None:
-    call()
+    seconds = interleaved(sides, rounds)
+    what = f"{name} by {{}}, against one thread"
+    return [Result.of(what.format(way), seconds, way, "one thread") for way in ways]
 
 
 def make(path: Path, images: int, first_hash: int) -> Store:
@@ -144,18 +129,15 @@ def make(path: Path, images: int, first_hash: int) -> Store:
             for site in sites
         }
 
-    ids = [f"{first_hash + i}" for i in range(images)]
-    names = [f"class{c}" for c in range(CLASSES)]
-    write_store(
+    return write_store(
         path,
         StorePlan(images, SLAB, "none", sites),
-        ids,
         values,
+        ids=[f"{first_hash + i}" for i in range(images)],
         labels=labels,
-        class_names=names,
+        class_names=[f"class{c}" for c in range(CLASSES)],
         first_hash=first_hash,
     )
-    return open_store(path)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ The largest difference of a weight is printed beside them.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from common import Result, add_record_option, interleaved, machine, paired_ratio, peak_rss, record
+from common import Result, add_record_option, interleaved, machine, peak_rss, record
 from numpy.typing import NDArray
 from sklearn.linear_model import Ridge
 from threadpoolctl import threadpool_limits
@@ -116,21 +116,13 @@ def measured(n: int, args: argparse.Namespace, memory: tuple[float, float]) -> l
     """Time and memory of one size."""
     data = make(n, args.dim, args.side)
     off = float(np.abs(by_sums(data) - by_pixels(data)).max())
-
-    def ours() -> None:
-        by_sums(data)
-
-    def other() -> None:
-        by_pixels(data)
-
-    seconds = interleaved({"sums": ours, "pixels": other}, args.rounds)
-    a, b = (statistics.median(seconds[side]) for side in WAYS)
-    ratio = paired_ratio(seconds["pixels"], seconds["sums"])
+    seconds = interleaved({name: partial(way, data) for name, way in WAYS.items()}, args.rounds)
     what = f"{n} images of {args.side} x {args.side} px, {args.dim} channels"
-    print(f"{what}: sums {a:.2f} s, pixels {b:.2f} s, ratio {ratio:.1f}")
+    row = Result.of(f"{what}, against pixels in memory", seconds, *WAYS)
+    print(f"{what}: sums {row.ours:.2f} s, pixels {row.other:.2f} s, ratio {row.ratio:.1f}")
     print(f"  peak memory {memory[0]:.0f} against {memory[1]:.0f} MB; weights differ by {off:.1e}")
     return [
-        Result(f"{what}, against pixels in memory", a, b, ratio, "s"),
+        row,
         Result(f"peak memory, {what}", memory[0], memory[1], memory[1] / memory[0], "MB"),
     ]
 

@@ -136,18 +136,10 @@ def main() -> None:
             f"speed against bare {paired_ratio(base, values):.3f}"
         )
     if args.record:
-        rows = [
-            Result(
-                f"{args.model}, {args.images} images in batches of {args.batch}, {side}, written, "
-                "against a bare model(x)",
-                statistics.median(values),
-                statistics.median(base),
-                paired_ratio(base, values),
-                "s",
-            )
-            for side, values in seconds.items()
-            if values is not base
-        ]
+        what = f"{args.model}, {args.images} images in batches of {args.batch}, {{}}, written, "
+        what += "against a bare model(x)"
+        bare_side, *others = SIDES
+        rows = [Result.of(what.format(side), seconds, side, bare_side) for side in others]
         record("extraction", f"Extraction beside a bare loop over the model{args.remark}", rows)
 
 

@@ -17,6 +17,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,13 @@ import numpy as np
 import torch
 from common import interleaved, machine, paired_ratio, peak_rss
 from numpy.typing import NDArray
+from synthetic import block_sites, write_store
 from torch.nn.functional import interpolate, normalize
 
 from vitsee_core.analyses.keypoints.located import Located
 from vitsee_core.analyses.keypoints.search import search
 from vitsee_core.runtime.device import precision_context
-from vitsee_stores import Samples, SiteSpec, Store, StorePlan, StoreWriter, TokenLayout, open_store
-from vitsee_stores.layout import arrays
-from vitsee_stores.manifest import new_manifest
+from vitsee_stores import Store, StorePlan, TokenLayout, open_store
 
 Array = NDArray[Any]
 SITE, POINTS, SLAB = "blocks.0.out", 8, 64
@@ -77,24 +78,21 @@ def compare(store: Store, tokens: Array, located: Located, rounds: int) -> None:
     n = len(located.source_row)
     found: dict[str, Array] = {}
 
-    def ours(match: str) -> float:
+    def timed(name: str, run: Callable[[], Array]) -> float:
         began = time.process_time()
-        found[match] = search(store, store.site(SITE), located, match, device=CPU)
-        return time.process_time() - began
-
-    def theirs(match: str) -> float:
-        began = time.process_time()
-        found[f"upsampled {match}"] = upsampled(tokens, located, match)
+        found[name] = run()
         return time.process_time() - began
 
     # Beyond the centres of the outer tokens all pixels are equal, and rounding chooses.
     edge = located.size[0] // tokens.shape[1] // 2
-    sides = {}
+    sides: dict[str, Callable[[], Array]] = {}
     for match in MATCHES:
-        sides[match] = lambda match=match: ours(match)
-        sides[f"upsampled {match}"] = lambda match=match: theirs(match)
+        sides[match] = partial(search, store, store.site(SITE), located, match, device=CPU)
+        sides[f"upsampled {match}"] = partial(upsampled, tokens, located, match)
     with torch.inference_mode(), precision_context(CPU, "fp32"):
-        seconds = interleaved(sides, rounds)
+        seconds = interleaved(
+            {name: partial(timed, name, run) for name, run in sides.items()}, rounds
+        )
     for match in MATCHES:
         slow = [one / FEW for one in seconds[f"upsampled {match}"]]
         fast = [one / n for one in seconds[match]]
@@ -153,32 +151,15 @@ def pairs_of(store: Store, args: argparse.Namespace) -> Located:
 def make_store(path: Path, n: int, grid: int, cell: int, dim: int) -> Store:
     """Smooth random features of parts, and noise of each image."""
     layout = TokenLayout((), (grid, grid), stride_px=(float(cell), float(cell)))
-    site = SiteSpec(
-        SITE, part="out", block="blocks.0", groups=("blocks",), kind="tokens", dim=dim,
-        shape=(grid * grid, dim), layout=layout, depth=0, rel_depth=0.0,
-    )  # fmt: skip
-    plan = StorePlan(n, SLAB, "none", (site,))
-    ids = [f"{i}.jpg" for i in range(n)]
-    samples = Samples(np.arange(n), ids, np.zeros(n, np.int64), [""] * n)
-    manifest = new_manifest({"order": "dataset", "seed": 0}, plan, samples, model={"name": "b"})
-    writer = StoreWriter.create_or_join(path, manifest, samples, durable=False)
     rng = np.random.default_rng(0)
     common = rng.standard_normal((grid, grid, dim), np.float32)
-    for k in range(plan.n_slabs):
-        rows = np.arange(n)[plan.rows(k)]
-        values = common + rng.standard_normal((len(rows), grid, grid, dim), np.float32)
-        slab: dict[str, Array] = {
-            name: np.zeros((len(rows), *spec.shape[1:]), spec.dtype)
-            for name, spec in arrays(plan).items()
-            if spec.per == "image"
-        }
-        slab[f"acts/{SITE}/grid"] = values.astype(np.float16)
-        slab["valid"] = np.ones(len(rows), np.uint8)
-        slab["hash"] = rows.astype(np.uint64)
-        slab["n_valid"] = np.array(len(rows))
-        writer.write_slab(k, slab, {})
-    writer.finish()
-    return open_store(path)
+
+    def values(rows: slice) -> dict[str, Array]:
+        noise = rng.standard_normal((rows.stop - rows.start, grid, grid, dim), np.float32)
+        return {f"acts/{SITE}/grid": (common + noise).astype(np.float16)}
+
+    plan = StorePlan(n, SLAB, "none", block_sites(1, dim, layout))
+    return write_store(path, plan, values, order="dataset")
 
 
 def print_memory(folder: Path, args: argparse.Namespace) -> None:

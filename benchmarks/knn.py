@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,8 +65,8 @@ def main() -> None:
         print(f"{machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads")
         print(f"{args.train} training, {args.test} test images, {args.dim} channels, k = {K}")
         found: dict[str, tuple[Array, Array]] = {}
-        sides = {name: side(name, data, args.memory, found) for name in SIDES}
-        seconds = interleaved(sides, args.rounds)
+        sides = {name: partial(run_side, name, data, args.memory) for name in SIDES}
+        seconds = interleaved(sides, args.rounds, found=found)
     for name in SIDES:
         same_class = (found[name][0] == found["vitsee"][0]).mean()
         same = (np.sort(found[name][1], 1) == np.sort(found["vitsee"][1], 1)).all(1).mean()
@@ -76,15 +77,8 @@ def main() -> None:
             f"  {more[name] / 2**20:.0f} MiB above the data"
         )
     if args.record:
-        ours = statistics.median(seconds["vitsee"])
-        rows = [
-            Result(
-                f"{args.test} among {args.train} of {args.dim} channels, k = {K}, against {name}",
-                *(ours, statistics.median(seconds[name])),
-                *(paired_ratio(seconds[name], seconds["vitsee"]), "s"),
-            )
-            for name in SIDES[1:]
-        ]
+        what = f"{args.test} among {args.train} of {args.dim} channels, k = {K}, against"
+        rows = [Result.of(f"{what} {name}", seconds, "vitsee", name) for name in SIDES[1:]]
         record("knn", "Nearest neighbours by cosine, beside scikit-learn", rows)
 
 
@@ -106,17 +100,6 @@ def make_data(n: int, m: int, dim: int) -> tuple[Array, Array, Array]:
     for row, label in zip(x, labels, strict=True):  # in place: no side hides behind its peak
         row += 0.2 * centres[label] + 1
     return x[:n], labels[:n], x[n:]
-
-
-def side(
-    name: str, data: tuple[Array, Array, Array], memory: int, found: dict[str, tuple[Array, Array]]
-) -> Any:
-    """A call of one side for the clock, that leaves its results in `found`."""
-
-    def timed() -> None:
-        found[name] = run_side(name, data, memory)
-
-    return timed
 
 
 def run_side(name: str, data: tuple[Array, Array, Array], memory: int) -> tuple[Array, Array]:

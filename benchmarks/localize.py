@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from cka_peers import alignment, float64_hsic, u_centre
 from common import (
     Result,
     add_record_option,
@@ -35,12 +36,11 @@ from common import (
     record,
 )
 from numpy.typing import NDArray
+from synthetic import block_sites, write_store
 
 from vitsee_cli.values import parse_size
 from vitsee_core.analyses.localize import run
-from vitsee_stores import Samples, SiteSpec, Store, StorePlan, StoreWriter, TokenLayout, open_store
-from vitsee_stores.layout import arrays
-from vitsee_stores.manifest import new_manifest
+from vitsee_stores import Store, StorePlan, TokenLayout, open_store
 
 GRID, PATCH = 14, 16
 ORDERS = ("shuffled", "dataset")
@@ -51,39 +51,27 @@ MEAN, STD = [0.5, 0.5, 0.5], [0.25, 0.25, 0.25]
 
 def make(folder: Path, images: int, dim: int, order: str) -> Store:
     """Smooth pictures; each token sees its patch, its neighbours' and noise."""
-    side, n_patches = GRID * PATCH, GRID * GRID
-    spec = SiteSpec(
-        SITE, "out", "blocks.0", ("blocks",), "tokens", dim, (n_patches, dim), LAYOUT, 0, 0.0
-    )
-    plan = StorePlan(images, min(256, images), "none", (spec,), inputs=(3, side, side))
-    index = np.arange(images)
-    samples = Samples(index, [str(i) for i in index], index, [""] * images)
-    transform = {"mean": MEAN, "std": STD}
-    manifest = new_manifest({"order": order}, plan, samples, transform=transform)
-    writer = StoreWriter.create_or_join(folder / "bench.zarr", manifest, samples, durable=False)
+    side = GRID * PATCH
+    sites = block_sites(1, dim, LAYOUT)
+    plan = StorePlan(images, min(256, images), "none", sites, inputs=(3, side, side))
     rng = np.random.default_rng(0)
     mixing = rng.normal(size=(3 * PATCH**2, dim)).astype(np.float32) / PATCH
-    for k in range(plan.n_slabs):
-        rows = plan.rows(k)
+
+    def values(rows: slice) -> dict[str, NDArray[Any]]:
         n = rows.stop - rows.start
         coarse = torch.from_numpy(rng.random((n, 3, 28, 28), np.float32))
         smooth = torch.nn.functional.interpolate(coarse, size=(side, side), mode="bilinear")
         pixels = (smooth.numpy() * 255).astype(np.uint8)
-        noise = rng.standard_normal((n, n_patches, dim), np.float32)
-        tokens = patches_of(pixels) @ mixing + noise
-        slab: dict[str, NDArray[Any]] = {
-            "valid": np.ones(n, np.uint8),
-            "n_valid": np.array(n),
-            "hash": np.arange(rows.start, rows.stop, dtype=np.uint64),
-            "size": np.zeros((n, 2), np.int32),
+        tokens = patches_of(pixels) @ mixing
+        tokens += rng.standard_normal(tokens.shape, np.float32)
+        return {
             "input": pixels,
             f"pooled/{SITE}/mean": tokens.mean(1, dtype=np.float32),
+            f"acts/{SITE}/grid": tokens.astype(np.float16).reshape(n, GRID, GRID, dim),
         }
-        grid = f"acts/{SITE}/grid"
-        slab[grid] = tokens.astype(np.float16).reshape(n, *arrays(plan)[grid].shape[1:])
-        writer.write_slab(k, slab, {})
-    writer.finish()
-    return open_store(folder / "bench.zarr")
+
+    transform = {"mean": MEAN, "std": STD}
+    return write_store(folder / "bench.zarr", plan, values, order=order, transform=transform)
 
 
 def patches_of(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -99,12 +87,7 @@ def published(features: list[NDArray[np.float32]]) -> NDArray[np.float32]:
     grams = np.empty((len(features), n, n), np.float32)
     for x, gram in zip(features, grams, strict=True):
         np.matmul(x, x.T, out=gram)
-        np.fill_diagonal(gram, 0)
-        means = gram.sum(0) / (n - 2)
-        means -= means.sum() / (2 * (n - 1))
-        gram -= means[:, None]
-        gram -= means[None, :]
-        np.fill_diagonal(gram, 0)
+        u_centre(gram)
     flat = torch.from_numpy(grams.reshape(len(features), -1))
     half = len(features) // 2
     own = torch.linalg.vecdot(flat, flat).sqrt().numpy()
@@ -167,21 +150,16 @@ def compare(store: Store, arguments: argparse.Namespace) -> list[Result]:
         return (time.perf_counter() - began) / 20
 
     found: dict[str, Any] = {}
-
-    def ours() -> None:
-        found["ours"] = run(store, device=arguments.device)
-
     tokens = store.acts(SITE, "patches")[:].astype(np.float32).reshape(n, k, dim)
     patches = patches_of(store.array("input")[:])
-    sides: dict[str, Any] = {"product": product, "ours": ours}
+    sides: dict[str, Any] = {
+        "product": product,
+        "ours": lambda: run(store, device=arguments.device),
+    }
     if n <= 1500:
         features = [np.ascontiguousarray(x[:, t]) for x in (tokens, patches) for t in range(k)]
-
-        def reference() -> None:
-            found["reference"] = published(features)
-
-        sides["reference"] = reference
-    seconds = interleaved(sides, arguments.rounds)
+        sides["reference"] = lambda: published(features)
+    seconds = interleaved(sides, arguments.rounds, found=found)
     rate = [work / s / 1e9 for s in seconds["ours"]]
     peak = [2 * 1024**3 / s / 1e9 for s in seconds["product"]]
     print(f"{k} tokens of {dim} x {k} patches of {3 * PATCH**2}, {n} images, from the store")
@@ -194,34 +172,17 @@ def compare(store: Store, arguments: argparse.Namespace) -> list[Result]:
         print(f"{paired_ratio(seconds['reference'], seconds['ours']):.2f} times ours; ", end="")
         print(f"it differs by up to {np.abs(found['reference'] - cka).max():.0e}")
     worst = max(
-        abs(exact(tokens[:, t], patches[:, p]) - cka[t, p]) for t, p in ((0, 0), (90, 90), (90, 5))
+        abs(alignment(float64_hsic([tokens[:, t], patches[:, p]]))[0, 1] - cka[t, p])
+        for t, p in ((0, 0), (90, 90), (90, 5))
     )
     print(f"float64, pair by pair: ours differs by up to {worst:.0e}")
     what = "Gram matrices and pairs from the store, against the rate of a float32 product"
     medians = statistics.median(rate), statistics.median(peak)
     rows = [Result(what, *medians, paired_ratio(rate, peak), "G/s")]
     if "reference" in found:
-        own, other = (statistics.median(seconds[side]) for side in ("ours", "reference"))
-        ratio = paired_ratio(seconds["reference"], seconds["ours"])
-        rows.append(Result("against the published scheme, given float32", own, other, ratio, "s"))
+        what = "against the published scheme, given float32"
+        rows.append(Result.of(what, seconds, "ours", "reference"))
     return rows
-
-
-def exact(x: NDArray[Any], y: NDArray[Any]) -> float:
-    """Debiased CKA in float64."""
-    centred = []
-    for features in (x, y):
-        z = features.astype(np.float64)
-        gram = z @ z.T
-        np.fill_diagonal(gram, 0)
-        n = len(z)
-        means = gram.sum(0) / (n - 2)
-        means -= means.sum() / (2 * (n - 1))
-        gram -= means[:, None] + means[None, :]
-        np.fill_diagonal(gram, 0)
-        centred.append(gram)
-    k, m = centred
-    return float((k * m).sum() / np.sqrt((k * k).sum() * (m * m).sum()))
 
 
 if __name__ == "__main__":

@@ -20,12 +20,13 @@ from pathlib import Path
 
 import numpy as np
 from common import interleaved, machine, paired_ratio
+from numpy.typing import NDArray
+from synthetic import block_sites, write_store
 
 from vitsee_core.analyses import normratio
 from vitsee_core.runtime.machine import human_bytes, n_cores
-from vitsee_stores import Samples, SiteSpec, Store, StorePlan, StoreWriter, TokenLayout, open_store
-from vitsee_stores.layout import arrays, n_bytes
-from vitsee_stores.manifest import new_manifest
+from vitsee_stores import Store, StorePlan, TokenLayout
+from vitsee_stores.layout import n_bytes
 
 SLAB, DEPTH, DIM = 256, 12, 768
 LAYOUT = TokenLayout(("cls",), (14, 14), stride_px=(16.0, 16.0))
@@ -100,36 +101,17 @@ def write(path: Path, n: int, n_outputs: int) -> Store:
     """Random dot products of ViT-B/16, and the outputs of its first blocks."""
     names = [f"blocks.{i}.{kind}" for i in range(DEPTH) for kind in ("attn", "mlp")]
     places = tuple((name, i, i / (len(names) - 1)) for i, name in enumerate(names))
-    shape = (LAYOUT.n_tokens, DIM)
-    sites = tuple(
-        SiteSpec(
-            f"blocks.{i}.out", "out", f"blocks.{i}", ("blocks",), "tokens", DIM, shape, LAYOUT,
-            i + 1, (i + 1) / DEPTH,
-        )
-        for i in range(n_outputs)
-    )  # fmt: skip
     plan = StorePlan(
-        n, SLAB, "none", sites, sublayers=tuple((x, LAYOUT) for x in names), places=places
-    )
-    index = np.arange(n)
-    samples = Samples(index, [str(i) for i in index], index, [""] * n)
-    manifest = new_manifest({}, plan, samples)
-    writer = StoreWriter.create_or_join(path, manifest, samples, durable=False)
+        n, SLAB, "none", block_sites(n_outputs, DIM, LAYOUT),
+        sublayers=tuple((x, LAYOUT) for x in names), places=places,
+    )  # fmt: skip
     rng = np.random.default_rng(0)
-    for k in range(plan.n_slabs):
-        rows = plan.rows(k)
-        slab = {}
-        for name, spec in arrays(plan).items():
-            if spec.per in ("once", "commit"):
-                continue
-            of_slab = (rows.stop - rows.start, *spec.shape[1:]) if spec.per == "image" else ()
-            slab[name] = np.ones(of_slab, spec.dtype)
-            if name.startswith("residual/"):
-                slab[name][...] = rng.uniform(0.5, 1, of_slab)
-        slab["n_valid"] = np.array(rows.stop - rows.start)
-        writer.write_slab(k, slab, {})
-    writer.finish()
-    return open_store(path)
+
+    def values(rows: slice) -> dict[str, NDArray[np.float32]]:
+        shape = (rows.stop - rows.start, LAYOUT.n_tokens, 3)
+        return {f"residual/{x}": rng.uniform(0.5, 1, shape).astype(np.float32) for x in names}
+
+    return write_store(path, plan, values)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import argparse
 import resource
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
-from common import Result, add_record_option, interleaved, machine, paired_ratio, record
+from common import Result, add_record_option, interleaved, machine, record
 from numpy.typing import NDArray
 from sklearn.linear_model import Ridge, RidgeCV
 from threadpoolctl import threadpool_limits
@@ -145,26 +143,15 @@ def compare(name: str, data: Data, per_call: int, rounds: int, threads: int) -> 
         "RidgeCV": (lambda: cross_validated(data), own_of((), "loo")),
     }
     for claim, (theirs, own) in claims.items():
-        runs = {"scikit-learn": theirs, "vitsee": own}
         kept: dict[str, NDArray[np.float64]] = {}
-
-        def keep(
-            side: str,
-            run: Callable[[], NDArray[np.float64]],
-            kept: dict[str, NDArray[np.float64]] = kept,
-        ) -> None:
-            kept[side] = run()
-
-        seconds = interleaved(
-            {side: partial(keep, side, run) for side, run in runs.items()}, rounds
-        )
-        a, b = (statistics.median(seconds[side]) for side in runs)
-        ratio = paired_ratio(*(seconds[side] for side in runs))
+        seconds = interleaved({"scikit-learn": theirs, "vitsee": own}, rounds, found=kept)
+        what = f"probes of {name}, against scikit-learn's {claim}"
+        row = Result.of(what, seconds, "vitsee", "scikit-learn")
         gap = float(abs(kept["scikit-learn"] - kept["vitsee"]).max())
         accuracy = float(kept["vitsee"].max())
-        print(f"{name:22} {claim:20} {a:9.2f} {b:9.3f} {ratio:7.1f}   {gap:.4f}  {accuracy:.3f}")
-        what = f"probes of {name}, against scikit-learn's {claim}"
-        rows.append(Result(what, b, a, ratio, "s"))
+        times = f"{row.other:9.2f} {row.ours:9.3f} {row.ratio:7.1f}"
+        print(f"{name:22} {claim:20} {times}   {gap:.4f}  {accuracy:.3f}")
+        rows.append(row)
     return rows
 
 

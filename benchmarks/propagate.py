@@ -17,7 +17,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,8 +70,7 @@ def main() -> None:
     if not args.no_loops:
         sides["with its window"] = lambda: released(tokens, seeds, where, looped_window(grid))
     with torch.inference_mode(), precision_context(torch.device("cpu"), "fp32"):
-        timed = {name: keep(found, name, run, args.cpu_time) for name, run in sides.items()}
-        seconds = interleaved(timed, args.rounds)
+        seconds = timed(sides, args.rounds, args.cpu_time, found)
     for name, spent in seconds.items():
         soft = max(
             np.abs(a - b).max() for a, b in zip(found[name][0], found["vitsee"][0], strict=True)
@@ -84,17 +84,18 @@ def main() -> None:
     score_sides(masks, found["vitsee"][1], args.rounds, args.cpu_time)
 
 
-def keep(
-    found: dict[str, Any], name: str, run: Callable[[], Any], cpu_time: bool
-) -> Callable[[], float | None]:
-    """The call, which leaves its result."""
+def timed(
+    sides: Mapping[str, Callable[[], Any]], rounds: int, cpu_time: bool, found: dict[str, Any]
+) -> dict[str, list[float]]:
+    """Seconds of each side, of the processor if wanted; what they return goes into `found`."""
 
-    def timed() -> float | None:
+    def by_processor(name: str) -> float:
         began = time.process_time()
-        found[name] = run()
-        return time.process_time() - began if cpu_time else None
+        found[name] = sides[name]()
+        return time.process_time() - began
 
-    return timed
+    used = {name: partial(by_processor, name) for name in sides} if cpu_time else sides
+    return interleaved(used, rounds, found=found)
 
 
 def make_video(grid: tuple[int, int], dim: int, n: int, n_objects: int) -> tuple[Array, Array]:
@@ -203,9 +204,7 @@ def score_sides(masks: Array, pixels: Array, rounds: int, cpu_time: bool) -> Non
         "J and F, ours": lambda: np.array([truth.score(t, pixels[t - 1])[1] for t in frames]),
         "F by dilation": by_dilation,
     }
-    seconds = interleaved(
-        {name: keep(found, name, run, cpu_time) for name, run in sides.items()}, rounds
-    )
+    seconds = timed(sides, rounds, cpu_time, found)
     for name, spent in seconds.items():
         each = 1000 * statistics.median(spent) / (len(frames) * truth.n_objects)
         same = bool((found[name] == found["J and F, ours"]).all())

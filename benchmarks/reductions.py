@@ -96,8 +96,8 @@ def measure(name: str, batch: int, rounds: int, device: str) -> Result:
         f"  {errors[0]:.1e} nats, {errors[1]:.1e} px, {errors[2]:.1e} of it"
     )
     what = f"{name}, batch {batch}: all attention summaries, against the forward pass"
-    times = [1e3 * statistics.median(side) for side in (more, plain)]
-    return Result(what, times[0], times[1], paired_ratio(plain, more), "ms")
+    in_ms = {name: [1e3 * one for one in spent] for name, spent in seconds.items()}
+    return Result.of(what, in_ms, "summaries", "forward", "ms")
 
 
 def elapsed(began: float, device: str) -> float:

@@ -21,10 +21,11 @@ import timm
 import torch
 from common import add_record_option, machine
 from scale import keep
+from synthetic import block_sites
 
 from vitsee_core.models.attention_watch import AttentionCall, AttentionEvent, AttentionWatch
 from vitsee_core.reductions import AttentionReducer
-from vitsee_stores import Samples, SiteSpec, StorePlan, StoreWriter, TokenLayout
+from vitsee_stores import Samples, StorePlan, StoreWriter, TokenLayout
 from vitsee_stores.manifest import new_manifest
 
 # With options of timm.
@@ -90,16 +91,8 @@ def of_model(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def write(path: Path) -> tuple[float, int]:
     """Seconds and bytes of a few slabs, synced to the disk."""
-    shape = (LAYOUT.n_tokens, DIM)
-    sites = tuple(
-        SiteSpec(
-            f"blocks.{k}.out", "out", f"blocks.{k}", ("blocks",), "tokens", DIM, shape, LAYOUT, k,
-            k / 3,
-        )
-        for k in range(4)
-    )  # fmt: skip
     n = SLAB * SLABS
-    plan = StorePlan(n, SLAB, "none", sites)
+    plan = StorePlan(n, SLAB, "none", block_sites(4, DIM, LAYOUT))
     samples = Samples(np.arange(n), [str(i) for i in range(n)], np.zeros(n, np.int64), [""] * n)
     writer = StoreWriter.create_or_join(path, new_manifest({}, plan, samples), samples)
     rng = np.random.default_rng(0)

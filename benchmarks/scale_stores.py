@@ -62,8 +62,8 @@ def make(path: Path, images: int, first_hash: int = 0, seed: int = 0) -> None:
     write_store(
         path,
         plan,
-        [f"class{label}/{first_hash + i:08d}.png" for i, label in enumerate(labels)],
         functools.partial(_slab, plan, labels, (seed, first_hash)),
+        ids=[f"class{label}/{first_hash + i:08d}.png" for i, label in enumerate(labels)],
         labels=labels,
         class_names=[f"class{i}" for i in range(CLASSES)],
         first_hash=first_hash,

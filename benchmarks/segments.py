@@ -18,34 +18,27 @@ import shutil
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from common import interleaved, machine, paired_ratio, peak_rss
+from numpy.typing import NDArray
+from synthetic import block_sites, write_store
 
 from vitsee_core.demo.coco import outlines
 from vitsee_core.masks.segments import LabelledSegments, Segmentation, SegmentFeatures, examples_of
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.streaming import Rows, each_slab
-from vitsee_stores import (
-    Samples,
-    SiteSpec,
-    Slab,
-    Store,
-    StorePlan,
-    StoreWriter,
-    TokenLayout,
-    open_store,
-)
-from vitsee_stores.layout import arrays
-from vitsee_stores.manifest import new_manifest
+from vitsee_stores import Slab, Store, StorePlan, TokenLayout, open_store
 
 SLAB, DIM, SITE, PER_IMAGE = 64, 768, "blocks.0.out", 7
 SIZE = (480, 640)
-LAYOUT = TokenLayout((), (14, 14), stride_px=(16.0, 16.0))
+GRID = (14, 14)
+LAYOUT = TokenLayout((), GRID, stride_px=(16.0, 16.0))
 TRANSFORM = {
     "input_size": (3, 224, 224),
     "crop_pct": 1.0,
@@ -99,10 +92,10 @@ def measure(folder: Path, n: int, rounds: int) -> None:
     print(f"{n} images, {len(data)} segments, {human_bytes(stored)} of patches")
     own, published = vectors(data, features), loop(data, features)
     print(f"largest difference {np.abs(own - published).max():.1e}")
-    sides = {
+    sides: dict[str, Callable[[], object]] = {
         "reading": partial(read, store),
-        "vectors": partial(timed, vectors, data, features),
-        "published loop": partial(timed, loop, data, features),
+        "vectors": partial(vectors, data, features),
+        "published loop": partial(loop, data, features),
     }
     seconds = interleaved(sides, rounds)
     for name, spent in seconds.items():
@@ -111,11 +104,6 @@ def measure(folder: Path, n: int, rounds: int) -> None:
         print(
             f"{name:16} {middle:7.3f} s {stored / 1e6 / middle:6.0f} MB/s  {ratio:5.2f} of reading"
         )
-
-
-def timed(side: object, data: LabelledSegments, features: SegmentFeatures) -> None:
-    """A side, for its time alone."""
-    side(data, features)  # type: ignore[operator]
 
 
 def read(store: Store) -> None:
@@ -167,32 +155,14 @@ def write(folder: Path, n: int) -> None:
     """The store and its objects."""
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"{i:06d}.jpg" for i in range(n)]
-    samples = Samples(np.arange(n), names, np.zeros(n, np.int64), [""] * n)
-    site = SiteSpec(
-        SITE, kind="tokens", dim=DIM, shape=(196, DIM), dtype="float16", groups=("blocks",),
-        layout=LAYOUT, block="blocks.0", depth=0, rel_depth=0.0, part="out",
-    )  # fmt: skip
-    plan = StorePlan(n, SLAB, "none", (site,))
-    manifest = new_manifest({"order": "shuffled"}, plan, samples, transform=TRANSFORM)
-    writer = StoreWriter.create_or_join(folder / "b16.zarr", manifest, samples, durable=False)
     rng = np.random.default_rng(0)
-    for k in range(plan.n_slabs):
-        rows = plan.rows(k)
-        held = rows.stop - rows.start
-        slab = {
-            path: np.zeros((held, *spec.shape[1:]) if spec.per == "image" else spec.shape[1:],
-                           spec.dtype)
-            for path, spec in arrays(plan).items()
-            if spec.per in ("image", "slab")
-        }  # fmt: skip
-        slab["valid"] = np.ones(held, slab["valid"].dtype)
-        slab["n_valid"] = np.asarray(held, slab["n_valid"].dtype)
-        slab["hash"] = np.arange(rows.start, rows.stop, dtype=np.uint64)
-        slab["size"] = np.tile(np.array(SIZE, np.int32), (held, 1))
-        noise = rng.standard_normal((held, 14, 14, DIM), np.float32)
-        slab[f"acts/{SITE}/grid"] = noise.astype(np.float16)
-        writer.write_slab(k, slab, {})
-    writer.finish()
+
+    def values(rows: slice) -> dict[str, NDArray[np.float16]]:
+        noise = rng.standard_normal((rows.stop - rows.start, *GRID, DIM), np.float32)
+        return {f"acts/{SITE}/grid": noise.astype(np.float16)}
+
+    plan = StorePlan(n, SLAB, "none", block_sites(1, DIM, LAYOUT))
+    write_store(folder / "b16.zarr", plan, values, ids=names, size=SIZE, transform=TRANSFORM)
     (folder / "objects.json").write_text(json.dumps(objects(names, rng)))
 
 

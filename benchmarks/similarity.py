@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import statistics
 import sys
 import tempfile
 import time
@@ -33,7 +32,7 @@ import activations
 import numpy as np
 import torch
 from activations import Activations
-from common import Result, add_record_option, interleaved, machine, paired_ratio, record
+from common import Result, add_record_option, interleaved, machine, record
 
 from vitsee_core.analyses.similarity import choose_measures, run
 from vitsee_core.analyses.similarity.base import Measure
@@ -125,14 +124,14 @@ def beside(
 
     seconds = interleaved({"ours": ours, "theirs": theirs}, rounds)
     apart = max(abs(found["ours"][pair] - found["theirs"][pair]) for pair in some)
-    ratio = paired_ratio(seconds["theirs"], seconds["ours"])
-    own, other = (statistics.median(seconds[side]) for side in ("ours", "theirs"))
+    what = f"{measure.name} of {len(pairs)} pairs, against {label}"
+    row = Result.of(what, seconds, "ours", "theirs")
     print(
-        f"{measure.name:>12}: {own:7.2f} s, {label} {other:8.2f} s, {ratio:6.1f} times as long; "
-        f"values within {apart:.0e}",
+        f"{measure.name:>12}: {row.ours:7.2f} s, {label} {row.other:8.2f} s, {row.ratio:6.1f} "
+        f"times as long; values within {apart:.0e}",
         flush=True,
     )
-    return Result(f"{measure.name} of {len(pairs)} pairs, against {label}", own, other, ratio, "s")
+    return row
 
 
 def peers(made: Activations) -> list[tuple[str, Pair, str]]:

@@ -26,9 +26,10 @@ import numpy as np
 import zarr
 from common import interleaved, machine, paired_ratio
 from numpy.typing import NDArray
+from synthetic import block_sites
 from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 
-from vitsee_stores import Samples, SiteSpec, StorePlan, StoreWriter, TokenLayout, open_store
+from vitsee_stores import Samples, StorePlan, StoreWriter, TokenLayout, open_store
 from vitsee_stores.disk import n_cores, sync
 from vitsee_stores.layout import CODECS, arrays
 from vitsee_stores.manifest import new_manifest
@@ -91,9 +92,7 @@ class Bench:
     def __init__(self, folder: Path, codec: str):
         self.folder = folder
         layout = TokenLayout(("cls",), GRID, stride_px=(16.0, 16.0))
-        shape = (layout.n_tokens, DIM)
-        site = SiteSpec(SITE, "out", "blocks.0", ("blocks",), "tokens", DIM, shape, layout, 1, 1.0)
-        self.plan = StorePlan(IMAGES, IMAGES, codec, (site,))
+        self.plan = StorePlan(IMAGES, IMAGES, codec, block_sites(1, DIM, layout))
         numbers = np.arange(IMAGES)
         self.samples = Samples(numbers, [str(i) for i in numbers], numbers, [""] * IMAGES)
         rng = np.random.default_rng(0)
