@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -104,19 +105,26 @@ def locate(store: Store, pairs: Sequence[Pair], protocol: Protocol) -> Located:
                     f"{image} has {sizes[row][1]} x {sizes[row][0]} pixels in {store.label}, "
                     f"{size[1]} x {size[0]} in the pair {pair.name}; expected the same images"
                 )
-    places = _Places(store)
+    transform = store.manifest.transform
+    size = int(transform["input_size"][1]), int(transform["input_size"][2])
+    placed = cache(partial(place, transform))
     parts = [
-        _points(pair, places(pair.source_size), places(pair.target_size), places.size, protocol)
+        _points(pair, placed(pair.source_size), placed(pair.target_size), size, protocol)
         for pair in kept
     ]
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    _refuse_outside(store, columns.pop("outside") > 0)
+    outside = columns.pop("outside") > 0
+    if outside.any():
+        raise MissingInput(
+            f"{int(outside.sum())} of {len(outside)} keypoints lie outside of what the model of "
+            f"{store.label} saw of its images; {RECIPE}"
+        )
     return Located(
         pairs=kept,
         source_row=np.array([source for source, _ in rows], np.int64),
         target_row=np.array([target for _, target in rows], np.int64),
         pair=np.repeat(np.arange(len(kept)), [pair.n_points for pair in kept]),
-        size=places.size,
+        size=size,
         counts=counts,
         **columns,
     )
@@ -204,21 +212,6 @@ class _Rows:
 _AMBIGUOUS = -2
 
 
-class _Places:
-    """Size of an original image -> its place on the input. size: the input's (height, width)."""
-
-    def __init__(self, store: Store) -> None:
-        self._transform = store.manifest.transform
-        _, height, width = self._transform["input_size"]
-        self.size = int(height), int(width)
-        self._known: dict[tuple[int, int], Placement] = {}
-
-    def __call__(self, size: tuple[int, int]) -> Placement:
-        if size not in self._known:
-            self._known[size] = place(self._transform, size)
-        return self._known[size]
-
-
 def _points(
     pair: Pair, source: Placement, target: Placement, size: tuple[int, int], protocol: Protocol
 ) -> dict[str, Float]:
@@ -295,15 +288,6 @@ def _one_scale(pair: Pair, where: Placement, size: tuple[int, int]) -> float:
 def _inside(xy: Float, size: tuple[int, int]) -> Float:
     """Points with those in the rim moved to the border."""
     return np.clip(xy, -0.5, (size[1] - 0.5, size[0] - 0.5))
-
-
-def _refuse_outside(store: Store, outside: Mask) -> None:
-    """Refuse keypoints that the model did not see."""
-    if outside.any():
-        raise MissingInput(
-            f"{int(outside.sum())} of {len(outside)} keypoints lie outside of what the model of "
-            f"{store.label} saw of its images; {RECIPE}"
-        )
 
 
 def describe(located: Located) -> dict[str, Any]:

@@ -11,7 +11,7 @@ for one part of the target images; the sources of a part are read for it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -123,7 +123,7 @@ def search_all(
     noise: int | None = None,
 ) -> Iterator[Float]:
     """`search` at each site, assembled from these parts of the images."""
-    work = _Search(store, replace(located, pairs=[]), match, noise)
+    work = partial(_search_part, store, replace(located, pairs=[]), match, noise)
     items = [(site, part) for site in sites for part in parts]
     results = execution.spread(work, items)
     for _ in sites:
@@ -133,23 +133,21 @@ def search_all(
         yield predicted
 
 
-@dataclass(frozen=True)
-class _Search:
+def _search_part(
+    store: Store,
+    located: Located,
+    match: str,
+    noise: int | None,
+    execution: Execution,
+    item: tuple[SiteSpec, slice],
+) -> Float:
     """(points, 2) of the keypoints whose target is in a part, at one site."""
-
-    store: Store
-    located: Located
-    match: str
-    noise: int | None
-
-    def __call__(self, execution: Execution, item: tuple[SiteSpec, slice]) -> Float:
-        site, part = item
-        device = resolve_device(execution.device)
-        predicted = search(
-            self.store, site, self.located, self.match,
-            device=device, part=part, noise=self.noise, progress=execution.progress,
-        )  # fmt: skip
-        return predicted[_among(self.located, part)[self.located.pair]]
+    site, part = item
+    predicted = search(
+        store, site, located, match, device=resolve_device(execution.device), part=part,
+        noise=noise, progress=execution.progress,
+    )  # fmt: skip
+    return predicted[_among(located, part)[located.pair]]
 
 
 def _images(

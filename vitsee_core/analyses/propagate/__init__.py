@@ -33,9 +33,7 @@ import numpy as np
 
 from vitsee_core.analyses.propagate.propagation_settings import PRESETS, choose_settings
 from vitsee_core.figures.curve_panels import draw_depth_panels
-from vitsee_core.figures.plotting import (
-    styled,
-)
+from vitsee_core.figures.plotting import styled
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.progress import SILENT, counting
@@ -158,7 +156,7 @@ def run(
             execution.seed, resolve_device(execution.device), folders, execution.progress,
         )  # fmt: skip
         scores = _work_on(work, videos, execution)
-    remarks = _remarks(work, videos, scores)
+    remarks = _remarks(work, scores)
     for remark in remarks:
         log.info("%s", remark)
     notes = {
@@ -195,8 +193,7 @@ def _work_on(work: VideoWork, videos: Sequence[Video], execution: Execution) -> 
     from vitsee_core.analyses.propagate.work import Found, group_videos
     from vitsee_core.runtime.lanes import one_torch_thread
 
-    n_masks = sum(len(video.frames) for video in videos)
-    with counting(execution.progress, n_masks, "masks") as progress:
+    with counting(execution.progress, sum(len(v.frames) for v in videos), "masks") as progress:
         check_masks(work.masks, videos, execution.jobs, progress)
     jobs = max(1, min(execution.jobs, execution.budget // group_bytes(work, videos)))
     groups = group_videos(videos, work.stores[0].plan.slab, 2 * max(jobs, execution.width))
@@ -255,7 +252,7 @@ def _saving(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _remarks(work: VideoWork, videos: Sequence[Video], found: Found) -> list[str]:
+def _remarks(work: VideoWork, found: Found) -> list[str]:
     """Caveats about the numbers."""
     remarks = []
     for number, (store, sites) in enumerate(zip(work.stores, work.sites, strict=True)):
@@ -281,7 +278,7 @@ def _remarks(work: VideoWork, videos: Sequence[Video], found: Found) -> list[str
                     f"first masks are lost: no token stands for them{area}"
                 )
             hidden = found.hidden[key]
-            worst = max(hidden, key=lambda name: hidden[name])
+            worst = max(hidden, key=hidden.__getitem__)
             if hidden[worst] > HIDDEN:
                 remarks.append(
                     f"{which}: no token sees {100 * hidden[worst]:.0f} % of the frames of {worst}, "

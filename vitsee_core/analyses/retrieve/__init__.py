@@ -34,14 +34,9 @@ from vitsee_core.analyses.retrieve.rows import by_labels, by_truth, check_search
 from vitsee_core.analyses.retrieve.truth_files import digest, read_truth
 from vitsee_core.features import model_key
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
-from vitsee_core.figures.depth_curves import (
-    add_curve_legend,
-    draw_depth_curves,
-)
+from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.figures.panels import count, stack
-from vitsee_core.figures.plotting import (
-    styled,
-)
+from vitsee_core.figures.plotting import styled
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.progress import counting
@@ -232,7 +227,6 @@ def _by_model(
     stores: Sequence[Store], queries: Sequence[Store], distractors: Sequence[Store]
 ) -> Iterator[tuple[Store, Store | None, list[Store]]]:
     """Each store with the stores of queries and of distractors of its model."""
-
     models = {model_key(store) for store in stores}
     for given, what in ((queries, "queries"), (distractors, "distractors")):
         for other in given:

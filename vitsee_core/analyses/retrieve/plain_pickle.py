@@ -41,16 +41,7 @@ def load_plain(path: Path) -> Any:
     """The dicts, lists, tuples, texts, bytes and numbers of a pickle; one-dimensional arrays become
     lists. Raises VitseeError: unreadable, larger than `MOST_BYTES`, not a pickle, or naming
     anything else."""
-    try:
-        with open(open_regular(path), "rb") as file:
-            data = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise VitseeError(f"cannot read {path}: {reason(error)}") from None
-    if len(data) > MOST_BYTES:
-        raise VitseeError(
-            f"{path} is larger than {MOST_BYTES >> 20} MiB, which no pickled ground truth is; "
-            f"{JSON_INSTEAD}"
-        )
+    data = read_at_most(path, MOST_BYTES, f"pickled ground truth is; {JSON_INSTEAD}")
     try:
         return _plain(_Unpickler(io.BytesIO(data), encoding="latin1").load(), {})
     except Exception as error:  # arbitrary bytes can raise anything
@@ -58,6 +49,19 @@ def load_plain(path: Path) -> Any:
         raise VitseeError(
             f"{path} cannot be read as a pickle of plain data: {visible(why)}"
         ) from None
+
+
+def read_at_most(path: Path, limit: int, what: str) -> bytes:
+    """The bytes of a file of at most `limit`. Raises VitseeError: unreadable, or larger, "which
+    no `what`"."""
+    try:
+        with open(open_regular(path), "rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise VitseeError(f"cannot read {path}: {reason(error)}") from None
+    if len(data) > limit:
+        raise VitseeError(f"{path} is larger than {limit >> 20} MiB, which no {what}")
+    return data
 
 
 def _kind(error: Exception) -> str:

@@ -88,13 +88,6 @@ class _Passes:
     def __init__(self, search: Search, features: Features, execution: Execution) -> None:
         self.search, self.features, self.execution = search, features, execution
 
-    @property
-    def n_images(self) -> int:
-        """Number of searched images, including distractors."""
-        return len(self.search.readable) + sum(
-            features.store.n_images for features in self.features.distractors
-        )
-
     def queries(self) -> Float32:
         """(queries, dim) in the queries' order."""
         rows = self.search.queries
@@ -113,12 +106,15 @@ class _Passes:
         there = np.flatnonzero(wanted & readable)
         for places, tile in tiles(self._vectors(images, search.rows[there]), there):
             counter.find(places, tile)
-        all_equal = _AllEqual()
+        first_row: Float32 | None = None
+        all_equal = True
 
         def count(features: SiteFeatures | RandomFeatures, rows: Integers, at: Integers) -> None:
+            nonlocal first_row, all_equal
             for places, tile in tiles(self._vectors(features, rows), at):
                 counter.count(places, tile)
-                all_equal.add(tile)
+                first_row = tile[0].copy() if first_row is None else first_row
+                all_equal = all_equal and bool((tile == first_row).all())
                 self.execution.progress.advance(round(len(tile) * n / n_queries))
 
         there = np.flatnonzero(readable)
@@ -130,7 +126,7 @@ class _Passes:
             rows = np.flatnonzero(features.store.valid)
             count(features, rows, np.arange(first, first + len(rows)))
             first += len(rows)
-        return all_equal.so_far
+        return all_equal
 
     def _vectors(
         self, features: SiteFeatures | RandomFeatures, rows: Integers
@@ -139,16 +135,3 @@ class _Passes:
         mask = np.zeros(features.store.n_images, bool)
         mask[rows] = True
         return features.vectors(mask, jobs=self.execution.jobs, memory=self.execution.budget // 4)
-
-
-class _AllEqual:
-    """Whether all vectors so far are equal."""
-
-    def __init__(self) -> None:
-        self.so_far = True
-        self._first: Float32 | None = None
-
-    def add(self, rows: Float32) -> None:
-        if self.so_far and len(rows):
-            self._first = rows[0].copy() if self._first is None else self._first
-            self.so_far = bool((rows == self._first).all())

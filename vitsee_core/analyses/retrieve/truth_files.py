@@ -10,7 +10,7 @@ import json
 import os
 from pathlib import Path
 
-from vitsee_core.analyses.retrieve.plain_pickle import load_plain
+from vitsee_core.analyses.retrieve.plain_pickle import load_plain, read_at_most
 from vitsee_core.analyses.retrieve.retrieval_truth import (
     LABELS,
     LANDMARKS,
@@ -24,7 +24,6 @@ from vitsee_core.analyses.retrieve.retrieval_truth import (
     revisited,
 )
 from vitsee_core.tables.files import check_new_files, write_files
-from vitsee_stores.disk import open_regular
 from vitsee_stores.errors import VitseeError, reason
 
 ENDINGS = (".pkl", ".json", ".csv")
@@ -58,22 +57,12 @@ def read_truth(path: Path) -> RetrievalTruth:
 
 def digest(path: Path) -> str:
     """sha256 of the file's bytes."""
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise VitseeError(f"cannot read {path}: {reason(error)}") from None
+    return hashlib.sha256(read_at_most(path, MOST_BYTES, "ground truth is")).hexdigest()
 
 
 def _text(path: Path) -> str:
     try:
-        with open(open_regular(path), "rb") as file:
-            data = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise VitseeError(f"cannot read {path}: {reason(error)}") from None
-    if len(data) > MOST_BYTES:
-        raise VitseeError(f"{path} is larger than {MOST_BYTES >> 20} MiB, which no ground truth is")
-    try:
-        return data.decode("utf-8-sig")
+        return read_at_most(path, MOST_BYTES, "ground truth is").decode("utf-8-sig")
     except UnicodeDecodeError:
         raise VitseeError(f"{path} is no text in UTF-8") from None
 
