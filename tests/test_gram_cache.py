@@ -223,7 +223,7 @@ def removing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
                     shutil.rmtree(folder)
                 yield tile
 
-        monkeypatch.setattr("vitsee_core.similarity.exact.products", vanish)
+        monkeypatch.setattr("vitsee_core.similarity.comparison.products", vanish)
 
     yield start
 

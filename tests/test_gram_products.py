@@ -81,7 +81,7 @@ def test_much_work_is_shifted_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         of = [Representation(store, site) for site in store.select(["all"])]
         return hsic(of, options=GramOptions(use_cache=False)).cross
 
-    monkeypatch.setattr("vitsee_core.similarity.exact.products", watch)
+    monkeypatch.setattr("vitsee_core.similarity.comparison.products", watch)
     few = compare()
     monkeypatch.setattr("vitsee_core.similarity.estimate.is_worth_compiling", lambda work: True)
     assert np.array_equal(compare(), few)

@@ -12,8 +12,8 @@ from tests.test_localize import LAYOUT, PIXELS, STD, N, maps_of, tokens_of, writ
 from vitsee_core.analyses.localize import run
 from vitsee_core.features import choose_features
 from vitsee_core.similarity import on_the_fly
+from vitsee_core.similarity.on_the_fly import bytes_per_value
 from vitsee_core.similarity.patch_pixels import PatchPixels
-from vitsee_core.similarity.stack_grams import bytes_per_value
 from vitsee_core.similarity.stacks import TokenStack
 from vitsee_core.similarity.stored_runs import StoredRuns
 from vitsee_stores import Store

@@ -46,11 +46,7 @@ def minibatch(comparison: Comparison, estimator: Estimator) -> Hsic:
     batch, examples, repeats = batch_sizes(estimator, n)
     seed = None if estimator.rescale else comparison.seed
     drawn = draw_batches(n, batch, examples, repeats, seed, comparison.shuffled)
-    notes: dict[str, Any] = {
-        "estimator": "minibatch",
-        "hsic": "HSIC_1 (unbiased) in each batch; ratio of means over a repeat's batches",
-        **{"batch": batch, "batches": examples // batch, "repeats": repeats},
-    }
+    notes = describe(batch, examples, repeats)
     if estimator.rescale and not comparison.in_order:
         raise StoreMismatch(
             "batches in the store's order need the same order in every store (extract both with "
@@ -66,7 +62,9 @@ def minibatch(comparison: Comparison, estimator: Estimator) -> Hsic:
         grams = [_rescaled(comparison, r, drawn[0]) for r in comparison.representations]
         values = [weighted_sum(list(each_batch(comparison, grams, len(drawn[0]))))]
     elif _prefer_whole(comparison, repeats * examples * batch):
-        values = _from_whole(comparison, drawn, batch)
+        partitions = partitions_of(drawn, n)
+        work = partial(over_cells, partitions=partitions, batch=batch, device=comparison.device)
+        values = in_groups(comparison, full_grams(comparison), work, partitions)
     else:
         batches = [places for cells in drawn for places in cells]
         parts = list(each_batch(comparison, own_grams(comparison, batches), len(batches)))
@@ -81,6 +79,15 @@ def minibatch(comparison: Comparison, estimator: Estimator) -> Hsic:
         n_images=examples,
         notes=notes,
     )
+
+
+def describe(batch: int, examples: int, repeats: int) -> dict[str, Any]:
+    """Notes for a sidecar."""
+    return {
+        "estimator": "minibatch",
+        "hsic": "HSIC_1 (unbiased) in each batch; ratio of means over a repeat's batches",
+        **{"batch": batch, "batches": examples // batch, "repeats": repeats},
+    }
 
 
 def batch_sizes(estimator: Estimator, n: int) -> tuple[int, int, int]:
@@ -143,21 +150,29 @@ def _prefer_whole(comparison: Comparison, batch_entries: int) -> bool:
     )
 
 
-def _from_whole(
-    comparison: Comparison, drawn: Sequence[Sequence[Integers]], batch: int
-) -> list[Hsic]:
+def partitions_of(drawn: Sequence[Sequence[Integers]], n: int) -> list[Partition]:
+    """The batches of each repeat as cells of the n images."""
     partitions = []
     for cells in drawn:
-        labels = np.full(comparison.n_images, -1)
+        labels = np.full(n, -1)
         for g, places in enumerate(cells):
             labels[places] = g
         partitions.append(Partition(labels, len(cells), crossing=False))
+    return partitions
 
-    def work(rows: Sequence[Matrix], cols: Sequence[Matrix] | None, *, tile: int) -> list[Hsic]:
-        totals, _ = pair_totals(rows, cols, partitions, device=comparison.device, tile=tile)
-        return [sum_over_cells(t, p, batch) for t, p in zip(totals, partitions, strict=True)]
 
-    return in_groups(comparison, full_grams(comparison), work, partitions)
+def over_cells(
+    rows: Sequence[Matrix],
+    cols: Sequence[Matrix] | None,
+    *,
+    tile: int,
+    partitions: Sequence[Partition],
+    batch: int,
+    device: str,
+) -> list[Hsic]:
+    """For each partition the sum of HSIC_1 over its cells of `batch` images."""
+    totals, _ = pair_totals(rows, cols, partitions, device=device, tile=tile)
+    return [sum_over_cells(t, p, batch) for t, p in zip(totals, partitions, strict=True)]
 
 
 # One Gram matrix per batch
@@ -190,18 +205,8 @@ def own_grams(comparison: Comparison, batches: Sequence[Integers]) -> list[OfBat
     def made(r: Representation) -> GramFile | None:
         return comparison.find(r, [comparison.rows_of(r)[places] for places in batches])
 
-    missing = {r.features.identity: r for r in comparison.representations if made(r) is None}
-    if missing:
-        size = 4 * len(batches) * max(map(len, batches)) ** 2
-        comparison.require_disk([(r, size) for r in missing.values()])
-        comparison.progress.start(len(missing), unit="Gram matrices")
-    make = partial(_make, batches)
-    try:
-        comparison.make(make, missing.values())
-        files = [made(r) or make(comparison, r) for r in comparison.representations]
-    finally:
-        comparison.progress.stop()
-        comparison.workspace.clear()
+    size = 4 * len(batches) * max(map(len, batches)) ** 2
+    files = comparison.grams(made, partial(_make, batches), lambda _: size)
     return [partial(_from_file, file) for file in files]
 
 
@@ -213,20 +218,8 @@ def _make(batches: Sequence[Integers], comparison: Comparison, of: Representatio
     lengths = tuple(map(len, batches))
 
     def make(origin: FeatureOffset) -> Tiles:
-        return enumerate(
-            products(
-                of.features,
-                comparison.rows_of(of),
-                [GramTile(places, places) for places in batches],
-                device=comparison.device,
-                memory=comparison.memory,
-                precision=comparison.cache.precision,
-                fused=comparison.fused,
-                origin=origin,
-                workspace=comparison.workspace,
-                progress=lambda read: comparison.progress.advance(0, read),
-            )
-        )
+        tiles = [GramTile(places, places) for places in batches]
+        return enumerate(comparison.products(of, comparison.rows_of(of), tiles, origin))
 
     rows = comparison.rows_of(of)[np.concatenate(batches)]
     made = comparison.cache.add(of.features, rows, max(lengths), make, lengths)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vitsee_core.kernels.backend import full_precision
 from vitsee_core.runtime.execution import Execution
@@ -19,8 +20,9 @@ from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.runtime.streaming import Map
 from vitsee_core.similarity.cache import GramCache
 from vitsee_core.similarity.gram_file import GramFile
-from vitsee_core.similarity.products import Workspace
+from vitsee_core.similarity.products import GramTile, Workspace, products
 from vitsee_core.similarity.representation import Representation
+from vitsee_core.similarity.shift import FeatureOffset
 from vitsee_core.types import Integers
 from vitsee_stores.errors import VitseeError
 
@@ -119,19 +121,52 @@ class Comparison:
         them)."""
         return self.cache.find(of.features, self.rows_of(of), batches)
 
-    def missing(self) -> dict[tuple[str, ...], Representation]:
-        """Representations without a cached Gram matrix over the comparison's images, equal ones
-        once."""
-        return {r.features.identity: r for r in self.representations if self.find(r) is None}
+    def products(
+        self, of: Representation, rows: Integers, tiles: Sequence[GramTile], origin: FeatureOffset
+    ) -> Iterator[NDArray[np.float64]]:
+        """See `products.products`."""
+        return products(
+            of.features, rows, tiles,
+            device=self.device, memory=self.memory, precision=self.cache.precision,
+            fused=self.fused, origin=origin, workspace=self.workspace,
+            progress=lambda read: self.progress.advance(0, read),
+        )  # fmt: skip
 
-    def make(
+    def grams(
+        self,
+        find: Callable[[Representation], GramFile | None],
+        how: Callable[[Comparison, Representation], GramFile],
+        size: Callable[[Representation], int],
+    ) -> list[GramFile]:
+        """Every representation's Gram matrix, as `find` finds it in the cache, else as `how` makes
+        it there.
+
+        Args:
+            find: None for one that is missing.
+            how: picklable.
+            size: in bytes.
+
+        Raises:
+            VitseeError: the disk is too small for them, or processes of `map` use another disk.
+        """
+        missing = {r.features.identity: r for r in self.representations if find(r) is None}
+        if missing:
+            self._require_disk([(r, size(r)) for r in missing.values()])
+            self.progress.start(len(missing), unit="Gram matrices")
+        try:
+            self._make(how, missing.values())
+            return [find(r) or how(self, r) for r in self.representations]
+        finally:
+            self.progress.stop()
+            self.workspace.clear()  # free memory for the pairs
+
+    def _make(
         self,
         how: Callable[[Comparison, Representation], GramFile],
         missing: Iterable[Representation],
     ) -> None:
-        """Compute missing Gram matrices: one after the other, or each in a process of `map`, which
-        leaves it in the cache's folder. Raises VitseeError: the result is not found: the processes
-        use another disk."""
+        """One after the other, or each in a process of `map`, which leaves it in the cache's
+        folder."""
         elsewhere: list[Representation] = []
         for of in missing:
             if self.map is not None and self.cache.is_shared(of.store, self.map):
@@ -163,9 +198,8 @@ class Comparison:
             map=None,
         )
 
-    def require_disk(self, sizes: Sequence[tuple[Representation, int]]) -> None:
-        """Refuse Gram matrices that exceed the disk, before any work; `sizes` in bytes. Raises
-        VitseeError: names the bytes and what to choose."""
+    def _require_disk(self, sizes: Sequence[tuple[Representation, int]]) -> None:
+        """Refuse Gram matrices that exceed the disk, before any work; `sizes` in bytes."""
         by_place: dict[Path, int] = {}
         for of, size in sizes:
             place = self.cache.place(of.store)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations_with_replacement
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from vitsee_core.similarity.pair_sums import (
     without_cell,
 )
 from vitsee_core.similarity.pieces import Partition
-from vitsee_core.similarity.products import GramTile, products
+from vitsee_core.similarity.products import GramTile
 from vitsee_core.similarity.representation import Representation
 from vitsee_core.similarity.shift import FeatureOffset
 from vitsee_core.similarity.whole_tiles import Matrix
@@ -40,35 +41,33 @@ Work = Callable[..., list[Hsic]]
 def over_all_images(comparison: Comparison, *, biased: bool) -> Hsic:
     """HSIC_1 or HSIC_0 over all images; each replicate leaves out one block of images."""
     grams = full_grams(comparison)
-    labels = block_labels(comparison.n_images, None if comparison.shuffled else comparison.seed)
-    partition = Partition(labels, int(labels.max()) + 1, crossing=True)
+    partition = jackknife_blocks(comparison.n_images, comparison.shuffled, comparison.seed)
     work = partial(leave_one_out, partition=partition, biased=biased, device=comparison.device)
     values = in_groups(comparison, grams, work, [partition])
-    notes = {
-        "estimator": "biased" if biased else "exact",
-        "hsic": "HSIC_0 (biased) over all images" if biased else "HSIC_1 (unbiased), all images",
-        "jackknife_blocks": len(values) - 1,
-    }
+    notes = describe(biased, len(values) - 1)
     if len(values) == 1:
         return replace(values[0], notes=notes)
     replicates = stacked(values[1:])
     return replace(values[0], replicates=replicates, spread="jackknife", notes=notes)
 
 
+def describe(biased: bool, n_blocks: int) -> dict[str, Any]:
+    """Notes for a sidecar."""
+    return {
+        "estimator": "biased" if biased else "exact",
+        "hsic": "HSIC_0 (biased) over all images" if biased else "HSIC_1 (unbiased), all images",
+        "jackknife_blocks": n_blocks,
+    }
+
+
 def full_grams(comparison: Comparison) -> list[GramView]:
-    """The Gram matrix of every representation over the comparison's images, computed if missing.
-    Raises VitseeError: the disk is too small for them."""
-    missing = comparison.missing()
-    if missing:
-        sizes = [(r, gram_bytes(len(comparison.own_rows(r)))) for r in missing.values()]
-        comparison.require_disk(sizes)
-        comparison.progress.start(len(missing), unit="Gram matrices")
-    try:
-        comparison.make(_make, missing.values())
-        files = [comparison.find(r) or _make(comparison, r) for r in comparison.representations]
-    finally:
-        comparison.progress.stop()
-        comparison.workspace.clear()  # free memory for the pairs
+    """The Gram matrix of every representation over the comparison's images, computed if missing;
+    see `Comparison.grams`."""
+
+    def size(of: Representation) -> int:
+        return gram_bytes(len(comparison.own_rows(of)))
+
+    files = comparison.grams(comparison.find, _make, size)
     return [
         GramView(file, comparison.rows_of(r))
         for file, r in zip(files, comparison.representations, strict=True)
@@ -87,18 +86,7 @@ def _make(comparison: Comparison, of: Representation) -> GramFile:
     tiles = [GramTile(edges[a], edges[b]) for a, b in order]
 
     def make(origin: FeatureOffset) -> Tiles:
-        made = products(
-            of.features,
-            rows,
-            tiles,
-            device=comparison.device,
-            memory=comparison.memory,
-            precision=comparison.cache.precision,
-            fused=comparison.fused,
-            origin=origin,
-            workspace=comparison.workspace,
-            progress=lambda read: comparison.progress.advance(0, read),
-        )
+        made = comparison.products(of, rows, tiles, origin)
         return zip((numbered[pair] for pair in order), made, strict=True)
 
     made = comparison.cache.add(of.features, rows, size, make)
@@ -121,6 +109,12 @@ def block_labels(n: int, seed: int | None) -> Integers:
     long. Runs of a shuffled store are random samples; other orders are assigned with `seed`."""
     labels = np.arange(n) * _n_blocks(n) // n
     return labels if seed is None else np.random.default_rng(seed).permutation(labels)
+
+
+def jackknife_blocks(n: int, shuffled: bool, seed: int) -> Partition:
+    """`block_labels` of a shuffled store, or of one in the data's order."""
+    labels = block_labels(n, None if shuffled else seed)
+    return Partition(labels, int(labels.max()) + 1, crossing=True)
 
 
 def most_left_out(n: int) -> int:

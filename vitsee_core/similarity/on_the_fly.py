@@ -22,29 +22,30 @@ from typing import Any
 
 import numpy as np
 
-from vitsee_core.kernels.backend import LARGE, choose_device, full_precision, matmul_backend
+from vitsee_core.kernels.backend import (
+    LARGE,
+    MatmulBackend,
+    choose_device,
+    full_precision,
+    matmul_backend,
+)
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.progress import SILENT, Progress
-from vitsee_core.similarity.batches import batch_sizes, draw_batches
+from vitsee_core.similarity import batches, exact
+from vitsee_core.similarity.batches import batch_sizes, draw_batches, over_cells, partitions_of
 from vitsee_core.similarity.comparison import Estimator
-from vitsee_core.similarity.exact import block_labels, leave_one_out
+from vitsee_core.similarity.exact import jackknife_blocks, leave_one_out
 from vitsee_core.similarity.hsic import METHODS, Hsic, assembled, stacked
-from vitsee_core.similarity.pair_sums import (
-    bytes_each,
-    pair_totals,
-    sum_over_cells,
-)
+from vitsee_core.similarity.pair_sums import bytes_each
 from vitsee_core.similarity.pieces import Partition
-from vitsee_core.similarity.stack_grams import Counted, StackGram, bytes_per_value, matrices
-from vitsee_core.similarity.stacks import Stack
-from vitsee_core.similarity.whole_tiles import Matrix
-from vitsee_core.types import Integers
+from vitsee_core.similarity.stacks import Runs, Stack, TokenStack
+from vitsee_core.similarity.stored_runs import StoredRuns
+from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import VitseeError
 
 LARGEST_TILE, GOOD_TILE, SMALLEST_TILE = 512, 256, 32
 TILES_ALONG = 2  # diagonal squares are computed whole for sums over pairs
-Matrices = Sequence[Matrix]
-# (rows, columns, partitions=, tile=): two groups of matrices in tiles.
+# (rows, columns, tile=): two groups of matrices in tiles.
 Work = Callable[..., list[Hsic]]
 Shape = tuple[int, int]
 
@@ -84,33 +85,23 @@ def hsic_on_the_fly(
     device = choose_device(device, mults)
     backend = matmul_backend(device)
     memory = min(memory, backend.free_bytes() or memory)
+    work: Work
     if estimator.kind == "minibatch":
-        partitions, work, notes = _minibatch(n, estimator, seed, shuffled, device)
-        spread = "repeats" if len(partitions) > 1 else ""
+        batch, examples, repeats = batch_sizes(estimator, n)
+        drawn = draw_batches(n, batch, examples, repeats, seed, shuffled)
+        partitions = partitions_of(drawn, n)
+        work = partial(over_cells, partitions=partitions, batch=batch, device=device)
+        notes, spread = batches.describe(batch, examples, repeats), "repeats" * (repeats > 1)
     else:
-        biased = estimator.kind == "biased"
-        labels = block_labels(n, None if shuffled else seed)
-        partitions = [Partition(labels, int(labels.max()) + 1, crossing=True)]
-        work = _left_out(biased, device)
-        notes = {
-            "estimator": "biased" if biased else "exact",
-            "hsic": "HSIC_0 (biased) over all images"
-            if biased
-            else "HSIC_1 (unbiased), all images",
-            "jackknife_blocks": partitions[0].n_cells,
-        }
-        spread = "jackknife" if n > 4 else ""
+        biased, blocks = estimator.kind == "biased", jackknife_blocks(n, shuffled, seed)
+        partitions = [blocks]
+        work = partial(leave_one_out, partition=blocks, biased=biased, device=device)
+        notes, spread = exact.describe(biased, blocks.n_cells), "jackknife" * (n > 4)
     stored = device == "cpu" and mults > LARGE
     plan = _divide(rows, cols, n, partitions, memory, stored)
     read = partial(
-        matrices,
-        images=images,
-        kept=plan.kept,
-        backend=backend,
-        progress=progress,
-        stored=stored,
+        matrices, images=images, kept=plan.kept, backend=backend, progress=progress, stored=stored
     )
-    work = partial(work, partitions=partitions)
     with full_precision(device), backend.one_thread():
         values = _in_groups(plan, n, work, read, progress)
     counted = int((partitions[0].labels >= 0).sum())  # of a repeat
@@ -135,44 +126,6 @@ def multiplications(rows: Sequence[Shape], cols: Sequence[Shape], n: int) -> flo
 def shapes(stacks: Sequence[Stack]) -> list[Shape]:
     """(number of matrices, number of features) of each stack."""
     return [(stack.n_matrices, stack.n_features) for stack in stacks]
-
-
-def _left_out(biased: bool, device: str) -> Work:
-    """`leave_one_out` over the cells of a partition."""
-
-    def work(
-        rows: Matrices, cols: Matrices, partitions: Sequence[Partition], **how: Any
-    ) -> list[Hsic]:
-        (partition,) = partitions
-        return leave_one_out(rows, cols, partition=partition, biased=biased, device=device, **how)
-
-    return work
-
-
-def _minibatch(
-    n: int, estimator: Estimator, seed: int, shuffled: bool, device: str
-) -> tuple[list[Partition], Work, dict[str, Any]]:
-    """One partition per repeat; all share the same sums over pairs."""
-    batch, examples, repeats = batch_sizes(estimator, n)
-    partitions = []
-    for cells in draw_batches(n, batch, examples, repeats, seed, shuffled):
-        labels = np.full(n, -1)
-        for g, places in enumerate(cells):
-            labels[places] = g
-        partitions.append(Partition(labels, len(cells), crossing=False))
-
-    def work(
-        rows: Matrices, cols: Matrices, partitions: Sequence[Partition], **how: Any
-    ) -> list[Hsic]:
-        totals, _ = pair_totals(rows, cols, partitions, device=device, **how)
-        return [sum_over_cells(t, p, batch) for t, p in zip(totals, partitions, strict=True)]
-
-    notes = {
-        "estimator": "minibatch",
-        "hsic": "HSIC_1 (unbiased) in each batch; ratio of means over a repeat's batches",
-        **{"batch": batch, "batches": examples // batch, "repeats": repeats},
-    }
-    return partitions, work, notes
 
 
 # What is in memory at a time
@@ -279,9 +232,70 @@ def _in_groups(
             line = []
             for of_cols in plan.cols:
                 first, *rest = read(of_rows)
-                rows = [Counted(first, progress), *rest]
+                rows = [replace(first, progress=progress), *rest]
                 line.append(work(rows, list(read(of_cols)), tile=plan.tile))
             grid.append(line)
     finally:
         progress.stop()
     return assembled(grid)
+
+
+# Gram matrices that are computed when read
+
+
+@dataclass(frozen=True)
+class StackGram:
+    """The Gram matrix of one matrix of a stack, computed when read. progress: counts its blocks."""
+
+    features: Runs
+    k: int
+    progress: Progress = SILENT
+
+    @property
+    def n(self) -> int:
+        return len(self.features.images)
+
+    def reading(self, i: slice, j: slice) -> Sequence[Callable[[], None]]:
+        """Jobs to run, in any order, before its blocks are computed; none the second time."""
+        return self.features.reading(i, j)
+
+    def block(self, i: slice, j: slice) -> Any:
+        """(len(i), len(j)) entries, on the device of the features."""
+        a, b = self._both(i, j)
+        return a @ b.T
+
+    def compute(self, i: slice, j: slice, out: Float32) -> None:
+        self.features.backend.multiply(*self._both(i, j), out)
+
+    def _both(self, i: slice, j: slice) -> tuple[Any, Any]:
+        """Its features of the images in `i` and of those in `j`; one array twice if i is j."""
+        self.progress.advance(1)
+        x = self.features.of(self.k, i, "left")
+        return x, x if i == j else self.features.of(self.k, j, "right")
+
+
+def bytes_per_value(stack: Stack, stored: bool) -> int:
+    """Bytes of memory per number of a stack; see `matrices`."""
+    if not stored or not StoredRuns.takes(stack):
+        return 4
+    return 2 if isinstance(stack, TokenStack) else 1
+
+
+def matrices(
+    stacks: Sequence[Stack],
+    images: Integers,
+    kept: int,
+    backend: MatmulBackend,
+    progress: Progress,
+    stored: bool,
+) -> Iterator[StackGram]:
+    """The Gram matrix of each of their matrices over `images`, rows of the store; the features of
+    `kept` (at least two) tiles' images stay in memory, and `progress` counts the bytes read.
+    stored: they are kept in their stored type, if possible."""
+    for stack in stacks:
+        features: Runs
+        if stored and StoredRuns.takes(stack):
+            features = StoredRuns(stack, images, kept, backend, progress)
+        else:
+            features = Runs(stack, images, kept, backend, progress)
+        yield from (StackGram(features, k) for k in range(stack.n_matrices))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,34 +11,10 @@ from numpy.typing import NDArray
 from vitsee_core.features import SiteFeatures
 from vitsee_core.kernels.backend import MatmulBackend
 from vitsee_core.runtime.progress import Progress
+from vitsee_core.similarity.patch_pixels import PatchPixels
 from vitsee_core.types import Float32, Integers
 
-if TYPE_CHECKING:
-    from vitsee_stores import Store
-
 MEAN_ROWS = 32
-
-
-class Stack(Protocol):
-    """Feature matrices of the same images, all of one width, that are read together."""
-
-    @property
-    def store(self) -> Store:
-        """The store of their rows."""
-
-    @property
-    def n_matrices(self) -> int:
-        """Number of matrices."""
-
-    @property
-    def n_features(self) -> int:
-        """Columns of each matrix."""
-
-    def read(self, rows: slice) -> NDArray[Any]:
-        """(rows, matrices, features) of consecutive rows of the store."""
-
-    def part(self, wanted: slice) -> Stack:
-        """Some of the matrices."""
 
 
 class TokenStack:
@@ -78,6 +54,10 @@ class TokenStack:
         values: NDArray[Any] = self.features.load(rows, slice(first, last + 1))
         places = self.places - first
         return values if np.array_equal(places, np.arange(values.shape[1])) else values[:, places]
+
+
+# Feature matrices of the same images, all of one width, that are read together.
+Stack = TokenStack | PatchPixels
 
 
 class Runs:

@@ -58,9 +58,7 @@ class StoredRuns(Runs):
     @staticmethod
     def takes(stack: Stack) -> bool:
         """Whether a stack is stored in such a type."""
-        if isinstance(stack, TokenStack):
-            return stack.is_half
-        return isinstance(stack, PatchPixels) and stack.scale is not None
+        return stack.is_half if isinstance(stack, TokenStack) else stack.scale is not None
 
     def of(self, k: int, run: slice, name: str) -> Float32:
         """In float32."""
