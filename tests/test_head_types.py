@@ -36,6 +36,7 @@ from vitsee_core.analyses.head_types.head_geometry import (
 )
 from vitsee_core.attention.head_maps import query_coverage
 from vitsee_core.runtime.options import options_of
+from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_stores.errors import MissingInput
 
@@ -354,8 +355,13 @@ def test_the_jackknife_is_that_of_the_slabs(tmp_path: Path) -> None:
         half = t_quantile(19) * error
         assert own["high"][0] - own["value"][0] == pytest.approx(half, rel=1e-3)
     assert table.notes["blocks"] == {"a": 20}
-    few = run(write(tmp_path / "b.zarr", [made], slab=4), radius=1)
-    assert np.isnan(few["std"]).all()
+    ten = run(write(tmp_path / "d.zarr", [made], slab=4), radius=1).where(metric="row_mass")
+    left = [np.delete(maps[:, 0], range(4 * k, 4 * k + 4), 0).mean(0) for k in range(10)]
+    error = standard_error(np.array([measure(one, 1).values["row_mass"] for one in left]))
+    assert ten["std"][0] == pytest.approx(error, rel=1e-3)
+    assert ten["value"][0] - ten["low"][0] == pytest.approx(t_quantile(9) * error, rel=1e-3)
+    few = run(write(tmp_path / "b.zarr", [made], slab=5), radius=1)
+    assert np.isnan(few["std"]).all() and np.isnan(few["high"]).all()
     assert not np.isnan(few.where(metric="same_type_slabs")["value"]).any()
     one = run(write(tmp_path / "c.zarr", [made], slab=40), radius=1)
     assert np.isnan(one.where(metric="same_type_slabs")["value"]).all()

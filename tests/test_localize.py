@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import math
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -677,6 +678,12 @@ def test_which_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: A
     monkeypatch.setattr(localize, "MOST_EXACT", 12)
     assert run(store)["value"] == pytest.approx(table["value"], rel=1e-12)
     assert "a: 12 of its 30 images, as a sample; --images N takes more or fewer" in caplog.text
+    assert table.notes["remarks"] == run(store).notes["remarks"] == []
+    (remark,) = run(store, images=5).notes["remarks"]
+    assert re.fullmatch(
+        r"a: 5 images are too few: the interval is all of -1 to 1 for \d+ % .*", remark
+    )
+    assert remark in caplog.text
     assert run(store, images=20)["n_images"][0] == 20
     assert run(store, estimator="exact")["n_images"][0] == N
     monkeypatch.undo()

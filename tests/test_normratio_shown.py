@@ -183,5 +183,6 @@ def test_the_legend_shows_dashes_beside_the_marker(tmp_path: Path) -> None:
     dashed = legend.get_lines()[texts.index("class token, MLP")]
     assert dashed.get_linestyle() == "--"
     on, off = 3.7 * dashed.get_linewidth(), 1.6 * dashed.get_linewidth()  # matplotlib's pattern
+    assert texts[-1] == "z: skip connection; f(z): the branch that a sublayer adds to it"
     length = float(np.ptp(dashed.get_xdata()))
     assert (length - dashed.get_markersize()) / 2 >= on + off

@@ -9,7 +9,7 @@ others.
 Three things show how reliable a class is: `same_type_thresholds`, the share of variants (each
 threshold by itself times 0.8 and times 1.25) that give the same class; `same_type_slabs`, the share
 of repetitions without one part of the images that do; and the intervals of the scores, from the
-same repetitions (delete-a-block jackknife) where there are at least 20 of them.
+same repetitions (delete-a-block jackknife) where there are at least 10 of them.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import ATTENTION, Gather, Offers, Option, blocks_option
 from vitsee_core.runtime.progress import counting
-from vitsee_core.statistics.jackknife import standard_error
-from vitsee_core.statistics.moments import t_quantile
+from vitsee_core.statistics.jackknife import interval
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import Answer, by_store
 from vitsee_core.tables.replicates import WORD
@@ -101,10 +100,10 @@ SCORES = (
 )
 AGREEMENT = ("same_type_thresholds", "same_type_slabs")
 PER_IMAGE = ("entropy", "prefix_mass", "query_std", "head_std")
-BLOCKS = 20  # of the jackknife
+BLOCKS, FEWEST = 20, 10  # of the jackknife; sums are stored by slab, which cannot be divided
 INTERVAL = (
-    "delete-a-block jackknife over 20 runs of slabs: std its standard error, low and high value -+ "
-    "t(0.975, 19) * std; empty where there are fewer than 20 slabs"
+    f"delete-a-block jackknife over up to {BLOCKS} runs of slabs: std its standard error, low and "
+    f"high value -+ t(0.975, runs - 1) * std; empty where there are fewer than {FEWEST} slabs"
 )
 
 
@@ -242,10 +241,9 @@ class Head:
         for name in SCORES:
             value = self.values[name]
             others = np.array([replicate[name] for replicate in self.replicates])
-            enough = len(others) >= BLOCKS
-            error = float(standard_error(others)) if enough else math.nan
-            half = t_quantile(BLOCKS - 1) * error
-            spread = {"std": error, "low": value - half, "high": value + half}
+            enough = len(others) >= FEWEST
+            ends = interval(np.array(value), others if enough else others[:0])
+            spread = dict(zip(("std", "low", "high"), map(float, ends), strict=True))
             kept = {WORD: others} if enough else {}
             found.append({"metric": name, "value": value, **spread, **kept})
         steady = (self.steady, self.steady_slabs)

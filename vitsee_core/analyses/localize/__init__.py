@@ -63,6 +63,7 @@ from vitsee_core.figures.plotting import styled
 from vitsee_core.models.provenance import DATA
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
+from vitsee_core.runtime.machine import counted
 from vitsee_core.runtime.options import FLOW, Offers, Option, sites_option, tokens_option
 from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.similarity import Estimator
@@ -115,6 +116,7 @@ SOURCE = "Raghu et al. 2021, Figs. 9, 10, D.1 to D.3"
 
 SUMMARIES = ("site", "token")
 COLUMNS = (*SITE, "token", "row", "col", *VALUES, "n_images")
+SAID = 0.01  # share of intervals from -1 to 1 that is remarked
 SITE_COLUMNS = (*SITE, *VALUES, "n_images", "n_tokens", "baseline")
 
 
@@ -186,17 +188,19 @@ def run(
     notes["compared"] = compared(stores, ", ".join(tokens))
     if preset is not None:
         notes["preset"] = f"{preset}: {PRESETS[preset].source}"
-    tables, left_out = [], dict(selected.left_out)
+    tables: list[Table] = []
+    remarks: list[str] = []
+    left_out = dict(selected.left_out)
     for work in works:
-        counted, about = _rows(work.store, execution, how)
+        images, about = _rows(work.store, execution, how)
         for site, reason in work.leave_out_large(how, execution.budget).items():
             left_out[f"{work.store.label} {site}"] = reason
         of_store = how
         if how.kind == "minibatch":  # logged once, not for each grid
-            of_store = Estimator("minibatch", *batch_sizes(how, len(counted)))
-        work.say_cost(len(counted))
-        of_sites = _SiteTables(work, counted, of_store, execution.seed, data, summary)
-        together = work.together(of_store, len(counted), execution.budget)
+            of_store = Estimator("minibatch", *batch_sizes(how, len(images)))
+        work.say_cost(len(images))
+        of_sites = _SiteTables(work, images, of_store, execution.seed, data, summary)
+        together = work.together(of_store, execution.budget)
         if execution.map is not None:  # what is read once for several sites is read by each
             together = [[k] for group in together for k in group]
         made = [one for some in execution.spread(of_sites, together, unit="sites") for one in some]
@@ -212,6 +216,10 @@ def run(
             "" if work.store.has("input") else "; loaded again from the store's data"
         )
         notes["stores"][work.store.label] = about
+        remarks += _too_few(work.store.label, [table for table, *_ in made])
+    for remark in remarks:
+        log.warning("%s", remark)
+    notes["remarks"] = remarks
     if left_out:
         notes["left_out"] = left_out
     return Table.concat(tables, notes)
@@ -229,12 +237,27 @@ def _rows(store: Store, execution: Execution, how: Estimator) -> tuple[Integers,
             *(store.label, images, int(store.valid.sum())),
         )
     chosen = replace(execution, images=images).rows(store)
-    counted = np.flatnonzero(chosen.mask & store.valid)
-    if len(counted) < 4:
+    rows = np.flatnonzero(chosen.mask & store.valid)
+    if len(rows) < 4:
         raise VitseeError(
-            f"{store.label}: {len(counted)} readable images chosen; CKA needs at least 4"
+            f"{store.label}: {len(rows)} readable images chosen; CKA needs at least 4"
         )
-    return counted, {"chosen": chosen.describe()}
+    return rows, {"chosen": chosen.describe()}
+
+
+def _too_few(label: str, tables: Sequence[Table]) -> list[str]:
+    """A remark on a store if some of its CKAs may be anything from -1 to 1."""
+    rows = [table.where(metric=["cka", "own_cka"]) for table in tables]
+    low, high = (np.concatenate([of[name] for of in rows]) for name in ("low", "high"))
+    there = np.isfinite(low)
+    whole = (low[there] <= -1) & (high[there] >= 1)
+    if not there.any() or whole.mean() < SAID:
+        return []
+    n = int(max(of["n_images"].max() for of in rows if len(of)))
+    return [
+        f"{label}: {counted(n, 'images')} are too few: the interval is all of -1 to 1 for "
+        f"{100 * whole.mean():.0f} % of the similarities (--images N takes more)"
+    ]
 
 
 @dataclass

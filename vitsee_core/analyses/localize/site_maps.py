@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -112,7 +112,7 @@ class SiteMaps:
             at = of_site.stop
         return of_sites
 
-    def together(self, how: Estimator, n: int, memory: int) -> list[list[int]]:
+    def together(self, how: Estimator, memory: int) -> list[list[int]]:
         """Groups of sites with the same patches, as many as have room for their maps and
         replicates."""
         place = {site.site.name: k for k, site in enumerate(self.sites)}
@@ -179,16 +179,8 @@ def _tokens(store: Store, site: SiteSpec, words: Sequence[str]) -> _Tokens:
 
 def _some_rows(h: Hsic, rows: slice) -> Hsic:
     """`h` restricted to some of the rows."""
-    inner = None if h.replicates is None else h.replicates
-    return Hsic(
-        h.cross[rows],
-        h.rows[rows],
-        h.cols,
-        None if inner is None else Hsic(inner.cross[:, rows], inner.rows[:, rows], inner.cols),
-        h.spread,
-        h.n_images,
-        h.notes,
-    )
+    inner = h.replicates and _some_rows(h.replicates, rows)
+    return replace(h, cross=h.cross[..., rows, :], rows=h.rows[..., rows], replicates=inner)
 
 
 def _with_grid(store: Store, sites: Sequence[SiteSpec]) -> list[SiteSpec]:

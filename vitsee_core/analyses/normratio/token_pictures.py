@@ -54,6 +54,7 @@ METRICS = (
 )
 DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
 NOTHING = "no value: f(z) = 0"
+SYMBOLS = "z: skip connection; f(z): the branch that a sublayer adds to it"
 MOST_STORES = 6  # in one panel, with all their tokens and sublayers
 FEW_CELLS = 6  # up to this many patches are drawn as curves, more as a map
 Curve = tuple[str, str, str]  # store, token or kind of token, kind of sublayer
@@ -71,8 +72,9 @@ def draw_norm_ratios(table: Table) -> Figure:
     Then class token, registers and the mean over patches against depth, all stores together, with
     the 95 % interval as a band where the table has it (Figs. 7 right, E.2); of more than
     `MOST_STORES` stores, or of groups, these alone, of the first metric, a panel per kind of token
-    and sublayer.
+    and sublayer. The legend says what z and f(z) are.
     """
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     metrics = [m for m in METRICS if m in table.unique("metric")]
@@ -86,7 +88,7 @@ def draw_norm_ratios(table: Table) -> Figure:
     lines = [metric for metric in metrics if maps[metric]]
     grids = [Grid(len(maps[metric]), width=15, height=18, widest=22) for metric in lines]
     figure, parts = stack(*grids, Grid(len(metrics)))
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {SYMBOLS: Line2D([], [], linestyle="none")}
     for metric, grid, part in zip(lines, grids, parts, strict=False):
         panels, every = maps[metric], grid.axes(part)
         scale = colour_scale(metric, _on_one_scale(table, metric))
