@@ -27,9 +27,7 @@ from vitsee_cli import console
 from vitsee_cli.main import main
 from vitsee_core.analyses.cka import COLUMNS, plot, run
 from vitsee_core.figures.heatmaps import data_limits
-from vitsee_core.figures.plotting import (
-    figure_bytes,
-)
+from vitsee_core.figures.plotting import figure_bytes
 from vitsee_core.similarity.presets import choose_estimator
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.tables.results import Table

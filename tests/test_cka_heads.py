@@ -19,9 +19,7 @@ from tests.stores import CNN, write_model
 from vitsee_cli import console
 from vitsee_cli.main import main
 from vitsee_core.analyses.cka_heads import COLUMNS, over_groups, plot, run
-from vitsee_core.figures.plotting import (
-    figure_bytes,
-)
+from vitsee_core.figures.plotting import figure_bytes
 from vitsee_core.similarity import Hsic
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store, open_store

@@ -19,9 +19,7 @@ from tests.command_line import said
 from tests.extractions import VIT, extracted
 from tests.stores import write_sites
 from vitsee_core.analyses.pca import plot, run
-from vitsee_core.figures.plotting import (
-    figure_bytes,
-)
+from vitsee_core.figures.plotting import figure_bytes
 from vitsee_core.patch_maps.colours import Colours
 from vitsee_core.statistics.covariance.axes import principal_axes
 from vitsee_core.statistics.covariance.sums import CovarianceSums

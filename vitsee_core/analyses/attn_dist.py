@@ -33,14 +33,7 @@ from vitsee_core.attention.head_maps import blocks_of_each
 from vitsee_core.attention.heads import StoredAttention, read_heads, uniform_distance
 from vitsee_core.figures.curve_looks import store_looks
 from vitsee_core.figures.panels import Grid, em, handles_of, legend_below, note_count, stack
-from vitsee_core.figures.plotting import (
-    colour,
-    ink,
-    integer_ticks,
-    marker,
-    reference_line,
-    styled,
-)
+from vitsee_core.figures.plotting import colour, ink, integer_ticks, marker, reference_line, styled
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import ATTENTION, Offers, blocks_option, metrics_option
@@ -164,17 +157,10 @@ def _rows(
     if metric == "distance_relative":
         uniform = uniform_distance(block.layout)
         scale = 1 / uniform if uniform > 0 else np.nan
+    numbers = (of * scale for of in (summary.mean, summary.std, summary.low, summary.high))
+    scaled, place = Summary(*numbers, summary.n), site_columns(store, block)
     return [
-        {
-            **site_columns(store, block),
-            "head": head,
-            "metric": metric,
-            "value": float(summary.mean[block.row, head] * scale),
-            "std": float(summary.std[block.row, head] * scale),
-            "low": float(summary.low[block.row, head] * scale),
-            "high": float(summary.high[block.row, head] * scale),
-            "n_images": int(summary.n[block.row, head]),
-        }
+        {**place, "head": head, "metric": metric, **scaled.cells((block.row, head))}
         for head in range(block.n_heads)
     ]
 

@@ -28,10 +28,7 @@ from vitsee_core.attention.head_maps import chosen_blocks
 from vitsee_core.attention.heads import StoredAttention, read_heads
 from vitsee_core.figures.heatmaps import COLOUR_MAP, describe_scale, describe_scope
 from vitsee_core.figures.panels import legend_below, panels
-from vitsee_core.figures.plotting import (
-    marker,
-    styled,
-)
+from vitsee_core.figures.plotting import marker, styled
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import SIMILARITY, Offers, Option

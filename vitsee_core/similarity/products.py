@@ -25,12 +25,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from vitsee_core.features.matrix import FeatureMatrix, Strip
-from vitsee_core.kernels.backend import (
-    MatmulBackend,
-    matmul_backend,
-    product_in,
-    product_size,
-)
+from vitsee_core.kernels.backend import MatmulBackend, matmul_backend, product_in, product_size
 from vitsee_core.runtime.lanes import Turns, n_lanes, run_lanes
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.similarity.shift import FeatureOffset

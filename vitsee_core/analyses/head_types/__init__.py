@@ -36,9 +36,6 @@ from vitsee_core.analyses.head_types.head_geometry import (
 from vitsee_core.analyses.head_types.head_types_figure import draw_types
 from vitsee_core.attention.head_maps import SlabSums, blocks_of_each, mean_maps, sum_slabs
 from vitsee_core.attention.heads import StoredAttention
-from vitsee_core.figures.plotting import (
-    styled,
-)
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import ATTENTION, Gather, Offers, Option, blocks_option
@@ -51,8 +48,6 @@ from vitsee_core.tables.results import Table
 from vitsee_core.types import Float
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from vitsee_stores import Store
 
 log = logging.getLogger(__name__)
@@ -86,7 +81,7 @@ READING = (
 )
 SOURCE = "Walmer et al. 2023, sections 4.1, 4.2, Figs. 3, 14"
 AT_A_GLANCE = ""
-
+plot = draw_types
 
 COLUMNS = (
     *(*SITE, "row", "col", "head", "type", "detail"),
@@ -100,6 +95,7 @@ SCORES = (
 )
 AGREEMENT = ("same_type_thresholds", "same_type_slabs")
 PER_IMAGE = ("entropy", "prefix_mass", "query_std", "head_std")
+NO_SPREAD = dict.fromkeys(("std", "low", "high"), math.nan)
 BLOCKS, FEWEST = 20, 10  # of the jackknife; sums are stored by slab, which cannot be divided
 INTERVAL = (
     f"delete-a-block jackknife over up to {BLOCKS} runs of slabs: std its standard error, low and "
@@ -237,7 +233,7 @@ class Head:
 
     def scores(self) -> list[dict[str, Any]]:
         """Metric, value, spread and interval of each score."""
-        found = []
+        found: list[dict[str, Any]] = []
         for name in SCORES:
             value = self.values[name]
             others = np.array([replicate[name] for replicate in self.replicates])
@@ -247,12 +243,10 @@ class Head:
             kept = {WORD: others} if enough else {}
             found.append({"metric": name, "value": value, **spread, **kept})
         steady = (self.steady, self.steady_slabs)
-        empty = dict.fromkeys(("std", "low", "high"), math.nan)
-        found += [
-            {"metric": name, "value": value, **empty}
+        return found + [
+            {"metric": name, "value": value, **NO_SPREAD}
             for name, value in zip(AGREEMENT, steady, strict=True)
         ]
-        return found
 
     def clarity(self) -> float:
         """How clear an example of its type a head is."""
@@ -288,11 +282,10 @@ def _examples(heads: Sequence[Head]) -> list[Head]:
 
 def _map_rows(store: Store, head: Head) -> list[dict[str, Any]]:
     height, width = head.map.shape
-    empty = dict.fromkeys(("std", "low", "high"), math.nan)
     return [
         _place(store, head)
         | {"row": i - height // 2, "col": j - width // 2}
-        | {"metric": "aligned", "value": float(head.map[i, j]), **empty}
+        | {"metric": "aligned", "value": float(head.map[i, j]), **NO_SPREAD}
         for i in range(height)
         for j in range(width)
     ]
@@ -312,13 +305,6 @@ def _changed(heads: Sequence[Head]) -> dict[str, float]:
         name: float(np.mean([head.variants[name] != head.type for head in heads]))
         for name in heads[0].variants
     }
-
-
-@styled
-def plot(table: Table) -> Figure:
-    """Heads of each type by block, and the clearest example of each, one line of panels per
-    store; from the table alone. See `vitsee_core.analyses.head_types.head_types_figure`."""
-    return draw_types(table)
 
 
 def headline(table: Table) -> list[Answer]:

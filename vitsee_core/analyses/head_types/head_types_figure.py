@@ -10,11 +10,7 @@ from vitsee_core.analyses.head_types.head_geometry import TYPES, UNDEFINED
 from vitsee_core.attention.head_maps import per_query
 from vitsee_core.figures.head_tiles import cut_maps, mark_middle, stretched
 from vitsee_core.figures.panels import Grid, legend_below, map_axes, note_count, small, stack
-from vitsee_core.figures.plotting import (
-    COLOURS,
-    GREY,
-    integer_ticks,
-)
+from vitsee_core.figures.plotting import COLOURS, GREY, integer_ticks, styled
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import site_words
 
@@ -30,11 +26,12 @@ _EXAMPLES = Grid(len(TYPES), width=10.5, widest=13, height=14, most=len(TYPES))
 UNSTEADY = "changes type when a threshold moves by x 0.8 or x 1.25"
 
 
+@styled
 def draw_types(table: Table) -> Figure:
     """One line of panels per store, from the table alone: heads of each type by block, those
     hatched that change type when some threshold moves by x 0.8 or x 1.25; and the aligned map of
     the clearest head of each type, corrected for coverage, over the range written below it,
-    midlines in red. Call it inside a function decorated with `styled`."""
+    midlines in red."""
     labels = table.unique("store")
     grids = [g for _ in labels for g in (Grid(1, widest=60, height=11), _EXAMPLES)]
     figure, parts = stack(*grids)

@@ -12,9 +12,7 @@ import numpy as np
 from vitsee_core.analyses.localize.localisation import OWN_METRICS, own_patch
 from vitsee_core.figures.curve_panels import CurveGrid, draw_depth_panels, of_metrics
 from vitsee_core.figures.depth_curves import draw_depth_curves
-from vitsee_core.figures.plotting import (
-    GREY,
-)
+from vitsee_core.figures.plotting import GREY
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import site_words

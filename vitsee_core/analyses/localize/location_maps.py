@@ -30,9 +30,7 @@ from vitsee_core.figures.panels import (
     small_maps,
     stack,
 )
-from vitsee_core.figures.plotting import (
-    GREY,
-)
+from vitsee_core.figures.plotting import GREY
 from vitsee_core.figures.token_maps import value_ticks
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import METRICS, site_words, token_words

@@ -36,12 +36,7 @@ from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import FLOW, Offers, Option, metrics_option, tokens_option
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.runtime.streaming import Rows, each_slab
-from vitsee_core.statistics.image_statistics import (
-    METHODS,
-    Estimates,
-    block_labels,
-    statistic,
-)
+from vitsee_core.statistics.image_statistics import METHODS, Estimates, block_labels, statistic
 from vitsee_core.statistics.skip_branch import (
     TOKENS,
     ReadQuantities,
@@ -51,18 +46,16 @@ from vitsee_core.statistics.skip_branch import (
     missing_tokens,
     places_of,
 )
+from vitsee_core.statistics.value_columns import cells_of
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured
 from vitsee_core.tables.metrics import asked_for
-from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float
 from vitsee_stores.errors import SiteError
 from vitsee_stores.manifest import few
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from vitsee_stores import Store
 
 log = logging.getLogger(__name__)
@@ -97,7 +90,7 @@ READING = (
     "places somewhere in depth."
 )
 SOURCE = "Raghu et al. 2021, Figs. 7, E.1, E.2"
-
+plot = draw_norm_ratios
 
 # metric -> (quantity of each image, statistic over images)
 METRICS = {
@@ -197,11 +190,6 @@ def run(
     return Table.from_rows(rows, COLUMNS, notes)
 
 
-def plot(table: Table) -> Figure:
-    """From the table alone; see `token_pictures.draw_norm_ratios`."""
-    return draw_norm_ratios(table)
-
-
 def _check_tokens(
     stores: Sequence[Store], plans: Sequence[Sequence[StoredSublayer]], words: Sequence[str]
 ) -> None:
@@ -274,19 +262,9 @@ def _rows(
     store: Store, sublayer: StoredSublayer, metric: str, places: Sequence[TokenPlace], of: Estimates
 ) -> list[dict[str, Any]]:
     return [
-        {
-            **site_columns(store, sublayer),
-            "token": place.token,
-            "row": place.row,
-            "col": place.col,
-            "metric": metric,
-            "value": float(of.value[i]),
-            "std": float(of.std[i]),
-            "low": float(of.low[i]),
-            "high": float(of.high[i]),
-            "n_images": int(of.n[i]),
-            WORD: None if of.without is None else of.without[i],
-        }
+        site_columns(store, sublayer)
+        | {"token": place.token, "row": place.row, "col": place.col, "metric": metric}
+        | cells_of(of, i)
         for i, place in enumerate(places)
     ]
 

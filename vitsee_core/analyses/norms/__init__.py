@@ -70,8 +70,6 @@ from vitsee_stores.manifest import few
 from vitsee_stores.token_selection import TokenSelection, layout_tokens
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from vitsee_stores import SiteSpec, Store
     from vitsee_stores.layout import TokenLayout
 
@@ -108,6 +106,7 @@ READING = (
 )
 SOURCE = "Darcet et al. 2024, Figs. 3 to 5; Sun et al. 2024"
 AT_A_GLANCE = "outlier_share_mad"
+plot = draw_norms
 
 OF_NORMS = ("norm", "norm_median", "outlier_share", "outlier_share_mad", "bimodality")
 OF_ACTIVATIONS = (
@@ -203,11 +202,6 @@ def run(
         **selected.notes(),
     }
     return Table.from_rows(rows, COLUMNS, notes)
-
-
-def plot(table: Table) -> Figure:
-    """From the table alone; see `norm_figures.draw_norms`."""
-    return draw_norms(table)
 
 
 def _sites(store: Store, patterns: Sequence[str], metrics: Sequence[str]) -> list[SiteSpec]:

@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.figures.curve_panels import CurveGrid, Panel
-from vitsee_core.figures.depth_curves import (
-    add_curve_legend,
-    draw_depth_curves,
-)
+from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.figures.log_ticks import DECADES, FINE, plain_log_ticks
 from vitsee_core.figures.panels import (
     Grid,
@@ -27,9 +24,7 @@ from vitsee_core.figures.panels import (
     small_maps,
     stack,
 )
-from vitsee_core.figures.plotting import (
-    styled,
-)
+from vitsee_core.figures.plotting import styled
 from vitsee_core.figures.site_axes import SiteAxis
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten

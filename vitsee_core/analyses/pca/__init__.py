@@ -62,8 +62,6 @@ from vitsee_core.types import Float, Integers
 from vitsee_stores.errors import SiteError, VitseeError
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from vitsee_stores import SiteSpec, Store
     from vitsee_stores.layout import TokenLayout
 
@@ -103,6 +101,7 @@ COLUMNS = (
     *(*SITE, "row", "col", "image", "component", "half_a", "half_b"),
     *("metric", "value", "std", "low", "high", "n_images", "n_examples"),
 )
+plot = draw_colours
 SAMPLE = 256  # images whose scores decide ranges and rotations of colours
 
 
@@ -224,11 +223,6 @@ def run(
         **selected.notes(),
     }
     return Table.concat(tables, notes)
-
-
-def plot(table: Table) -> Figure:
-    """From the table alone; see `patch_sheets.draw_colours`."""
-    return draw_colours(table)
 
 
 def _reference(first: _Store, name: str | None) -> SiteSpec:

@@ -34,15 +34,8 @@ from vitsee_core.analyses.similarity.grams import grams_of
 from vitsee_core.analyses.similarity.prediction import RidgeR2
 from vitsee_core.figures.heatmaps import Panel, describe_scope, draw_heatmaps
 from vitsee_core.figures.panels import handles_of, legend_below, panels
-from vitsee_core.figures.plotting import (
-    reference_line,
-    styled,
-)
-from vitsee_core.figures.site_pairs import (
-    draw_curves,
-    one_to_one,
-    panels_of,
-)
+from vitsee_core.figures.plotting import reference_line, styled
+from vitsee_core.figures.site_pairs import draw_curves, one_to_one, panels_of
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import FEATURE_TOKENS, SIMILARITY, Offers, Option, tokens_option

@@ -48,8 +48,6 @@ from vitsee_stores.errors import SiteError, VitseeError
 from vitsee_stores.manifest import few
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from vitsee_core.masks import MaskSource
     from vitsee_stores import SiteSpec, Slab, Store
     from vitsee_stores.layout import TokenLayout
@@ -84,6 +82,7 @@ READING = (
 )
 SOURCE = "Singh et al. 2025; Park et al. 2023"
 
+plot = draw_spatial
 OF_MASKS = "srss"
 METRICS = (*COSINES, OF_MASKS, "fourier_high", "fourier_radial", *SHARES)
 COLUMNS = (
@@ -163,11 +162,6 @@ def run(
         **selected.notes(),
     }
     return Table.from_rows(rows, COLUMNS, notes)
-
-
-def plot(table: Table) -> Figure:
-    """From the table alone; see `spatial_curves.draw_spatial`."""
-    return draw_spatial(table)
 
 
 def _sites(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:

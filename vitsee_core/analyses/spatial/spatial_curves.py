@@ -7,19 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.figures.curve_looks import (
-    site_kind,
-)
+from vitsee_core.figures.curve_looks import site_kind
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
-from vitsee_core.figures.depth_curves import (
-    add_curve_legend,
-    draw_depth_curves,
-)
+from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.figures.depth_marks import DOTTED, draw_marks
 from vitsee_core.figures.panels import Grid, note_count, stack
-from vitsee_core.figures.plotting import (
-    styled,
-)
+from vitsee_core.figures.plotting import styled
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -55,8 +54,6 @@ from vitsee_core.types import Float, Float32, Integers, Mask
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from vitsee_stores import SiteSpec, Store
 
 log = logging.getLogger(__name__)
@@ -96,6 +93,7 @@ COLUMNS = (
 MOST_NEIGHBOURS = 4096  # images of twonn: n x n distances in memory
 
 Measured = dict[str, float]
+plot = draw_spectrum
 
 TOKENS = ("cls", "mean", "mean-all", "first", "rest", "patches", "prefix", "all")
 
@@ -176,11 +174,6 @@ def run(
         **selected.notes(),
     }
     return Table.from_rows(rows, COLUMNS, notes)
-
-
-def plot(table: Table) -> Figure:
-    """From the table alone; see `spectrum_curves.draw_spectrum`."""
-    return draw_spectrum(table)
 
 
 class _Store:
@@ -290,7 +283,7 @@ class _Store:
             spectrum = partial(_of_sums, parts, total(parts))
         else:
             spectrum = partial(_of_examples, x, labels)
-        others: list[_Other] = []
+        others: list[_Neighbours | _Classes] = []
         replicates: dict[str, Float] = {}
         if "twonn" in self.metrics:
             neighbours = _Neighbours(x, labels, self.seed)
@@ -317,19 +310,7 @@ def _of_examples(x: Float32, labels: Integers, among: Mask) -> Spectrum:
     return Spectrum.of_examples(x[among[labels]].astype(np.float64))
 
 
-class _Other(ABC):
-    """Metrics of one vector per image, over some blocks of images (blocks,)."""
-
-    @abstractmethod
-    def values(self, among: Mask) -> Measured:
-        """By name."""
-
-    @abstractmethod
-    def remarks(self, where: str) -> list[str]:
-        """About all images."""
-
-
-class _Neighbours(_Other):
+class _Neighbours:
     def __init__(self, x: Float32, labels: Integers, seed: int) -> None:
         n = min(len(x), MOST_NEIGHBOURS)
         # Drawn from all blocks of images, each of which gives a replicate.
@@ -346,7 +327,7 @@ class _Neighbours(_Other):
 
 
 @dataclass
-class _Classes(_Other):
+class _Classes:
     x: Float32
     blocks: Integers
     labels: Integers
@@ -381,7 +362,7 @@ class _Measure:
     """All metrics of one site."""
 
     spectrum: Callable[[Mask], Spectrum]  # of the blocks in a mask (blocks,)
-    others: Sequence[_Other]  # metrics that no spectrum gives
+    others: Sequence[_Neighbours | _Classes]  # metrics that no spectrum gives
     # metric -> (blocks,), if its replicates are not its values without each block
     replicates: dict[str, Float]
     whole: Spectrum | None = None

@@ -9,9 +9,7 @@ import numpy as np
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.depth_marks import DOTS, DOTTED, draw_marks
 from vitsee_core.figures.log_ticks import DECADES, FINE, plain_log_ticks
-from vitsee_core.figures.plotting import (
-    styled,
-)
+from vitsee_core.figures.plotting import styled
 from vitsee_core.tables.results import Table
 
 if TYPE_CHECKING:
