@@ -83,10 +83,7 @@ SOURCE = (
 AT_A_GLANCE = "distance_relative"
 
 METRICS = ("distance_px", "distance_px_raw", "distance_unit", "distance_relative")
-COLUMNS = (
-    *(*SITE, "head"),
-    *("metric", "value", "std", "low", "high", "n_images"),
-)
+COLUMNS = (*(*SITE, "head"), *("metric", "value", "std", "low", "high", "n_images"))
 # Two lowest and two highest blocks: cold and warm, the outermost darker.
 SHADES = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00")
 MOST_SORTED = 6  # stores, of whose blocks the sorted heads are drawn, too

@@ -46,12 +46,7 @@ class SlabSums:
 
 
 def sum_slabs(
-    store: Store,
-    keys: Sequence[Key],
-    rows: Rows,
-    execution: Execution,
-    *,
-    parts: int = 1,
+    store: Store, keys: Sequence[Key], rows: Rows, execution: Execution, *, parts: int = 1
 ) -> SlabSums:
     """The stored sums of these slabs, added in float64 to at most `parts` parts; for arrays stored
     per image, their sums over the valid images.
@@ -216,10 +211,7 @@ def map_columns(
     n_heads, height, width = maps.shape
     first = (-(height // 2), -(width // 2)) if metric.startswith("aligned") else (0, 0)
     cells, n = height * width, maps.size
-    constants: dict[str, Any] = {
-        **site_columns(store, block),
-        "metric": metric,
-    }
+    constants: dict[str, Any] = {**site_columns(store, block), "metric": metric}
     return {
         **{name: np.full(n, value) for name, value in constants.items()},
         "head": np.repeat(heads, cells),

@@ -43,14 +43,7 @@ def attention_blocks(store: Store, patterns: Sequence[str] = ("blocks",)) -> lis
         raise MissingInput(f"{store.label} has no attention summaries: {why}")
     depths = {name: (depth, rel_depth) for name, depth, rel_depth in store.manifest.plan.places}
     blocks = [
-        StoredAttention(
-            name,
-            *depths[name],
-            group.layout,
-            group.prefix,
-            row,
-            heads,
-        )
+        StoredAttention(name, *depths[name], group.layout, group.prefix, row, heads)
         for group in groups
         for row, (name, heads) in enumerate(zip(group.blocks, group.n_heads, strict=True))
     ]

@@ -73,11 +73,7 @@ def minibatch(comparison: Comparison, estimator: Estimator) -> Hsic:
     if repeats == 1:
         return replace(values[0], n_images=examples, notes=notes)
     return replace(
-        values[0],
-        replicates=stacked(values),
-        spread="repeats",
-        n_images=examples,
-        notes=notes,
+        values[0], replicates=stacked(values), spread="repeats", n_images=examples, notes=notes
     )
 
 

@@ -42,11 +42,7 @@ class DeviceTiles:
         return on_host
 
     def sums(
-        self,
-        values: Tensor,
-        pieces: Sequence[tuple[Labels, Labels]],
-        n_rows: int,
-        first_col: int,
+        self, values: Tensor, pieces: Sequence[tuple[Labels, Labels]], n_rows: int, first_col: int
     ) -> Iterator[tuple[Any, ...]]:
         """For each piece (rows and columns of the tile): (R, C) inner products, each matrix's own,
         sums over its columns and over its rows, in float64. At most `TERMS` products (see

@@ -81,13 +81,7 @@ def hsic(
     """
     estimator = estimator or Estimator()
     with comparing(
-        rows,
-        cols,
-        images=images,
-        seed=seed,
-        options=options,
-        pair_by=pair_by,
-        progress=progress,
+        rows, cols, images=images, seed=seed, options=options, pair_by=pair_by, progress=progress
     ) as comparison:
         by_slab = any(r.has_blocks_only for r in comparison.representations)
         with full_precision(comparison.device), one_blas_thread():

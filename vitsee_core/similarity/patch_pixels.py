@@ -44,11 +44,7 @@ class PatchPixels:
     """
 
     def __init__(
-        self,
-        store: Store,
-        pixels: LazyArray,
-        layout: TokenLayout,
-        cells: Integers | None = None,
+        self, store: Store, pixels: LazyArray, layout: TokenLayout, cells: Integers | None = None
     ) -> None:
         """layout: of a site with a grid; cells: only these of it, row by row."""
         assert layout.grid is not None
@@ -189,10 +185,7 @@ def _load(store: Store, rows: Integers, pictures: Pictures, progress: Progress) 
     need, free = len(rows) * int(np.prod(shape[1:])), free_disk_bytes(Path(tempfile.gettempdir()))
     if need > free:
         raise VitseeError(f"they take {human_bytes(need)}, {human_bytes(free)} are free for it")
-    log.info(
-        "%s keeps no pixels: loading %d images of %s again",
-        *(store.label, len(rows), name),
-    )
+    log.info("%s keeps no pixels: loading %d images of %s again", *(store.label, len(rows), name))
     pictures.check_decoding()
     with tempfile.TemporaryFile(prefix="vitsee-pixels") as file:
         file.truncate(int(np.prod(shape)))  # sparse: only used rows take space

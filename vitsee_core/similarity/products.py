@@ -82,12 +82,7 @@ class StripPlan:
 
     @classmethod
     def of(
-        cls,
-        features: FeatureMatrix,
-        n: int,
-        tiles: Sequence[GramTile],
-        memory: int,
-        item: int,
+        cls, features: FeatureMatrix, n: int, tiles: Sequence[GramTile], memory: int, item: int
     ) -> StripPlan:
         """Tiles' sums take three eighths of the memory, the threads' strips as much; the rest is
         for the libraries, and for a tile on its way to disk. Raises VitseeError: not even one tile

@@ -114,7 +114,4 @@ def interval(
 def cut(value: Float, low: Float, high: Float, limits: Limits) -> tuple[Float, Float]:
     """Low and high of an interval, clipped to the limits as far as the value is within them."""
     least, most = limits
-    return (
-        np.maximum(low, np.minimum(value, least)),
-        np.minimum(high, np.maximum(value, most)),
-    )
+    return (np.maximum(low, np.minimum(value, least)), np.minimum(high, np.maximum(value, most)))

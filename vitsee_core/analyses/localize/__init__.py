@@ -286,28 +286,24 @@ class _SiteTables:
             together, self.pixels, self.images, self.how, self.seed, execution
         )
         return [
-            (_table(maps, store, self.summary), maps.site.name, maps.notes, maps.patch_px)
+            (_table(maps, store, self.summary), maps.site.name, maps.h.notes, maps.patch_px)
             for maps in all_maps
         ]
 
 
 def _table(maps: Maps, store: Store, summary: str | None) -> Table:
-    site = maps.site
-    alike: dict[str, Any] = {
-        **site_columns(store, site),
-        "spread": maps.spread,
-        "n_images": maps.n_images,
-    }
-    rows_, cols_ = np.divmod(np.arange(maps.cka.shape[1]), maps.grid[1])
+    of, h = maps.similarity, maps.h
+    alike = site_columns(store, maps.site) | {"spread": h.spread, "n_images": h.n_images}
+    n_tokens, n_patches = h.cross.shape
+    rows_, cols_ = np.divmod(np.arange(n_patches), maps.n_cols)
     if summary is None:
-        n_tokens, n_patches = maps.cka.shape
         columns: dict[str, NDArray[Any]] = {
             "token": np.repeat(maps.tokens, n_patches),
             "row": np.tile(rows_, n_tokens),
             "col": np.tile(cols_, n_tokens),
             "metric": np.full(n_tokens * n_patches, "cka"),
-            "value": maps.cka.ravel(),
-            **{name: getattr(maps, name).ravel() for name in ("std", "low", "high")},
+            "value": of.cka.ravel(),
+            **{name: getattr(of, name).ravel() for name in ("std", "low", "high")},
         }
         names: Sequence[str] = COLUMNS
     elif summary == "token":

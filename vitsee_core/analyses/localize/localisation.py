@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.similarity import Hsic, centred_alignment, summarise
+from vitsee_core.similarity import Hsic, Similarity, centred_alignment, summarise
 from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.types import Float, Integers
@@ -30,51 +31,35 @@ class Maps:
     """One site's maps.
 
     Attributes:
-        cka, std, low, high: (tokens, patches), patches row by row of `grid`.
-        replicates: (m, tokens, patches) CKA, m = 0 without a spread.
+        h: HSICs of the site's tokens (rows) with the patches (cols), these row by row of the grid.
         cells: each token's place among the patches, -1 for none.
-        stride_px: between patches.
         patch_px: (channels, rows, cols).
     """
 
+    h: Hsic
     site: SiteSpec
     tokens: list[str]
     cells: Integers
-    grid: tuple[int, int]
-    stride_px: tuple[float, float]
+    layout: TokenLayout
     patch_px: tuple[int, ...]
-    cka: Float
-    std: Float
-    low: Float
-    high: Float
-    replicates: Float
-    spread: str
-    n_images: int
-    notes: dict[str, Any]
 
-    @classmethod
-    def of(
-        cls,
-        h: Hsic,
-        site: SiteSpec,
-        tokens: list[str],
-        cells: Integers,
-        layout: TokenLayout,
-        patch_px: tuple[int, ...],
-    ) -> Maps:
-        """From HSICs of a site's tokens (rows) with the patches (cols)."""
-        assert layout.grid is not None
-        values, each = summarise(h), h.replicates
-        replicates = (
-            np.zeros((0, *values.cka.shape))
-            if each is None
-            else centred_alignment(each.cross, each.rows, each.cols)
-        )
-        return cls(
-            *(site, tokens, cells, layout.grid, layout.stride_px or (np.nan, np.nan), patch_px),
-            *(values.cka, values.std, values.low, values.high),
-            *(replicates, h.spread, h.n_images, h.notes),
-        )
+    @cached_property
+    def similarity(self) -> Similarity:
+        """CKA and its spread, (tokens, patches) each."""
+        return summarise(self.h)
+
+    @cached_property
+    def replicates(self) -> Float:
+        """(m, tokens, patches) CKA, m = 0 without a spread."""
+        if (each := self.h.replicates) is None:
+            return np.zeros((0, *self.h.cross.shape))
+        return centred_alignment(each.cross, each.rows, each.cols)
+
+    @property
+    def n_cols(self) -> int:
+        """Columns of the grid."""
+        assert self.layout.grid is not None
+        return self.layout.grid[1]
 
 
 def own_patch(cka: Float, own: Integers | Sequence[int]) -> Float:
@@ -102,16 +87,16 @@ def own_patch(cka: Float, own: Integers | Sequence[int]) -> Float:
 
 def token_summary(maps: Maps) -> dict[str, Float]:
     """value, std, low, high, (tokens, TOKEN_METRICS) each."""
-    value, replicates = (_all_metrics(maps, cka) for cka in (maps.cka, maps.replicates))
-    numbers = _with_spread(value, np.moveaxis(replicates, 1, 0), maps.spread, TOKEN_METRICS)
+    value, replicates = _of_both(maps)
+    numbers = _with_spread(value, replicates.swapaxes(0, 1), maps.h.spread, TOKEN_METRICS)
     return {name: array.T for name, array in numbers.items()}
 
 
 def site_summary(maps: Maps) -> tuple[int, dict[str, Float]]:
     """Number of tokens that count, and value, std, low, high over them, (SITE_METRICS,) each."""
-    value, replicates = (_all_metrics(maps, cka) for cka in (maps.cka, maps.replicates))
+    value, replicates = _of_both(maps)
     over_tokens = _over_tokens(value), _over_tokens(replicates).T
-    numbers = _with_spread(*over_tokens, maps.spread, SITE_METRICS)
+    numbers = _with_spread(*over_tokens, maps.h.spread, SITE_METRICS)
     return int((~np.isnan(value[0])).sum()), numbers
 
 
@@ -119,7 +104,7 @@ def replicates_of(maps: Maps, summary: str | None) -> Float | None:
     """(rows, blocks) the jackknife's, of the rows that `localize` makes of these maps: tokens by
     patches, tokens by TOKEN_METRICS, or SITE_METRICS. NaN without a jackknife."""
     m = len(maps.replicates)
-    if m < 2 or maps.spread == "repeats":
+    if m < 2 or maps.h.spread == "repeats":
         return None
     if summary is None:
         return np.moveaxis(maps.replicates, 0, -1).reshape(-1, m)
@@ -131,26 +116,25 @@ def replicates_of(maps: Maps, summary: str | None) -> Float | None:
     return metrics.transpose(2, 0, 1).reshape(-1, m)
 
 
+def _of_both(maps: Maps) -> list[Float]:
+    """`_all_metrics` of the maps, and of their replicates."""
+    return [_all_metrics(maps, cka) for cka in (maps.similarity.cka, maps.replicates)]
+
+
 def _all_metrics(maps: Maps, cka: Float) -> Float:
     """(TOKEN_METRICS, ..., tokens) of maps (..., tokens, patches)."""
     own = own_patch(cka, maps.cells)
     peak = np.where(np.isnan(cka), -np.inf, cka).argmax(-1)
-    between = [
-        (a - b) * step
-        for a, b, step in zip(
-            np.divmod(peak, maps.grid[1]),
-            np.divmod(maps.cells, maps.grid[1]),
-            maps.stride_px,
-            strict=True,
-        )
-    ]
+    places = (np.divmod(at, maps.n_cols) for at in (peak, maps.cells))
+    steps = maps.layout.stride_px or (np.nan, np.nan)
+    between = [(a - b) * step for a, b, step in zip(*places, steps, strict=True)]
     distance = np.where(np.isnan(own[0]), np.nan, np.hypot(*between))
     return np.concatenate([own, distance[np.newaxis]])
 
 
 def chance(maps: Maps) -> float:
     """`own_top1` of uninformative tokens."""
-    n_patches = int((~np.isnan(maps.cka)).any(0).sum())
+    n_patches = int((~np.isnan(maps.similarity.cka)).any(0).sum())
     return 1 / n_patches if n_patches > 1 else np.nan
 
 

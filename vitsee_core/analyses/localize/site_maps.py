@@ -108,7 +108,7 @@ class SiteMaps:
         for site in sites:
             of_site = slice(at, at + len(site.names))
             about = site.site, site.names, site.cells, site.layout, patches.shape[1:]
-            of_sites.append(Maps.of(_some_rows(h, of_site), *about))
+            of_sites.append(Maps(_some_rows(h, of_site), *about))
             at = of_site.stop
         return of_sites
 

@@ -233,7 +233,7 @@ def run(
             result = compare_all(grams, one, places, permutations=calibrate or 0)
             remarks += result.remarks
             table_rows += _rows(one, sides, places, result)
-        notes = dict(grams.notes)
+        notes = dict(grams.comparison.notes)
     for remark in remarks:
         log.warning("%s", remark)
     any_tokens = any(site.kind != "vector" for _, site in sides)
@@ -310,10 +310,7 @@ def numbered_pairs(chosen: SitePairs, *, both: bool) -> Integers:
 
 
 def _rows(
-    measure: Measure,
-    sides: Sequence[tuple[Store, Any]],
-    places: Integers,
-    compared: Compared,
+    measure: Measure, sides: Sequence[tuple[Store, Any]], places: Integers, compared: Compared
 ) -> list[dict[str, Any]]:
     value = compared.value
     std, low, high = spread(measure, value, compared.without)

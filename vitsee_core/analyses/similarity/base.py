@@ -66,11 +66,7 @@ class Measure(ABC):
         """(pairs,) the measure of a[i] and b[j] for each (i, j) of pairs (n, 2)."""
 
     def null(
-        self,
-        a: Sequence[Any],
-        b: Sequence[Any],
-        pairs: Integers,
-        orders: Sequence[Integers],
+        self, a: Sequence[Any], b: Sequence[Any], pairs: Integers, orders: Sequence[Integers]
     ) -> Float:
         """(permutations, pairs) the same with the images of `b` in each of these orders."""
         used = np.unique(pairs[:, 1])

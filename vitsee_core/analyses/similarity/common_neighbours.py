@@ -17,6 +17,7 @@ from vitsee_core.analyses.similarity.base import Measure
 from vitsee_core.analyses.similarity.site_gram import SiteGram
 from vitsee_core.runtime.lanes import in_order, lane_pool, n_lanes
 from vitsee_core.runtime.machine import counted
+from vitsee_core.similarity import cosine
 from vitsee_core.similarity.exact import most_left_out
 from vitsee_core.types import Float, Integers, Mask
 from vitsee_stores.errors import VitseeError
@@ -87,7 +88,7 @@ class _OfNeighbours(Measure):
         return gram.zero
 
     def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> NeighbourPairs:
-        n, cosines = gram.n, gram.cosines()
+        n, cosines = gram.n, cosine(gram.shifted, gram.shift)
         self.check(n)
         # More by the size of a jackknife block, which is left out.
         listed = min(n - 1, self.k + most_left_out(n))

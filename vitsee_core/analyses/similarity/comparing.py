@@ -74,9 +74,10 @@ def compare_all(
     labels = grams.labels[places]
     blocks = np.unique(labels)
     intervals = intervals and len(blocks) > 1 and len(places) > LEAST_IMAGES
-    orders = draw_orders(len(places), permutations, grams.seed)
+    orders = draw_orders(len(places), permutations, grams.comparison.seed)
     rounds = 1 + (len(blocks) if intervals else 0)
-    with counting(grams.progress, rounds * work.steps(len(places)), f"matrices for {measure.name}"):
+    steps = rounds * work.steps(len(places))
+    with counting(grams.comparison.progress, steps, f"matrices for {measure.name}"):
         parts = [np.flatnonzero(labels != block) for block in blocks] if intervals else []
         result = work.whole(places, orders, parts if measure.reduces else [], remarks)
         without = result.without
@@ -102,10 +103,8 @@ def _images(
 ) -> tuple[set[int], Integers]:
     """Representations that are constant, and the images that count."""
     places = grams.sample(measure.most_images)
-    if len(places) < grams.n_images:
-        remarks.append(
-            f"{measure.name}: of {len(places)} of the {grams.n_images} images, drawn at random"
-        )
+    if len(places) < (n := grams.comparison.n_images):
+        remarks.append(f"{measure.name}: of {len(places)} of the {n} images, drawn at random")
     constant: set[int] = set()
     lacking = np.zeros(len(places), bool)
     for k in used.tolist():
@@ -197,7 +196,7 @@ class _Work:
         need = 2 * self.measure.state_bytes(len(places)) * len(used)
         if there is None or need > STATES * memory:
             return self.measure.null(states, states, pairs, orders)
-        work = _Null(there, self.measure, pairs, places, self.grams.seed)
+        work = _Null(there, self.measure, pairs, places, self.grams.comparison.seed)
         edges = np.linspace(0, len(orders), min(len(orders), execution.width) + 1).astype(int)
         ranges = [range(start, stop) for start, stop in pairwise(edges.tolist())]
         return np.concatenate(list(execution.spread(work, ranges)))
@@ -210,12 +209,10 @@ class _Work:
         def reduce(k: int) -> Any:
             if (made := self.measure.reduced(states[k], part)) is None:
                 made = self.measure.prepare(self.grams.read(k, places[part]))
-            self.grams.progress.advance(1)
+            self.grams.comparison.progress.advance(1)
             return made
 
-        fewer: list[Any] = [None] * len(states)
-        for k, state in self.made(reduce, np.unique(pairs).tolist()):
-            fewer[k] = state
+        fewer = self.made(reduce, np.unique(pairs).tolist())
         value = np.full(len(pairs), np.nan)
         there = np.array([state is not None for state in fewer])[pairs].all(1)
         if there.any():
@@ -239,28 +236,30 @@ class _Work:
             made = None
             if k not in self.constant:
                 made = self.measure.prepare(self.grams.read(k, places), kept.get(k, ()))
-            self.grams.progress.advance(1)
+            self.grams.comparison.progress.advance(1)
             return made
 
         for of, members in self._groups(len(places)):
-            states: list[Any] = [None] * len(self.grams)
-            for k, state in self.made(prepare, members):
-                states[k] = state
+            states = self.made(prepare, members)
             there = np.array([state is not None for state in states])
             of = of[there[self.pairs[of]].all(1)]
             if len(of):
                 yield of, states
 
-    def made(self, make: Callable[[int], Any], members: list[int]) -> Iterator[tuple[int, Any]]:
-        """Results of `make` for each of these representations, on all cores."""
+    def made(self, make: Callable[[int], Any], members: list[int]) -> list[Any]:
+        """`make` of each of these representations, on all cores, at its place; None elsewhere."""
+        states: list[Any] = [None] * len(self.grams.views)
         with lane_pool(n_lanes()) as pool:
-            yield from zip(members, in_order(make, members, pool, n_lanes() + 1), strict=True)
+            made = in_order(make, members, pool, n_lanes() + 1)
+            for k, state in zip(members, made, strict=True):
+                states[k] = state
+        return states
 
     def _groups(self, n: int) -> list[tuple[Integers, list[int]]]:
         """Indices of pairs, and the representations in them, whose states fit the memory."""
         used = np.unique(self.pairs)
         each = 2 * self.measure.state_bytes(n)  # also for permuted or reduced states
-        most = max(2, int(STATES * self.grams.memory // each))
+        most = max(2, int(STATES * self.grams.comparison.memory // each))
         if len(used) <= most:
             return [(np.arange(len(self.pairs)), used.tolist())]
         group_of = {int(k): at // (most // 2) for at, k in enumerate(used)}
@@ -303,10 +302,7 @@ class _Null:
         grams = replace(
             self.grams, comparison=replace(self.grams.comparison, memory=execution.budget)
         )
-        states: list[Any] = [None] * len(grams)
         work = _Work(grams, self.measure, self.pairs, set())
-        made = work.made(lambda k: self.measure.prepare(grams.read(k, self.places)), used)
-        for k, state in made:
-            states[k] = state
+        states = work.made(lambda k: self.measure.prepare(grams.read(k, self.places)), used)
         orders = draw_orders(len(self.places), of.stop, self.seed)[of.start :]
         return self.measure.null(states, states, self.pairs, orders)

@@ -15,6 +15,7 @@ from vitsee_core.analyses.similarity.base import MOST_DENSE, Measure
 from vitsee_core.analyses.similarity.site_gram import SiteGram
 from vitsee_core.kernels.compiled import compiled
 from vitsee_core.runtime.lanes import in_order, lane_pool, n_lanes
+from vitsee_core.similarity import pearson
 from vitsee_core.types import Float, Float32, Integers, Mask
 
 _BYTES = 1 << 22  # of the parts of all matrices that are multiplied at a time: they stay in cache
@@ -37,11 +38,7 @@ def inner_products(a: Sequence[Float32], b: Sequence[Float32]) -> Float:
 
 
 def _part(matrices: Sequence[Float32], at: int, step: int) -> Float:
-    rows = [matrix[at : at + step].ravel() for matrix in matrices]
-    out = np.empty((len(rows), rows[0].size))
-    for row, values in zip(out, rows, strict=True):
-        row[:] = values
-    return out
+    return np.stack([matrix[at : at + step].ravel() for matrix in matrices], dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -128,9 +125,11 @@ class Rsa(_Flattened):
     def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> Float32 | None:
         """(n, n) ranks of dissimilarities from 1 on, exact in float32, 0 on the diagonal; None if
         all are equal."""
-        of = gram.distances() if self.rdm == "euclidean" else 1 - gram.correlations()
-        values = of[np.triu_indices(gram.n, 1)]
-        return _symmetric(mean_ranks(values, np.argsort(values)), gram.n)
+        from scipy.stats import rankdata
+
+        euclidean = self.rdm == "euclidean"
+        of = gram.distances() if euclidean else 1 - pearson(gram.shifted, gram.shift)
+        return _symmetric(rankdata(of[np.triu_indices(gram.n, 1)]), gram.n)
 
     def reduced(self, state: Float32, places: Integers) -> Float32 | None:
         """Dissimilarities keep their order, so their ranks are recounted."""
@@ -201,21 +200,6 @@ def _symmetric(ranks: Float, n: int) -> Float32 | None:
     out = np.zeros((n, n), np.float32)
     out[np.triu_indices(n, 1)] = ranks
     return out + out.T
-
-
-@compiled
-def mean_ranks(values: Float, order: Integers) -> Float:
-    """Ranks from 1 on of values sorted by `order`; ties get their mean."""
-    ranks = np.empty(len(values))
-    start = 0
-    while start < len(values):
-        stop = start + 1
-        while stop < len(values) and values[order[stop]] == values[order[start]]:
-            stop += 1
-        for at in range(start, stop):
-            ranks[order[at]] = (start + 1 + stop) / 2
-        start = stop
-    return ranks
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,10 @@ import numpy as np
 from vitsee_core.analyses.similarity.site_gram import SiteGram
 from vitsee_core.kernels.backend import full_precision
 from vitsee_core.runtime.lanes import one_blas_thread
-from vitsee_core.runtime.progress import SILENT, Progress
-from vitsee_core.similarity import GramOptions, Representation
+from vitsee_core.similarity import Representation
 from vitsee_core.similarity.comparison import SHARE, Comparison
 from vitsee_core.similarity.estimate import comparing
-from vitsee_core.similarity.exact import block_labels, full_grams
+from vitsee_core.similarity.exact import full_grams, jackknife_blocks
 from vitsee_core.similarity.gram_file import DamagedGram, GramView
 from vitsee_core.types import Integers
 from vitsee_stores.errors import MissingInput, VitseeError
@@ -27,50 +26,26 @@ HELD = 0.25  # of the memory, for matrices that are read once
 
 @dataclass(frozen=True)
 class Grams:
-    """Gram matrices, each read on demand, and kept if the memory allows it. notes: which images,
-    for a sidecar."""
+    """Gram matrices, each read on demand, and kept if the memory allows it."""
 
     comparison: Comparison
     views: Sequence[GramView]
     _held: dict[int, SiteGram] = field(default_factory=dict)
 
-    def __len__(self) -> int:
-        return len(self.views)
-
-    @property
-    def n_images(self) -> int:
-        return self.comparison.n_images
-
-    @property
-    def memory(self) -> int:
-        return self.comparison.memory
-
-    @property
-    def progress(self) -> Progress:
-        return self.comparison.progress
-
-    @property
-    def notes(self) -> dict[str, Any]:
-        return self.comparison.notes
-
-    @property
-    def seed(self) -> int:
-        return self.comparison.seed
-
     @cached_property
     def labels(self) -> Integers:
         """(images,) the jackknife's block of each, as in `vitsee cka`."""
-        shuffled = self.comparison.shuffled
-        return block_labels(self.n_images, None if shuffled else self.seed)
+        of = self.comparison
+        return jackknife_blocks(of.n_images, of.shuffled, of.seed).labels
 
     def sample(self, most: int | None) -> Integers:
         """At most this many of the images, in order: the first of a random order, else drawn."""
-        n = self.n_images
+        of, n = self.comparison, self.comparison.n_images
         if most is None or n <= most:
             return np.arange(n)
-        if self.comparison.shuffled:
+        if of.shuffled:
             return np.arange(most)
-        return np.sort(np.random.default_rng(self.seed).choice(n, most, replace=False))
+        return np.sort(np.random.default_rng(of.seed).choice(n, most, replace=False))
 
     def elsewhere(self, used: Sequence[int]) -> Grams | None:
         """A picklable reader for another process; None if there are no files."""
@@ -92,28 +67,21 @@ class Grams:
     def read(self, k: int, places: Integers) -> SiteGram:
         """The Gram matrix of the k-th representation, over some of the images. Raises DamagedGram:
         its file is not what was written."""
-        whole, n = self._held.get(k), self.n_images
+        whole, n = self._held.get(k), self.comparison.n_images
         if whole is None:
             view = self.views[k]
             whole = SiteGram(view.block(slice(0, n), slice(0, n)), view.shift)
-            if (len(self._held) + 1) * whole.shifted.nbytes <= HELD * self.memory:
+            if (len(self._held) + 1) * whole.shifted.nbytes <= HELD * self.comparison.memory:
                 self._held[k] = whole
         return whole if len(places) == n else whole.of(places)
 
 
 @contextmanager
 def grams_of(
-    rows: Sequence[Representation],
-    cols: Sequence[Representation] | None,
-    *,
-    images: int | None = None,
-    seed: int = 0,
-    options: GramOptions | None = None,
-    pair_by: str = "image",
-    progress: Progress = SILENT,
+    rows: Sequence[Representation], cols: Sequence[Representation] | None, **choice: Any
 ) -> Iterator[Grams]:
     """The Gram matrices of `rows`, then of `cols`, computed as in `vitsee cka` if not cached; see
-    `similarity.estimate.hsic` for the arguments and errors."""
+    `similarity.estimate.hsic` for the other arguments and errors."""
     for one in (*rows, *(cols or ())):
         if one.has_blocks_only:
             raise MissingInput(
@@ -121,15 +89,7 @@ def grams_of(
                 "which serve cka alone; run: vitsee cka, or give --tokens mean, or run: vitsee "
                 "extract MODEL --tokens all ..."
             )
-    with comparing(
-        rows,
-        cols,
-        images=images,
-        seed=seed,
-        options=options,
-        pair_by=pair_by,
-        progress=progress,
-    ) as comparison:
+    with comparing(rows, cols, **choice) as comparison:
         yield Grams(comparison, _whole(comparison))
 
 

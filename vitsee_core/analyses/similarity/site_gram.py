@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vitsee_core.similarity.shift import Shift, cosine, pearson
+from vitsee_core.similarity.shift import Shift
 from vitsee_core.types import Float, Float32, Integers, Mask
 
 # Relative residue of cancellation after rounding to float32.
@@ -37,14 +37,6 @@ class SiteGram:
         g -= mean
         g -= mean[:, np.newaxis] - mean.mean()
         return g
-
-    def cosines(self) -> Float:
-        """(n, n) cosines of the features, not centred; NaN for images whose features are all 0."""
-        return cosine(self.shifted, self.shift)
-
-    def correlations(self) -> Float:
-        """(n, n) correlations over features; NaN for images whose features are all the same."""
-        return pearson(self.shifted, self.shift)
 
     def distances(self) -> Float:
         g = self.shifted.astype(np.float64)

@@ -85,10 +85,7 @@ SOURCE = "Singh et al. 2025; Park et al. 2023"
 plot = draw_spatial
 OF_MASKS = "srss"
 METRICS = (*COSINES, OF_MASKS, "fourier_high", "fourier_radial", *SHARES)
-COLUMNS = (
-    *(*SITE, "frequency", "null"),
-    *("metric", "value", "std", "low", "high", "n_images"),
-)
+COLUMNS = (*(*SITE, "frequency", "null"), *("metric", "value", "std", "low", "high", "n_images"))
 
 
 @analysis

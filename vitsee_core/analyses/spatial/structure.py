@@ -89,10 +89,7 @@ def _cosines(units: Float, there: Mask) -> dict[str, float]:
     with np.errstate(invalid="ignore", divide="ignore"):
         by_distance = np.where(counts > 0, sums / counts, np.nan)
     values = {}
-    for name, far, reach in (
-        ("", FAR, REACH),
-        ("_scaled", scaled(FAR, grid), scaled(REACH, grid)),
-    ):
+    for name, far, reach in (("", FAR, REACH), ("_scaled", scaled(FAR, grid), scaled(REACH, grid))):
         near, n_far = by_distance[1] if len(by_distance) > 1 else np.nan, counts[far:].sum()
         values[f"lds{name}"] = float(near - sums[far:].sum() / n_far) if n_far > 0 else math.nan
         values[f"cds{name}"] = _decline(by_distance[1 : reach + 1], reach)

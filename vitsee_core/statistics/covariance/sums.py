@@ -168,12 +168,7 @@ class SumsByBlock:
 
 @compiled
 def add_vectors(
-    x: NDArray[Any],
-    shift: Float,
-    y: Float,
-    first: Float,
-    third: Float,
-    directions: Float,
+    x: NDArray[Any], shift: Float, y: Float, first: Float, third: Float, directions: Float
 ) -> tuple[int, float]:
     """Write x - shift, (n, dim), to y and add to the vector sums of `CovarianceSums` in one pass
     over x. Returns n_long and `fourth`."""
