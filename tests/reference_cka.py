@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,10 +36,17 @@ def gram_hsic1(gram: Array, other: Array) -> float:
     )
 
 
-def loop_cka(x: Array, y: Array) -> float:
-    """Debiased CKA of two sites over all their images, tokens flattened."""
+def loop_hsic0(x: Array, y: Array) -> float:
+    """Kornblith et al. 2019: tr(K H L H) / (n - 1)^2, with explicit matrices."""
+    n = len(x)
+    h = np.eye(n) - 1 / n
+    return float(np.trace((x @ x.T) @ h @ (y @ y.T) @ h)) / (n - 1) ** 2
+
+
+def loop_cka(x: Array, y: Array, hsic: Callable[[Array, Array], float] = loop_hsic1) -> float:
+    """Debiased CKA of two sites over all their images, tokens flattened; or by another HSIC."""
     x, y = (np.asarray(v, np.float64).reshape(len(v), -1) for v in (x, y))
-    return loop_hsic1(x, y) / math.sqrt(loop_hsic1(x, x) * loop_hsic1(y, y))
+    return hsic(x, y) / math.sqrt(hsic(x, x) * hsic(y, y))
 
 
 def loop_jackknife(x: Array, y: Array, blocks: list[Array]) -> float:
@@ -49,14 +57,3 @@ def loop_jackknife(x: Array, y: Array, blocks: list[Array]) -> float:
         values.append(loop_cka(x[keep], y[keep]))
     m, mean = len(values), math.fsum(values) / len(values)
     return math.sqrt((m - 1) / m * math.fsum((v - mean) ** 2 for v in values))
-
-
-def biased_cka(x: Array, y: Array) -> float:
-    """Kornblith et al. 2019: tr(K H L H), with explicit matrices."""
-    x, y = (np.asarray(v, np.float64).reshape(len(v), -1) for v in (x, y))
-    h = np.eye(len(x)) - 1 / len(x)
-
-    def hsic(a: Array, b: Array) -> float:
-        return float(np.trace(a @ a.T @ h @ b @ b.T @ h))
-
-    return hsic(x, y) / math.sqrt(hsic(x, x) * hsic(y, y))

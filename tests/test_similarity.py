@@ -6,7 +6,6 @@ import json
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.features import activations
-from tests.reference_cka import loop_hsic1
+from tests.reference_cka import loop_cka, loop_hsic0, loop_hsic1
 from tests.stores import CNN, write_sites
 from vitsee_core.runtime import machine
 from vitsee_core.runtime.progress import Silent
@@ -38,21 +37,6 @@ from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeE
 
 Array = NDArray[Any]
 Float = NDArray[np.float64]
-
-
-# The oracle: the definition, in float64 loops over images
-
-
-def loop_hsic0(x: Array, y: Array) -> float:
-    """tr(K H L H) / (n - 1)^2 with explicit matrices."""
-    n = len(x)
-    h = np.eye(n) - 1 / n
-    return float(np.trace((x @ x.T) @ h @ (y @ y.T) @ h)) / (n - 1) ** 2
-
-
-def loop_cka(x: Array, y: Array, value: Any = loop_hsic1) -> float:
-    x, y = (np.asarray(v, np.float64).reshape(len(v), -1) for v in (x, y))
-    return float(value(x, y) / math.sqrt(value(x, x) * value(y, y)))
 
 
 def representations(
@@ -115,14 +99,6 @@ def test_biased_is_the_trace(store: Store) -> None:
     assert (found[0, 1:] > one(store)[0, 1:]).all()
 
 
-def test_cross_comparison(store: Store, tmp_path: Path) -> None:
-    others = {"layer1.0.out": activations(N, 3, seed=7, layout=CNN), "pooled": activations(N)[:, 0]}
-    b = write_sites(tmp_path / "b.zarr", others, layout=CNN, slab=7)
-    found = summarise(hsic(representations(store), representations(b), options=options()))
-    wanted = [[loop_cka(x, y) for y in others.values()] for x in SITES.values()]
-    assert found.cka == pytest.approx(np.array(wanted), abs=1e-6)
-
-
 @pytest.mark.parametrize(
     ("tokens", "chosen"),
     [
@@ -183,9 +159,7 @@ def test_invariant_to_rotation_scale_and_order(
     rotation = np.linalg.qr(rng.normal(size=(6, 6)))[0]
     order = rng.permutation(12)
     stretch = np.array([30, 1, 1, 1, 1, 1])
-    sites = {
-        **{"x": x, "y": y, "turned": scale * x @ rotation + 5, "stretched": x * stretch},
-    }
+    sites = {"x": x, "y": y, "turned": scale * x @ rotation + 5, "stretched": x * stretch}
     path = tmp_path_factory.mktemp("invariant")
     a = one(write_sites(path / "a.zarr", sites))
     b = one(write_sites(path / "b.zarr", {k: v[order] for k, v in sites.items()}))
@@ -197,10 +171,10 @@ def test_invariant_to_rotation_scale_and_order(
 
 def test_independent_data_are_near_zero(tmp_path: Path) -> None:
     values = []
-    for seed in range(20):
+    for seed in range(10):
         x, y = np.random.default_rng(seed).normal(size=(2, 16, 64))
         values.append(one(write_sites(tmp_path / f"{seed}.zarr", {"x": x, "y": y}))[0, 1])
-    assert abs(np.mean(values)) < 3 * np.std(values) / math.sqrt(20)
+    assert abs(np.mean(values)) < 3 * np.std(values) / math.sqrt(10)
     biased = one(write_sites(tmp_path / "b.zarr", {"x": x, "y": y}), estimator=Estimator("biased"))
     assert biased[0, 1] > 0.6
 
@@ -223,17 +197,10 @@ def test_an_offset_that_cost_digits_is_said(
 def test_self_comparison_is_one_and_symmetric(store: Store) -> None:
     h = hsic(representations(store), options=options())
     found = summarise(h)
-    assert np.diag(found.cka) == pytest.approx(np.ones(3), abs=1e-12)
+    assert (np.diag(found.cka) == 1).all()
     assert np.diag(found.std) == pytest.approx(np.zeros(3), abs=1e-12)
-    assert found.cka == pytest.approx(found.cka.T, abs=1e-7)
-
-
-def test_constant_features_have_no_cka(tmp_path: Path) -> None:
-    sites = {**SITES, "flat": np.ones((N, 3))}
-    store = write_sites(tmp_path / "a.zarr", sites)
-    found = summarise(hsic(representations(store), options=options()))
-    assert np.isnan(found.cka[3]).all() and np.isnan(found.cka[:, 3]).all()
-    assert found.cka[:3, :3] == pytest.approx(expected(), abs=1e-6)
+    assert np.array_equal(found.cka, found.cka.T) and np.array_equal(found.std, found.std.T)
+    assert (found.low <= found.cka).all() and (found.cka <= found.high).all()
 
 
 def test_constant_features_that_rounding_moves_have_none(
@@ -250,13 +217,6 @@ def test_constant_features_that_rounding_moves_have_none(
     assert "--dtype" not in caplog.text
 
 
-def test_intervals_hold_their_values(store: Store) -> None:
-    found = summarise(hsic(representations(store), options=options()))
-    assert np.array_equal(found.cka, found.cka.T) and np.array_equal(found.std, found.std.T)
-    assert (np.diag(found.cka) == 1).all()
-    assert (found.low <= found.cka).all() and (found.cka <= found.high).all()
-
-
 def test_centred_alignment_is_nan_where_a_self_hsic_is_not_positive() -> None:
     found = centred_alignment(np.ones((2, 2)), np.array([4.0, -1.0]), np.array([1.0, 0.0]))
     assert found[0, 0] == 0.5
@@ -267,8 +227,7 @@ def test_centred_alignment_is_nan_where_a_self_hsic_is_not_positive() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slab", [4, 7, 30])
-@pytest.mark.parametrize("memory", [None, 70_000])
+@pytest.mark.parametrize(("slab", "memory"), [(4, None), (7, 70_000), (30, 70_000)])
 def test_slabs_and_memory_do_not_matter(tmp_path: Path, slab: int, memory: int | None) -> None:
     store = write_sites(tmp_path / "a.zarr", SITES, slab=slab)
     h = hsic(representations(store), options=options(memory=memory))
@@ -333,12 +292,6 @@ def test_images_takes_the_first_rows_of_a_shuffled_store(store: Store) -> None:
     assert summarise(h).cka == pytest.approx(expected(rows=np.arange(12)), abs=1e-6)
 
 
-def test_images_of_other_data_do_not_compare(store: Store, tmp_path: Path) -> None:
-    other = write_sites(tmp_path / "b.zarr", SITES, name="photo")
-    with pytest.raises(StoreMismatch, match="do not pair"):
-        hsic(representations(store), representations(other), options=options())
-
-
 def test_three_images_are_too_few(tmp_path: Path) -> None:
     few = write_sites(tmp_path / "a.zarr", {k: v[:3] for k, v in SITES.items()})
     with pytest.raises(VitseeError, match=r"3 images .* at least 4"):
@@ -371,14 +324,12 @@ def test_jackknife_leaves_out_blocks_of_images(tmp_path: Path, estimator: str, o
 def test_the_jackknife_knows_the_sampling_error(tmp_path: Path) -> None:
     """Its standard error against the spread over independent samples of images."""
     values, errors = [], []
-    for seed in range(30):
+    for seed in range(16):
         rng = np.random.default_rng(seed)
         common = rng.normal(size=(60, 5)) * [4, 2, 1, 1, 1]
         x, y = (common @ np.eye(5, 9) + rng.normal(size=(60, 9)) for _ in range(2))
-        h = hsic(
-            representations(write_sites(tmp_path / f"{seed}.zarr", {"x": x, "y": y}, slab=60)),
-            options=options(),
-        )
+        sample = write_sites(tmp_path / f"{seed}.zarr", {"x": x, "y": y}, slab=60)
+        h = hsic(representations(sample), options=options())
         values.append(summarise(h).cka[0, 1])
         errors.append(summarise(h).std[0, 1])
     assert 0.6 < np.mean(errors) / np.std(values, ddof=1) < 1.6
@@ -412,12 +363,8 @@ def loop_minibatch(batch: int, examples: int, repeats: int, seed: int) -> Float:
             )
 
         own = [total(x, x) for x in values]
-        out.append(
-            [
-                [total(x, y) / math.sqrt(own[i] * own[j]) for j, y in enumerate(values)]
-                for i, x in enumerate(values)
-            ]
-        )
+        cross = np.array([[total(x, y) for y in values] for x in values])
+        out.append(cross / np.sqrt(np.outer(own, own)))
     return np.array(out)
 
 
@@ -465,37 +412,6 @@ def test_impossible_minibatches(store: Store, estimator: Estimator, says: str) -
         one(store, estimator=estimator)
 
 
-def test_rescaled_batches_in_order(tmp_path: Path) -> None:
-    """Batches of 8 in order, K -> (K - min) / max(K - min), the last short batch left out."""
-    store = write_sites(tmp_path / "a.zarr", SITES, order="dataset")
-    found = one(store, estimator=Estimator("minibatch", batch=8, rescale=True))
-    values = [v.reshape(N, -1) for v in SITES.values()]
-
-    def scaled(x: Array) -> Array:
-        k = x @ x.T
-        k = k - k.min()
-        return np.asarray(k / k.max())
-
-    def of_grams(k: Array, m: Array) -> float:
-        n = len(k)
-        k, m = k - np.diag(np.diag(k)), m - np.diag(np.diag(m))
-        trace, both = np.trace(k @ m), k.sum(0) @ m.sum(0)
-        return float(
-            (trace + k.sum() * m.sum() / ((n - 1) * (n - 2)) - 2 * both / (n - 2)) / (n * (n - 3))
-        )
-
-    def total(x: Array, y: Array) -> float:
-        parts = [slice(at, at + 8) for at in (0, 8, 16)]
-        return sum(of_grams(scaled(x[p]), scaled(y[p])) for p in parts)
-
-    own = [total(x, x) for x in values]
-    wanted = [
-        [total(x, y) / math.sqrt(own[i] * own[j]) for j, y in enumerate(values)]
-        for i, x in enumerate(values)
-    ]
-    assert found == pytest.approx(np.array(wanted), abs=1e-5)
-
-
 # Which estimator
 
 
@@ -513,12 +429,6 @@ def test_the_estimator_is_chosen_by_the_number_of_images(
     assert "in place of exact (--estimator exact, or --images N" in caplog.text
 
 
-def test_exact_that_does_not_fit_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitsee_core.similarity.comparison.free_disk_bytes", lambda path: 1000)
-    with pytest.raises(VitseeError, match=r"Gram matrices of 3 sites take .* --cache DIR"):
-        one(store, estimator=Estimator("exact"))
-
-
 # The cache
 
 
@@ -534,6 +444,8 @@ def test_gram_matrices_are_made_once(store: Store, tmp_path: Path) -> None:
             counts.append(total)
 
     reps, at_store = representations(store), GramOptions()
+    one(store)
+    assert not store.path.with_name("a.zarr.grams").exists()
     first = hsic(reps, options=at_store, progress=Counting())
     folder = store.path.with_name("a.zarr.grams")
     assert counts == [3] and len(kept(folder)) == 3
@@ -557,11 +469,6 @@ def test_stores_of_the_same_images_share_no_cache(tmp_path: Path) -> None:
     hsic(representations(a), options=place)
     found = summarise(hsic(representations(b), options=place)).cka
     assert found == pytest.approx(expected(changed), abs=1e-6)
-
-
-def test_nothing_is_kept_without_a_cache(store: Store) -> None:
-    one(store)
-    assert not store.path.with_name("a.zarr.grams").exists()
 
 
 def test_a_place_that_cannot_be_written_is_said(
@@ -661,23 +568,12 @@ def test_slab_grams_have_a_jackknife_from_ten_slabs_on(tmp_path: Path) -> None:
     sites = {k: activations(50, seed=i) for i, k in enumerate(SITES)}
     a = write_sites(tmp_path / "a.zarr", sites, tokens="pooled", grams=True, slab=5)
     h = hsic(representations(a), options=options())
-    without = hsic(
-        representations(
-            write_sites(
-                tmp_path / "b.zarr",
-                {k: v[5:] for k, v in sites.items()},
-                tokens="pooled",
-                grams=True,
-                slab=5,
-            )
-        ),
-        options=options(),
-    )
+    rest = {k: v[5:] for k, v in sites.items()}
+    b = write_sites(tmp_path / "b.zarr", rest, tokens="pooled", grams=True, slab=5)
+    without = hsic(representations(b), options=options())
     assert h.spread == "slabs" and h.replicates is not None and len(h.replicates.cross) == 10
-    left_out = replace(h.replicates, cross=h.replicates.cross[0])
-    assert centred_alignment(
-        left_out.cross, h.replicates.rows[0], h.replicates.cols[0]
-    ) == pytest.approx(summarise(without).cka, abs=1e-6)
+    left = (getattr(h.replicates, name)[0] for name in ("cross", "rows", "cols"))
+    assert centred_alignment(*left) == pytest.approx(summarise(without).cka, abs=1e-6)
 
 
 @pytest.mark.parametrize(
