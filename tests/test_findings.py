@@ -16,7 +16,8 @@ import pytest
 from findings import ABOUT, REAL_TABLE, TABLE, VERDICTS, page
 from findings_measure import FIELD_IMAGES, IMAGES, TRAIN_IMAGES, Family, OtherSeed, needs
 
-from tests.test_localize import loop_cka, write
+from tests.reference_cka import loop_cka
+from tests.test_localize import write
 from vitsee_core import demo
 from vitsee_core.analyses import attn_dist
 from vitsee_core.findings import estimates as of

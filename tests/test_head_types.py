@@ -346,7 +346,8 @@ def test_the_jackknife_is_that_of_the_slabs(tmp_path: Path) -> None:
     assert table.notes["blocks"] == {"a": 20}
     ten = run(write(tmp_path / "d.zarr", [made], slab=4), radius=1).where(metric="row_mass")
     left = [np.delete(maps[:, 0], range(4 * k, 4 * k + 4), 0).mean(0) for k in range(10)]
-    error = standard_error(np.array([measure(one, 1).values["row_mass"] for one in left]))
+    masses = np.array([measure(one, 1).values["row_mass"] for one in left])
+    error = float(standard_error(masses))
     assert ten["std"][0] == pytest.approx(error, rel=1e-3)
     assert ten["value"][0] - ten["low"][0] == pytest.approx(t_quantile(9) * error, rel=1e-3)
     few = run(write(tmp_path / "b.zarr", [made], slab=5), radius=1)

@@ -23,7 +23,7 @@ from tests.extractions import VIT, extracted, plant_images
 from tests.manifests import edited
 from tests.printed_text import flat
 from tests.reference_cka import loop_cka
-from tests.stores import write_sites
+from tests.stores import Site, write_sites
 from vitsee_cli.main import main
 from vitsee_core.analyses import localize
 from vitsee_core.analyses.localize import COLUMNS, SITE_COLUMNS, location_maps, plot, run
@@ -76,7 +76,7 @@ def write(
 ) -> Store:
     n = len(next(iter(sites.values()))[0])
     transform = {"mean": MEAN, "std": STD}
-    whole = {**sites, "pooled": np.zeros((n, 3))}
+    whole: dict[str, Site] = {**sites, "pooled": np.zeros((n, 3))}
     return write_sites(path, whole, pixels=pixels, transform=transform, **more)
 
 

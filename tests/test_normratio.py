@@ -25,7 +25,7 @@ from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.statistics.skip_branch import quantities
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store, open_store
-from vitsee_stores.errors import MissingInput, SiteError, VitseeError
+from vitsee_stores.errors import SiteError, VitseeError
 from vitsee_stores.layout import TokenLayout
 
 Array = NDArray[Any]
@@ -109,29 +109,7 @@ def test_against_loops(tmp_path: Path, n: int) -> None:
             assert rows["high"][i] == pytest.approx(rows["value"][i] + quantile * error, rel=1e-9)
 
 
-def test_from_the_vectors_themselves(tmp_path: Path) -> None:
-    z, f = random_branches(9, 7)
-    table = run(
-        write_residuals(tmp_path / "a.zarr", {"blocks.0.mlp": products_of(z, f)}),
-        metrics=["norm_ratio", "cos_branch", "cos_out"],
-    )
-
-    def cos(a: Array, b: Array) -> Array:
-        norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
-        return np.asarray((a * b).sum(-1) / norms)
-
-    ratio = np.linalg.norm(z, axis=-1) / np.linalg.norm(f, axis=-1)
-    for metric, x in (
-        ("norm_ratio", ratio),
-        ("cos_branch", cos(z, f)),
-        ("cos_out", cos(z, z + f)),
-    ):
-        # the products were rounded to float32
-        found = table.where(metric=metric)["value"]
-        assert found == pytest.approx(x.mean(0), rel=1e-5, abs=1e-6)
-
-
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(seed=st.integers(0, 2**31), scale=st.sampled_from([2.0**-20, 0.5, 4.0, 2.0**20]))
 def test_what_leaves_the_quantities_alone(seed: int, scale: float) -> None:
     z, f = random_branches(3, 4, seed)
@@ -272,14 +250,13 @@ def test_any_jobs_memory_or_map_give_the_same_bits(tmp_path: Path) -> None:
     store = vit(tmp_path / "a.zarr", 53)
     tokens = ["each", "all"]
     expected = run(store, tokens=tokens)
-    assert equal(run(store, tokens=tokens, jobs=3), expected)
-    assert equal(run(store, tokens=tokens, memory=1), expected)
+    assert equal(run(store, tokens=tokens, memory=1, jobs=3), expected)
     assert equal(run(store, tokens=tokens, memory=3 * 96 * 53, jobs=2), expected)
     with ThreadPoolExecutor(2) as threads:
         assert equal(run(store, tokens=tokens, map=threads.map), expected)
 
 
-@pytest.mark.parametrize("slab", [1, 7, 53])
+@pytest.mark.parametrize("slab", [1, 53])
 def test_slab_size_does_not_matter(tmp_path: Path, slab: int) -> None:
     valid = [i % 5 != 1 for i in range(53)]
     whole = run(vit(tmp_path / "a.zarr", 53, valid=valid), tokens=["each", "all"])
@@ -287,29 +264,26 @@ def test_slab_size_does_not_matter(tmp_path: Path, slab: int) -> None:
     assert all(np.array_equal(cut[name], whole[name]) for name in ("value", "std", "low", "high"))
 
 
-def test_an_invalid_image_counts_nowhere(tmp_path: Path) -> None:
-    whole = run(vit(tmp_path / "a.zarr", 10, valid=[i != 4 for i in range(10)]))
+@pytest.mark.parametrize(
+    ("more", "kept"),
+    [
+        ({"valid": [i != 4 for i in range(10)]}, [0, 1, 2, 3, 5, 6, 7, 8, 9]),
+        ({"slabs": [0, 2]}, [0, 1, 2, 3, 8, 9]),
+        ({"images": 6}, range(6)),
+    ],
+)
+def test_which_images_count(tmp_path: Path, more: dict[str, Any], kept: Sequence[int]) -> None:
+    """Valid ones of the committed slabs; the first of a shuffled store."""
+    images = more.pop("images", None)
+    table = run(vit(tmp_path / "a.zarr", 10, **more), images=images, seed=5)
     products = {
-        site: np.delete(products_of(*random_branches(10, 7, i)), 4, axis=0)
-        for i, site in enumerate(SITES)
+        site: products_of(*random_branches(10, 7, i))[list(kept)] for i, site in enumerate(SITES)
     }
     without = run(write_residuals(tmp_path / "b.zarr", products))
     for name in ("value", "std", "low", "high", "n_images"):
-        assert np.array_equal(whole[name], without[name])
-    assert whole.notes["images"]["a"]["left_out_invalid"] == 1
-
-
-def test_no_valid_image_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(VitseeError, match="no readable image"):
-        run(vit(tmp_path / "a.zarr", 3, valid=[0, 0, 0]))
-
-
-def test_the_first_rows_of_a_shuffled_store(tmp_path: Path) -> None:
-    table = run(vit(tmp_path / "a.zarr", 30), images=6, seed=5)
-    products = products_of(*random_branches(30, 7))[:6]
-    expected = [loop_statistic(of, "norm_ratio") for of in loop_values(products, "norm_ratio")]
-    assert table.where(site=SITES[0], metric="norm_ratio")["value"] == pytest.approx(expected)
-    assert set(table["n_images"].tolist()) == {6}
+        assert np.array_equal(table[name], without[name])
+    left = table.notes["images"]["a"].get("left_out_invalid", 0)
+    assert left == ("valid" in more)
 
 
 def test_a_store_in_the_data_set_s_order(tmp_path: Path) -> None:
@@ -321,14 +295,6 @@ def test_a_store_in_the_data_set_s_order(tmp_path: Path) -> None:
     median = once["metric"] == "norm_ratio_median"
     assert not np.array_equal(once["std"][median], other["std"][median])
     assert set(run(store, images=10)["n_images"].tolist()) == {10}
-
-
-def test_only_committed_slabs_of_an_unfinished_store(tmp_path: Path) -> None:
-    table = run(vit(tmp_path / "a.zarr", 10, slabs=[0, 2]))
-    products = products_of(*random_branches(10, 7))[[0, 1, 2, 3, 8, 9]]
-    expected = [loop_statistic(of, "norm_ratio") for of in loop_values(products, "norm_ratio")]
-    assert table.where(site=SITES[0], metric="norm_ratio")["value"] == pytest.approx(expected)
-    assert set(table["n_images"].tolist()) == {6}
 
 
 # ---------------------------------------------------------------- tokens and sublayers
@@ -418,15 +384,16 @@ def test_sublayers(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- refusals
 
 
-def test_a_store_without_products(tmp_path: Path) -> None:
+def test_refusals(tmp_path: Path) -> None:
     reason = {"residual": "no block whose branches are known"}
     plain = write_residuals(tmp_path / "b.zarr", {}, n_images=3, left_out=reason)
-    with pytest.raises(MissingInput, match=r"^b has no products .*: no block whose"):
-        run(plain)
-    with pytest.raises(MissingInput, match=r"^c has no products .*--no-residual"):
-        run(write_residuals(tmp_path / "c.zarr", {}, n_images=3))
-
-
-def test_choices_are_checked(tmp_path: Path) -> None:
-    with pytest.raises(VitseeError, match=r"no metric 'ratio'; .*norm_ratio"):
-        run(vit(tmp_path / "a.zarr"), metrics=["ratio"])
+    without = write_residuals(tmp_path / "c.zarr", {}, n_images=3)
+    cases: list[tuple[Store, dict[str, Any], str]] = [
+        (plain, {}, "^b has no products .*: no block whose"),
+        (without, {}, "^c has no products .*--no-residual"),
+        (vit(tmp_path / "a.zarr"), {"metrics": ["ratio"]}, "no metric 'ratio'; .*norm_ratio"),
+        (vit(tmp_path / "n.zarr", 3, valid=[0, 0, 0]), {}, "no readable image"),
+    ]
+    for store, choice, line in cases:
+        with pytest.raises(VitseeError, match=line):
+            run(store, **choice)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import io
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from tests.extractions import RESNET, extracted, plant_images
 from tests.printed_text import colour_bars
 from tests.residuals import SITES, cnn, products_of, random_branches, vit
 from tests.stores import write_residuals
 from vitsee_cli.main import main
-from vitsee_core.analyses.normratio import COLUMNS, plot, run
+from vitsee_core.analyses.normratio import plot, run
 from vitsee_core.tables.results import Table
 from vitsee_stores.layout import TokenLayout
 
@@ -111,64 +109,13 @@ def test_what_else_a_table_may_hold(tmp_path: Path, tokens: list[str]) -> None:
 # ---------------------------------------------------------------- the command
 
 
-def normratio_command(*args: str | Path) -> Result:
-    return CliRunner().invoke(main, ["normratio", *map(str, args)])
-
-
-def test_command_prints_the_table(tmp_path: Path) -> None:
-    store = vit(tmp_path / "a.zarr")
-    result = normratio_command(f"mine={store.path}")
-    assert result.exit_code == 0
-    text = io.StringIO()
-    run(store).to_csv(text)
-    assert result.stdout == text.getvalue().replace("\na,", "\nmine,")
-    header, first, second = result.stdout.splitlines()[:3]
-    assert header == ",".join(COLUMNS)
-    assert first.startswith("mine,tiny,,blocks.0.attn,blocks.0,0,0.0,cls,,,norm_ratio,")
-    assert second.startswith("mine,tiny,,blocks.0.attn,blocks.0,0,0.0,,0,0,norm_ratio,")
-
-
-def test_command_writes_files(tmp_path: Path) -> None:
-    path = vit(tmp_path / "a.zarr").path
-    csv, png = tmp_path / "r.csv", tmp_path / "r.png"
-    args = ["--metric", "norm_ratio", "--images", "4", "--tokens", "cls", "--tokens", "patches"]
-    result = normratio_command(path, "-o", csv, "--png", png, *args)
-    assert (result.exit_code, result.stdout) == (0, "")
-    assert len(csv.read_text().splitlines()) == 1 + 8
-    sidecar = json.loads((tmp_path / "r.csv.json").read_text())
-    assert sidecar["parameters"]["tokens"] == ["cls", "patches"]
-    assert sidecar["notes"]["images"]["a"]["rows"] == 4
-    assert "t(0.975" in sidecar["notes"]["interval"]["norm_ratio"]
-    assert png.read_bytes()[1:4] == b"PNG"
-
-
-def test_command_refuses_in_one_line(tmp_path: Path) -> None:
-    path = vit(tmp_path / "a.zarr").path
-    plain = write_residuals(tmp_path / "p.zarr", {}, n_images=3).path
-    locations = cnn(tmp_path / "r.zarr").path
-    (tmp_path / "r.csv").write_text("mine")
-    for args, phrase in (
-        ((path, "-o", tmp_path / "r.csv"), "--force"),
-        ((plain,), "--residual"),
-        ((tmp_path / "missing.zarr",), "missing.zarr"),
-        ((path, "--sites", "blocks.9.mlp"), "no site matches 'blocks.9.mlp'"),
-        ((locations, "--tokens", "cls"), "r has no tokens 'cls'"),
-        ((path, "--tokens", "7,7"), "a has no tokens '7,7'"),
-    ):
-        result = normratio_command(*args)
-        assert (result.exit_code, result.stdout) == (1, ""), args
-        assert phrase in result.stderr
-        assert len(result.stderr.splitlines()) == 1
-    assert (tmp_path / "r.csv").read_text() == "mine"
-    for usage in (("--metric", "ratio"), ("--tokens", "mean")):
-        assert normratio_command(path, *usage).exit_code == 2
-
-
 def test_a_freshly_initialised_resnet(tmp_path: Path) -> None:
     images = plant_images(tmp_path / "images", 6)
     path = tmp_path / "fresh.zarr"
     extracted(*RESNET, "--data", images, "--tokens", "pooled", "-o", path)
-    result = normratio_command(path, "--metric", "norm_ratio", "--tokens", "patches")
+    args = ["normratio", str(path), "--metric", "norm_ratio", "--tokens"]
+    assert CliRunner().invoke(main, [*args, "mean"]).exit_code == 2
+    result = CliRunner().invoke(main, [*args, "patches"])
     assert result.exit_code == 0
     assert "fresh: the branch is 0 in every image and token of layer1.0" in result.stderr
     rows = result.stdout.splitlines()[1:]

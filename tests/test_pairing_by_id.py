@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from numpy.typing import NDArray
 
 from tests.reference_cka import loop_cka
 from tests.stores import write_model
-from vitsee_cli.main import main
 from vitsee_core.analyses.cka import run
 from vitsee_stores import Store
 from vitsee_stores.errors import StoreMismatch, VitseeError
@@ -109,14 +106,3 @@ def test_what_cannot_be_paired(tmp_path: Path, clean: Store) -> None:
     moved = write(tmp_path / "moved.zarr", BLURRED[ORDER], [IDS[i] for i in ORDER])
     with pytest.raises(VitseeError, match="no way to pair by 'name'; expected image or id"):
         run(clean, moved, no_cache=True, pair_by="name")
-
-
-def test_command(tmp_path: Path, clean: Store) -> None:
-    moved = write(tmp_path / "moved.zarr", BLURRED[ORDER], [IDS[i] for i in ORDER], shift=1000)
-    csv = tmp_path / "r.csv"
-    args = ["cka", clean.path, moved.path, "--pair-by", "id", "--no-cache", "-o", csv]
-    result = CliRunner().invoke(main, [*map(str, args)])
-    assert (result.exit_code, result.stdout) == (0, ""), result.output
-    sidecar = json.loads(Path(f"{csv}.json").read_text())
-    assert sidecar["parameters"]["pair_by"] == "id"
-    assert sidecar["notes"]["pairing"]["paired"] == "by id"

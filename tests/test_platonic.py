@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from vitsee_core.analyses.similarity.platonic import without_outliers
 from vitsee_core.features.clamped import clamped, quantile_of_sizes
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.similarity import Representation
-from vitsee_core.tables.results import Table
 from vitsee_stores import Store
 from vitsee_stores.errors import SiteError, VitseeError
 
@@ -82,11 +80,9 @@ def test_every_pair_of_layers_and_the_largest(tmp_path: Path) -> None:
         f"mutual_knn of a and b, the largest over layers: {expected[i][j]:.4g} "
         f"(blocks.{i}.out, blocks.{j}.out)"
     ]
-    # Without the cut it is another number, and so it is with a cut layer by layer.
-    plain = [score(class_tokens(a)[:, i], class_tokens(b)[:, i]) for i in range(LAYERS)]
+    # A cut layer by layer gives other numbers.
     single = [score(cut(class_tokens(a)[:, i]), cut(class_tokens(b)[:, i])) for i in range(LAYERS)]
-    for other in (plain, single):
-        assert max(abs(other[i] - expected[i][i]) for i in range(LAYERS)) > 0.01
+    assert max(abs(single[i] - expected[i][i]) for i in range(LAYERS)) > 0.01
 
 
 def test_only_images_that_are_compared_decide_the_bound(tmp_path: Path) -> None:
@@ -109,7 +105,7 @@ def test_only_images_that_are_compared_decide_the_bound(tmp_path: Path) -> None:
     assert first["value"][0] == pytest.approx(score(x[:, 0], y[:, 0]), abs=1e-12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(share=st.floats(0, 0.999), seed=st.integers(0, 5), half=st.booleans())
 def test_the_quantile_is_that_of_sorting(
     share: float, seed: int, half: bool, tmp_path_factory: pytest.TempPathFactory
@@ -156,21 +152,12 @@ def test_choices_beside_it_win(tmp_path: Path) -> None:
     )  # fmt: skip
     assert table["metric"].tolist() == ["cknna"]
     assert (table["k"].tolist(), table.notes["tokens"]) == ([3], "mean")
+    assert "Huh et al. 2024" in table.notes["preset"]
     with pytest.raises(VitseeError, match="no preset 'plato'; expected platonic"):
         run(*stores, preset="plato")
 
 
-def test_the_command(tmp_path: Path) -> None:
-    *_, stores = two(tmp_path)
-    out = tmp_path / "p.csv"
-    words = ["similarity", *(str(s.path) for s in stores), "--preset", "platonic"]
-    result = CliRunner().invoke(main, [*words, "--calibrate", "19", "-o", str(out)])
-    assert result.exit_code == 0, result.output
-    assert "mutual_knn of a and b, the largest over layers: 0." in result.stderr
-    notes = json.loads(out.with_name("p.csv.json").read_text())
-    assert "Huh et al. 2024" in json.dumps(notes)
-    assert len(table := Table.read(out)) == LAYERS**2
-    assert np.isfinite(table["p_family"]).all()
+def test_the_help_says_its_tokens() -> None:
     helps = CliRunner().invoke(main, ["similarity", "--help"]).output
     assert "all; cls with --preset platonic" in " ".join(helps.split())
 

@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from numpy.typing import NDArray
 from scipy.stats import kstest
 
 from tests import reference_measures as reference
 from tests.printed_text import flat
 from tests.stores import write_model
-from vitsee_cli.main import main
 from vitsee_core.analyses import cka
 from vitsee_core.analyses.similarity import COLUMNS, MEASURES, choose_measures, plot, run
 from vitsee_core.analyses.similarity.base import Measure
@@ -28,8 +26,6 @@ from vitsee_core.analyses.similarity.site_gram import SiteGram
 from vitsee_core.similarity.exact import block_labels
 from vitsee_core.similarity.shift import Shift
 from vitsee_core.statistics.jackknife import standard_error
-from vitsee_core.tables.results import Table
-from vitsee_stores import open_store
 from vitsee_stores.errors import MissingInput, VitseeError
 
 Array = NDArray[Any]
@@ -124,33 +120,21 @@ def test_procrustes_and_gulp_by_hand() -> None:
 
 
 @pytest.mark.parametrize("measure", [one for one, _ in REFERENCES], ids=lambda one: one.name)
-def test_rotation_and_scale_change_nothing(measure: Measure) -> None:
+def test_invariances(measure: Measure) -> None:
+    """To rotation and scale, of permuted images, and with itself."""
     x, y = related()
-    q, _ = np.linalg.qr(features(7, 7, 9))
-    turned = value(measure, 3 * x @ q, y)
+    moved = 3 * x @ np.linalg.qr(features(7, 7, 9))[0]
     if isinstance(measure, Rsa) and measure.rdm == "pearson":
-        turned = value(measure, 3 * x + 1, y)  # correlations over features are not of rotations
-    assert turned == pytest.approx(value(measure, x, y), abs=1e-4)
-
-
-@pytest.mark.parametrize("measure", [one for one, _ in REFERENCES], ids=lambda one: one.name)
-def test_with_itself(measure: Measure) -> None:
-    x = features(N, 9)
-    if measure.distance:
-        assert value(measure, x, x) == pytest.approx(0, abs=1e-6)
-    elif isinstance(measure, RidgeR2):
-        assert value(measure, x, x) > 0.999
-    else:
-        assert value(measure, x, x) == pytest.approx(1, abs=2e-4)
-
-
-@pytest.mark.parametrize("measure", [one for one, _ in REFERENCES], ids=lambda one: one.name)
-def test_permuted_images_are_the_features_permuted(measure: Measure) -> None:
-    x, y = related()
+        moved = 3 * x + 1  # correlations over features are not of rotations
+    assert value(measure, moved, y) == pytest.approx(value(measure, x, y), abs=1e-4)
     order = np.random.default_rng(0).permutation(N)
     states = [measure.prepare(gram_of(z)) for z in (x, y)]
     found = measure.null(states, states, PAIR, [order])[0, 0]
     assert found == pytest.approx(value(measure, x, y[order]), abs=1e-4)
+    z = features(N, 9)
+    same = 0 if measure.distance else 1
+    close = 1e-3 if isinstance(measure, RidgeR2) else 2e-4
+    assert value(measure, z, z) == pytest.approx(same, abs=close)
 
 
 def test_cka_is_that_of_vitsee_cka(tmp_path: Path) -> None:
@@ -166,7 +150,7 @@ def test_cka_is_that_of_vitsee_cka(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- intervals and the null
 
 
-@pytest.mark.parametrize("name", ["mutual-knn", "cknna", "rsa", "gulp"])
+@pytest.mark.parametrize("name", ["mutual-knn", "rsa", "gulp"])
 def test_intervals_are_a_jackknifes_that_starts_anew(tmp_path: Path, name: str) -> None:
     n = 40
     x, y = (z.astype(np.float32) for z in related(n=n))
@@ -250,7 +234,7 @@ def test_the_ridge_of_replicates_is_that_of_all_images(tmp_path: Path) -> None:
 def test_p_values_are_uniform_where_nothing_is_shared() -> None:
     found = []
     measure, draws = Rsa("euclidean"), 19
-    for seed in range(200):
+    for seed in range(100):
         rng = np.random.default_rng(seed)
         states: Any = [measure.prepare(gram_of(rng.normal(size=(12, 30)))) for _ in range(2)]
         orders = [rng.permutation(12) for _ in range(draws)]
@@ -260,7 +244,7 @@ def test_p_values_are_uniform_where_nothing_is_shared() -> None:
     # Of 20 possible p-values each is as likely: spread them evenly, and compare with uniform.
     spread = np.array(found) - np.random.default_rng(0).uniform(0, 1 / (draws + 1), len(found))
     assert kstest(spread, "uniform").pvalue > 0.01
-    assert 0.02 <= np.mean(np.array(found) <= 0.05) <= 0.09
+    assert 0.01 <= np.mean(np.array(found) <= 0.05) <= 0.11
 
 
 def test_calibration_by_hand() -> None:
@@ -402,48 +386,21 @@ def test_choices_that_cannot_be(tmp_path: Path, given: dict[str, Any], message: 
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path: Path) -> None:
-    x, y = related(n=40)
-    for name, seed in (("a", 0), ("b", 5)):
-        more = {f"blocks.{i}.out": features(40, 14, seed + i).reshape(40, 7, 2) for i in range(3)}
-        write_model(tmp_path / f"{name}.zarr", {"pooled": x + seed, "logits": y, **more})
-    paths = [str(tmp_path / f"{name}.zarr") for name in "ab"]
-    out, png = tmp_path / "o.csv", tmp_path / "o.png"
-    words = ["similarity", *paths, "--measure", "rsa", "--measure", "gulp", "--calibrate", "19"]
-    result = CliRunner().invoke(main, [*words, "-o", str(out), "--png", str(png), "--replicates"])
-    assert result.exit_code == 0, result.output
-    table = Table.read(out)
-    assert len(table) == 2 * 9
-    figure = plot(table)
-    assert len(figure.axes) == 4  # heatmaps, plain and calibrated, of two measures
-    shown = {
-        flat(axes.get_ylabel()).partition(", colours")[0]
-        for one in figure.axes
-        for axes in (one, *one.child_axes)
-    }
-    # a calibrated distance is a similarity
-    assert {"GULP distance (0: alike)", "GULP, calibrated (0: chance)"} <= shown
-    assert png.stat().st_size > 10_000
-    notes = json.loads((tmp_path / "o.csv.json").read_text())
-    assert "permutations of the images" in json.dumps(notes)
-    assert (tmp_path / "o.replicates.csv").exists()
-    again = CliRunner().invoke(main, [*words, "-o", str(out)])
-    assert again.exit_code == 1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("pairs", ["all", "same-depth"])
-def test_the_figure_has_a_panel_for_each_measure(tmp_path: Path, pairs: str) -> None:
+def test_the_figure_has_panels_for_each_measure(tmp_path: Path, pairs: str) -> None:
     stores = []
     for name, seed in (("a", 0), ("b", 5)):
         sites = {f"blocks.{i}.out": features(30, 14, seed + i).reshape(30, 7, 2) for i in range(3)}
-        stores.append(open_store(write_model(tmp_path / f"{name}.zarr", sites).path))
+        stores.append(write_model(tmp_path / f"{name}.zarr", sites))
     table = run(*stores, measure=["gulp", "mutual-knn"], pairs=pairs, calibrate=19, no_cache=True)
+    assert "permutations of the images" in json.dumps(table.notes)
     figure = plot(table)
     shown = [one for axes in figure.axes for one in (axes, *axes.child_axes)]
     labels = {flat(axes.get_ylabel()).partition(", colours")[0] for axes in shown}
     # By chance 10 of 29 others are neighbours.
     assert {"GULP distance (0: alike)", "mutual k-NN, k = 10 (chance 0.34)"} <= labels
+    if pairs == "all":  # heatmaps, plain and calibrated; a calibrated distance is a similarity
+        assert len(figure.axes) == 4 and "GULP, calibrated (0: chance)" in labels
 
 
 def test_components_beyond_the_images_are_said(tmp_path: Path) -> None:
@@ -452,8 +409,3 @@ def test_components_beyond_the_images_are_said(tmp_path: Path) -> None:
     table = run(store, measure=["svcca"], sites=["head"], no_cache=True)
     assert table["value"][1] > 0.9
     assert "some correlations are 1 whatever the features are" in table.notes["remarks"][0]
-
-
-def test_cka_of_few_images_is_none_where_it_is_not_positive() -> None:
-    state = Cka().prepare(gram_of(np.ones((6, 3))))
-    assert state is None or np.isfinite(state).all()

@@ -29,8 +29,8 @@ from vitsee_core.analyses.spatial.structure import (
 from vitsee_core.masks import BACKGROUND, FOREGROUND, VOID, ground_truth, open_masks
 from vitsee_core.runtime.streaming import choose_rows
 from vitsee_core.tables.results import Table
-from vitsee_stores import open_store
-from vitsee_stores.errors import MissingInput, SiteError, VitseeError
+from vitsee_stores import Store, open_store
+from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout
 
 Array = NDArray[Any]
@@ -269,14 +269,10 @@ def test_a_figure_of_some_sites(tmp_path: Path) -> None:
     assert "a" in titles and "b" not in titles
 
 
-@pytest.mark.parametrize("change", [{"slab": 23}, {"jobs": 3}])
-def test_slabs_and_jobs_do_not_matter(change: dict[str, int], tmp_path: Path) -> None:
-    x = field(23, 4, 5).reshape(23, 20, 4)
-    whole = run(write_sites(tmp_path / "a.zarr", {"embed": x}, layout=layout(4, 5), slab=6))
-    other = write_sites(
-        tmp_path / "b.zarr", {"embed": x}, layout=layout(4, 5), slab=change.pop("slab", 6)
-    )
-    cut = run(other, **change)
+def test_slabs_and_jobs_do_not_matter(tmp_path: Path) -> None:
+    x, grid = field(23, 4, 5).reshape(23, 20, 4), layout(4, 5)
+    whole = run(write_sites(tmp_path / "a.zarr", {"embed": x}, layout=grid, slab=6))
+    cut = run(write_sites(tmp_path / "b.zarr", {"embed": x}, layout=grid, slab=23), jobs=3)
     # shares are sums of blocks, cut where slabs end
     assert cut["value"] == pytest.approx(whole["value"], rel=1e-11, nan_ok=True)
     assert cut["low"] == pytest.approx(whole["low"], rel=1e-8, nan_ok=True)
@@ -324,17 +320,18 @@ def test_masks_through_the_command(tmp_path: Path) -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    x = field(4, 3, 3).reshape(4, 9, 4)
-    store = write_sites(tmp_path / "a.zarr", {"embed": x, "pooled": x[:, 0]}, layout=layout(3, 3))
-    with pytest.raises(VitseeError, match="no metric 'ldr'; metrics of spatial: lds, "):
-        run(store, metrics=["ldr"])
-    with pytest.raises(VitseeError, match=r"srss compares foreground .*--masks"):
-        run(store, metrics=["srss"])
-    with pytest.raises(SiteError, match="pooled of a has no grid"):
-        run(store, sites=["head"])
-    few = write_sites(tmp_path / "p.zarr", {"embed": x}, layout=layout(3, 3), tokens="pooled")
-    with pytest.raises(MissingInput, match="keeps embed pooled only"):
-        run(few)
+    x, grid = field(4, 3, 3).reshape(4, 9, 4), layout(3, 3)
+    store = write_sites(tmp_path / "a.zarr", {"embed": x, "pooled": x[:, 0]}, layout=grid)
+    pooled = write_sites(tmp_path / "p.zarr", {"embed": x}, layout=grid, tokens="pooled")
     x[2, 3, 1] = np.nan
-    with pytest.raises(VitseeError, match="embed that are not finite"):
-        run(write_sites(tmp_path / "n.zarr", {"embed": x}, layout=layout(3, 3)))
+    infinite = write_sites(tmp_path / "n.zarr", {"embed": x}, layout=grid)
+    cases: list[tuple[Store, dict[str, Any], str]] = [
+        (store, {"metrics": ["ldr"]}, "no metric 'ldr'; metrics of spatial: lds, "),
+        (store, {"metrics": ["srss"]}, "srss compares foreground .*--masks"),
+        (store, {"sites": ["head"]}, "pooled of a has no grid"),
+        (pooled, {}, "keeps embed pooled only"),
+        (infinite, {}, "embed that are not finite"),
+    ]
+    for one, choice, line in cases:
+        with pytest.raises(VitseeError, match=line):
+            run(one, **choice)

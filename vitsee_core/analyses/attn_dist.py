@@ -83,7 +83,7 @@ SOURCE = (
 AT_A_GLANCE = "distance_relative"
 
 METRICS = ("distance_px", "distance_px_raw", "distance_unit", "distance_relative")
-COLUMNS = (*(*SITE, "head"), *("metric", "value", "std", "low", "high", "n_images"))
+COLUMNS = (*SITE, "head", "metric", "value", "std", "low", "high", "n_images")
 # Two lowest and two highest blocks: cold and warm, the outermost darker.
 SHADES = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00")
 MOST_SORTED = 6  # stores, of whose blocks the sorted heads are drawn, too
@@ -154,8 +154,10 @@ def _rows(
     if metric == "distance_relative":
         uniform = uniform_distance(block.layout)
         scale = 1 / uniform if uniform > 0 else np.nan
-    numbers = (of * scale for of in (summary.mean, summary.std, summary.low, summary.high))
-    scaled, place = Summary(*numbers, summary.n), site_columns(store, block)
+    mean, std, low, high = (
+        of * scale for of in (summary.mean, summary.std, summary.low, summary.high)
+    )
+    scaled, place = Summary(mean, std, low, high, summary.n), site_columns(store, block)
     return [
         {**place, "head": head, "metric": metric, **scaled.cells((block.row, head))}
         for head in range(block.n_heads)

@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from vitsee_core.statistics.jackknife import standard_error
-from vitsee_core.statistics.moments import t_quantile
+from vitsee_core.statistics.jackknife import interval
 from vitsee_core.types import Float
 from vitsee_stores.manifest import few
 
@@ -97,14 +96,9 @@ def summarise(h: Hsic) -> Similarity:
     if h.replicates is None:
         return Similarity(value, nothing, nothing, nothing)
     each = centred_alignment(h.replicates.cross, h.replicates.rows, h.replicates.cols)
-    m = len(each)
     if h.spread == "repeats":
         return Similarity(each.mean(0), each.std(0, ddof=1), nothing, nothing)
-    std = standard_error(each, 0)
-    half = t_quantile(m - 1) * std
-    low = np.maximum(value - half, np.minimum(value, -1))
-    high = np.minimum(value + half, np.maximum(value, 1))
-    return Similarity(value, std, low, high, each)
+    return Similarity(value, *interval(value, np.moveaxis(each, 0, -1), (-1.0, 1.0)), each)
 
 
 def assembled(grid: Sequence[Sequence[Sequence[Hsic]]]) -> list[Hsic]:

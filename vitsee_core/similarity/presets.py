@@ -61,16 +61,7 @@ def choose_estimator(
 ) -> Estimator:
     """The estimator given by user options, with sizes from a preset where none are given.
 
-    Args:
-        stores: to be compared.
-        preset: one of `PRESETS`.
-        kind: one of `KINDS`.
-        batch: images per batch.
-        examples: images per repeat.
-        repeats: number of repeats.
-        images: see `choose_rows`.
-        seed: see `choose_rows`.
-        pair_by: see `paired_rows`.
+    Args: as of the commands' options; `kind` is their `--estimator`.
 
     Raises:
         VitseeError: an unknown word, sizes of batches for an estimator without batches, a preset

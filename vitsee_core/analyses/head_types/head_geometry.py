@@ -56,7 +56,6 @@ SHAPE_SCORES = (
     *("self_mass", "focus_mass", "offset_dy", "offset_dx", "offset_cells"),
     *("row_mass", "column_mass", "elongation", "cross_mass", "off_cross"),
 )
-SPREAD_SCORES = ("keys_share", "query_repetition", "head_repetition")
 CELL_VARIANCE = 1 / 12
 # Of thresholds: shares and excesses over 0 up to 1, cells over 0, a ratio of 1 and more.
 RANGES = {

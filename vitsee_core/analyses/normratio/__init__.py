@@ -103,7 +103,10 @@ METRICS = {
     "branch_norm": ("branch_norm", "mean"),
 }
 DEFAULT_METRICS = tuple(METRICS)[:5]
-COLUMNS = (*(*SITE, "token", "row", "col"), *("metric", "value", "std", "low", "high", "n_images"))
+COLUMNS = (
+    *(*SITE, "token", "row", "col", "metric"),
+    *("value", "std", "low", "high", "n_images"),
+)
 # A token of an image: three quantities, and what a statistic takes beside them.
 BYTES_A_TOKEN = 8 * 12
 PIECE_BYTES = 16 << 20  # statistics are computed of so many tokens at a time, to stay in cache
