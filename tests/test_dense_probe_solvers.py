@@ -23,7 +23,7 @@ from vitsee_core.analyses.dense_probe import plot, run
 from vitsee_core.analyses.dense_probe.bank_training import choose_neighbours
 from vitsee_core.analyses.dense_probe.logistic import Targets, cross_entropy, fit
 from vitsee_core.analyses.dense_probe.neighbours import TEMPERATURE, Scaling, Search, most_votes
-from vitsee_core.analyses.dense_probe.patch_bank import RARE, Bank, BankImages
+from vitsee_core.analyses.dense_probe.patch_bank import RARE, Bank, chosen_cells
 from vitsee_core.analyses.dense_probe.pixels import cell_pixels
 from vitsee_core.analyses.dense_probe.protocols import choose_solver
 from vitsee_core.masks.class_maps import IGNORED
@@ -207,31 +207,20 @@ def test_votes_are_torch_s_mode() -> None:
     assert most_votes(some).tolist() == [[2, 2, 1]]
 
 
-def test_the_bank_keeps_patches_with_rare_classes(tmp_path: Path) -> None:
+def test_the_bank_keeps_patches_with_rare_classes() -> None:
     """The rule of the released code, by a loop, with the same noise."""
-    store, _ = made(tmp_path, 4)
     labels = np.random.default_rng(0).choice([0, 0, 0, 1, IGNORED], (20, 6)).astype(np.uint8)
     labels[3] = IGNORED
     labels[7] = 4
-    images = BankImages({}, {}, _only(store), 5, RARE, 3, IGNORED)
     there = [i for i in range(20) if (labels[i] != IGNORED).any()]
-    noise = np.random.default_rng((3, 4, 2)).random(len(there))
+    noise = np.random.default_rng((3, 2)).random(len(there))
     scores = []
     for i, factor in zip(there, noise, strict=True):
         own = set(labels[i].tolist()) - {IGNORED}
         patches_of = [sum(number in labels[j] for j in there) for number in own]
         scores.append(sum(patches_of) * factor)
     expected = sorted(there[i] for i in np.argsort(scores)[:5])
-    assert images.chosen(labels, 2).tolist() == expected
-
-
-def _only(store: Store) -> Any:
-    class _Truth:
-        pass
-
-    found = _Truth()
-    found.store = store  # type: ignore[attr-defined]
-    return found
+    assert chosen_cells(labels, 5, RARE, (3, 2)).tolist() == expected
 
 
 def test_a_bounded_bank(tmp_path: Path) -> None:
@@ -378,8 +367,8 @@ def test_the_choice_of_k_against_a_loop(tmp_path: Path) -> None:
             votes = most_votes(bank.labels[~held][near])
             scores[k, distance] = miou(bank.labels[held].ravel(), votes.ravel())
     best = max(scores.values())
-    assert found.miou == pytest.approx(best, abs=1e-12)
-    assert scores[found.k, found.distance] == pytest.approx(best, abs=1e-12)
+    assert found["miou_held_out"] == pytest.approx(best, abs=1e-12)
+    assert scores[found["k"], found["distance"]] == pytest.approx(best, abs=1e-12)
 
 
 def test_neighbours_by_distance_are_those_of_a_loop() -> None:

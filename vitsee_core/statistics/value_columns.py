@@ -43,6 +43,13 @@ def jackknife_cells(value: float, without: Float, n: int, limits: Limits = UNLIM
     }
 
 
+def interval_cells(value: ArrayLike, without: Float, limits: Limits = UNLIMITED) -> Cells:
+    """Cells of a value whose rows have no std; see `jackknife_cells`."""
+    value = np.asarray(value, np.float64)
+    _, low, high = interval(value, without, limits)
+    return {"value": float(value), "low": float(low), "high": float(high), WORD: without}
+
+
 def cells_of(estimates: Estimates, i: int) -> Cells:
     of = estimates
     return {

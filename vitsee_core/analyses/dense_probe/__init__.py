@@ -40,7 +40,7 @@ from vitsee_core.analyses.dense_probe.metrics import METHOD
 from vitsee_core.analyses.dense_probe.options import CHOOSE
 from vitsee_core.analyses.dense_probe.protocols import choose_solver, differences
 from vitsee_core.analyses.dense_probe.results import PairOfStores, Settings
-from vitsee_core.analyses.dense_probe.scoring import METRICS, Depth, Segmentation, Task
+from vitsee_core.analyses.dense_probe.tasks import METRICS, Depth, Segmentation, Task
 from vitsee_core.features import compared
 from vitsee_core.figures.plotting import styled
 from vitsee_core.labels.labelled_rows import shared_images
@@ -254,11 +254,8 @@ def _task(
     eigen_crop: bool,
     per_class: bool,
 ) -> Task:
-    """Classes or depths, with their maps.
-
-    Raises:
-        VitseeError: both, neither, or an option of the other.
-    """
+    """Classes or depths, with their maps. Raises VitseeError: both, neither, or an option of the
+    other."""
     if bool(masks) == (depth is not None):
         raise VitseeError("give exactly one of --masks and --depth")
     if depth is not None:

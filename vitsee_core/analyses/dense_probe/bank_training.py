@@ -6,27 +6,26 @@ The number of neighbours and the distance are chosen by the patches of held-out 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vitsee_core.analyses.dense_probe import logistic
-from vitsee_core.analyses.dense_probe.cells import Head
+from vitsee_core.analyses.dense_probe.cells import ClassHead, Head
 from vitsee_core.analyses.dense_probe.labelled_images import CHOOSING, drawn
 from vitsee_core.analyses.dense_probe.metrics import counted, mean_iou
 from vitsee_core.analyses.dense_probe.neighbours import (
+    HummingbirdScores,
+    KnnHead,
     Scaling,
     Search,
-    hummingbird_head,
-    knn_head,
+    mean_depths,
     most_votes,
 )
-from vitsee_core.analyses.dense_probe.patch_bank import ANY, RARE, Bank, BankImages, BankParts
+from vitsee_core.analyses.dense_probe.patch_bank import ANY, RARE, Bank, BankParts, Collecting
 from vitsee_core.analyses.dense_probe.protocols import HUMMINGBIRD, LOGISTIC, Solver
-from vitsee_core.analyses.dense_probe.scoring import HeadKey, blind_heads
-from vitsee_core.analyses.dense_probe.work import Part, Trained, lanes
+from vitsee_core.analyses.dense_probe.work import HeadKey, Part, Trained, blind_heads
 from vitsee_core.masks.class_maps import IGNORED
 from vitsee_core.types import Float, Mask
 from vitsee_stores.errors import VitseeError
@@ -48,8 +47,7 @@ def train_from_bank(part: Part, solver: Solver, execution: Execution) -> Trained
             pixels, or too few images to choose l2.
     """
     parts, most = _collect(part, solver, execution)
-    seed = (execution.seed, 3)
-    held_out = drawn(part.store, part.truth.mask, CHOOSING, seed)
+    held_out = drawn(part.store, part.truth.mask, CHOOSING, (execution.seed, 3))
     heads: dict[HeadKey, Head] = {}
     notes: dict[str, Any] = {"patches_of_an_image_at_most": most}
     left_out = 0
@@ -74,22 +72,25 @@ def train_from_bank(part: Part, solver: Solver, execution: Execution) -> Trained
         ks, distance = solver.ks, solver.distances[0]
         if solver.chooses:
             found = choose_neighbours(bank, held_out, solver, execution.device, site)
-            notes.setdefault("chosen", {})[site] = found.describe()
-            ks, distance = (found.k,), found.distance
+            notes.setdefault("chosen", {})[site] = found
+            ks, distance = (found["k"],), found["distance"]
         search = make_search(bank, solver, distance, execution.device)
+        if solver.name == HUMMINGBIRD:
+            classes, counts, pixels = bank.histograms()
+            shares = counts / pixels[:, None]
         for k in ks:
             if solver.name == HUMMINGBIRD:
-                heads[HeadKey(site, k=k)] = hummingbird_head(bank, search, k)
+                head: Head = ClassHead(classes, HummingbirdScores(search, shares, k))
             else:
-                heads[HeadKey(site, k=k)] = knn_head(bank, search, layout, k)
+                join = mean_depths if part.task.label == "depth" else most_votes
+                head = KnnHead(search, bank.labels, layout, k, join)
+            heads[HeadKey(site, k=k)] = head
     if part.task.label == "class":
         notes["n_trained"] = int((next(iter(parts.places.values())).totals > 0).sum())
-    found_heads = blind_heads(part.task, parts.places)
-    heads |= {HeadKey(grid, baseline=n): head for grid, n, head in found_heads}
     if left_out > 0:
         notes["left_out"] = f"patches beyond {most} of an image"
         log.info("%s: %d patches of each image are kept", part.store.label, most)
-    return Trained(heads, notes)
+    return Trained(heads | blind_heads(part.task, parts.places), notes)
 
 
 def _collect(part: Part, solver: Solver, execution: Execution) -> tuple[BankParts, int]:
@@ -111,14 +112,8 @@ def _collect(part: Part, solver: Solver, execution: Execution) -> tuple[BankPart
         )
     most = max(1, wanted // part.n_images)
     choice = RARE if solver.name == HUMMINGBIRD else ANY
-    images = BankImages(
-        part.features, part.grids, part.truth, most, choice, execution.seed, part.task.n_targets
-    )
-    size = part.slab_bytes()
-    with lanes(size, execution) as wider:
-        make = partial(BankParts, images)
-        found = wider.fold(part.store, make, part.truth.rows, slab_bytes=size)
-    return found.result(), most
+    make = partial(BankParts, Collecting(part, most, choice, execution.seed))
+    return part.fold(make, execution), most
 
 
 def _logistic(
@@ -158,37 +153,17 @@ def _most_frequent(bank: Bank, counts: Float) -> Float:
     return found
 
 
-@dataclass(frozen=True)
-class Neighbourhood:
-    """The choice of neighbours, with its mean IoU on held-out images."""
-
-    k: int
-    distance: str
-    miou: float
-
-    def describe(self) -> dict[str, Any]:
-        """Describe the choice for a sidecar."""
-        return {"k": self.k, "distance": self.distance, "miou_held_out": self.miou}
-
-
 def make_search(bank: Bank, solver: Solver, distance: str, device: str) -> Search:
-    """Make the search among a bank's patches, standardised if the solver asks for it."""
+    """The search among a bank's patches, standardised if the solver asks for it."""
     scaling = Scaling.of(bank.tokens) if solver.standardise else Scaling.none(bank.tokens.shape[1])
     return Search(scaling(bank.tokens).astype(np.float32), scaling, device, distance)
 
 
 def choose_neighbours(
     bank: Bank, held_out: Mask, solver: Solver, device: str, site: str
-) -> Neighbourhood:
-    """The k and distance with the highest mean IoU on the pixels of held-out patches, by votes of
-    the others; of equal ones the first.
-
-    Args:
-        bank: of all training images.
-        held_out: (images,) of the store, which choose.
-        solver: with those to choose from.
-        device: of the products.
-        site: for a message.
+) -> dict[str, Any]:
+    """The `k` and `distance` with the highest mean IoU, `miou_held_out`, on the pixels of held-out
+    patches (held_out: of the store's images) by votes of the others; of equal ones the first.
 
     Raises:
         VitseeError: too few patches to choose by.
@@ -202,7 +177,7 @@ def choose_neighbours(
             f"{len(fitted.tokens)} patches with a class and those held out {len(queries.tokens)}; "
             "give it with --k, or more images"
         )
-    best = None
+    best: dict[str, Any] = {"miou_held_out": -np.inf}
     for distance in solver.distances:
         search = make_search(fitted, solver, distance, device)
         counts = {k: np.zeros((3, IGNORED), np.int64) for k in ks}
@@ -216,8 +191,6 @@ def choose_neighbours(
                 found = np.where(truth == IGNORED, np.uint8(IGNORED), found)
                 counts[k] += counted(found, truth)
         for k in ks:
-            one = Neighbourhood(k, distance, float(mean_iou(counts[k])))
-            if best is None or one.miou > best.miou:
-                best = one
-    assert best is not None
+            if (miou := float(mean_iou(counts[k]))) > best["miou_held_out"]:
+                best = {"k": k, "distance": distance, "miou_held_out": miou}
     return best

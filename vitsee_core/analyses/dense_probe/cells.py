@@ -19,7 +19,7 @@ The baselines learn from each cell of a grid how often a class occurs there, or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,15 +35,10 @@ class Head(Protocol):
     """A trained probe, which predicts the label of every pixel."""
 
     def predict(self, tokens: Float, pixels: Pixels) -> Labels:
-        """Return the class or the depth of each pixel, (height, width), from the image's tokens
-        (rows, cols, dim)."""
+        """The class or the depth of each pixel, (height, width), from tokens (rows, cols, dim)."""
 
 
-class Scores(Protocol):
-    """The scores that a trained probe gives to each cell."""
-
-    def __call__(self, tokens: Float) -> Float:
-        """Return the scores (rows, cols, n) of tokens (rows, cols, dim)."""
+Scores = Callable[[Float], Float]  # (rows, cols, n) of tokens (rows, cols, dim), picklable
 
 
 @dataclass(frozen=True)
@@ -55,9 +50,7 @@ class LinearScores:
     bias: Float
 
     def __call__(self, tokens: Float) -> Float:
-        """Return the scores of tokens; see `Scores`."""
-        found: Float = tokens @ self.weights + self.bias
-        return found
+        return tokens @ self.weights + self.bias
 
 
 @dataclass(frozen=True)
@@ -68,27 +61,20 @@ class FixedScores:
     values: Float
 
     def __call__(self, tokens: Float) -> Float:
-        """Return the scores of tokens; see `Scores`."""
         del tokens
         return self.values
 
 
 @dataclass(frozen=True)
 class ClassHead:
-    """A pixel gets the class with the highest interpolated score, and the lowest of equal ones.
-
-    Attributes:
-        classes: (n,) their numbers.
-        scores: of the classes.
-        nearest: give each pixel the class of its nearest cell instead.
-    """
+    """A pixel gets the class with the highest interpolated score, and the lowest of equal ones; if
+    `nearest`, that of its nearest cell. classes: (n,) their numbers."""
 
     classes: Integers
     scores: Scores
     nearest: bool = False
 
     def predict(self, tokens: Float, pixels: Pixels) -> Labels:
-        """Predict the pixels of an image; see `Head`."""
         scores, numbers = self.scores(tokens), self.classes.astype(np.uint8)
         if self.nearest:
             rows, cols = pixels.nearest
@@ -107,7 +93,6 @@ class DepthHead:
     limits: tuple[float, float]
 
     def predict(self, tokens: Float, pixels: Pixels) -> Float32:
-        """Predict the pixels of an image; see `Head`."""
         found = np.empty(pixels.labels.shape, np.float32)
         for part, values in interpolated(self.scores(tokens), pixels):
             found[part] = np.clip(values[..., 0], *self.limits)
@@ -115,7 +100,7 @@ class DepthHead:
 
 
 def interpolated(scores: Float, pixels: Pixels) -> Iterator[tuple[slice, Float]]:
-    """Yield rows of pixels with their interpolated scores (rows, width, n), some rows at a time."""
+    """Rows of pixels with their interpolated scores (rows, width, n), some rows at a time."""
     rows, cols, n = scores.shape
     height, width = pixels.labels.shape
     step = max(1, AT_ONCE // (width * n))
@@ -155,12 +140,8 @@ class CellSums:
 
     @classmethod
     def of(cls, pixels: Pixels, class_weights: Float | None = None) -> CellSums:
-        """Make the sums of an image's labelled pixels.
-
-        Args:
-            pixels: of the image.
-            class_weights: (256,) of a pixel of each class, 0 for `IGNORED`; by default 1.
-        """
+        """The sums of an image; class_weights: (256,) of a pixel of each class, 0 for `IGNORED`, by
+        default 1."""
         down = pixels.down, pixels.down[:, :-1] * pixels.down[:, 1:]
         right = pixels.across, pixels.across[:, :-1] * pixels.across[:, 1:]
         counted = pixels.counted if class_weights is None else class_weights[pixels.labels]
@@ -169,21 +150,17 @@ class CellSums:
         present, targets = pixels.present, pixels.targets
         weighted = [counted * own for own in targets]
         grid = down[0].shape[1], right[0].shape[1]
+        on_cells = np.array([pixels.on_cells(own) for own in weighted]).reshape(-1, *grid)
+        totals = np.array([own.sum() for own in weighted], np.float64)
+        of_squares = float(sum((w * own).sum() for w, own in zip(weighted, targets, strict=True)))
         return cls(
-            rows @ squares[1],
-            rows @ right[1],
-            pairs @ squares[1],
-            pairs @ right[1],
-            present,
-            np.array([pixels.on_cells(own) for own in weighted]).reshape(-1, *grid),
-            np.array([own.sum() for own in weighted], np.float64),
-            float(sum((w * own).sum() for w, own in zip(weighted, targets, strict=True))),
-            float(counted.sum()),
-            pixels.on_cells(counted),
+            *(rows @ squares[1], rows @ right[1], pairs @ squares[1], pairs @ right[1]),
+            *(present, on_cells, totals, of_squares),
+            *(float(counted.sum()), pixels.on_cells(counted)),
         )
 
     def smoothed(self, tokens: Float) -> Float:
-        """Return the product S Z for tokens Z (rows, cols, dim)."""
+        """The product S Z for tokens Z (rows, cols, dim)."""
         found = self.own[..., None] * tokens
         for weights, one, other in (
             (self.beside, np.s_[:, :-1], np.s_[:, 1:]),
@@ -201,25 +178,23 @@ POSITION = "position"
 
 @dataclass
 class PlaceSums:
-    """Sums over the pixels of a grid's cells, each pixel weighted by its share in the cell.
-
-    Attributes:
-        of_target: (targets, rows, cols) sums of the targets.
-        weights: (rows, cols) sums of the shares.
-    """
+    """Sums over the pixels of a grid's cells, each pixel weighted by its share in the cell:
+    (targets, rows, cols) of the targets and (rows, cols) of the shares."""
 
     of_target: Float
     weights: Float
 
+    def __add__(self, other: PlaceSums) -> PlaceSums:
+        return PlaceSums(self.of_target + other.of_target, self.weights + other.weights)
+
     @property
     def totals(self) -> Float:
         """(targets,) sums over all cells."""
-        found: Float = self.of_target.sum((1, 2))
-        return found
+        return self.of_target.sum((1, 2))
 
     def scores(self) -> tuple[Integers, FixedScores, FixedScores]:
-        """Return the targets that occur, their mean over all cells, and their mean at each cell. A
-        cell without a pixel that counts has the mean over all cells."""
+        """The targets that occur, their mean over all cells, and their mean at each cell: that over
+        all cells where no pixel counts."""
         classes = np.flatnonzero(self.totals)
         everywhere = self.totals[classes] / self.weights.sum()
         here = self.of_target[classes] / np.where(self.weights > 0, self.weights, 1)
@@ -238,13 +213,3 @@ def count_places(places: Places, grid: str, sums: CellSums, n_targets: int) -> N
         places[grid] = PlaceSums(np.zeros((n_targets, *shape)), np.zeros(shape))
     places[grid].of_target[sums.present] += sums.targets
     places[grid].weights += sums.weights
-
-
-def merge_places(places: Places, others: Places) -> None:
-    """Add the sums of other images."""
-    for grid, own in others.items():
-        if grid in places:
-            places[grid].of_target += own.of_target
-            places[grid].weights += own.weights
-        else:
-            places[grid] = own

@@ -34,11 +34,23 @@ def parse_concat(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class Probed:
-    """What one probe reads: a site, or several whose channels are side by side. The place in the
-    model is that of the last one. See `tables.columns.Measured`."""
+class Patches:
+    """The patch tokens that one probe reads: of a site, or of several with their channels side by
+    side. The place in the model is that of the last one, see `tables.columns.Measured`."""
 
     sites: tuple[SiteSpec, ...]
+    parts: tuple[SiteFeatures, ...]
+
+    @classmethod
+    def of(cls, store: Store, sites: Sequence[SiteSpec]) -> Patches:
+        """The patch tokens of the sites with these names in a store.
+
+        Raises:
+            SiteError: no such site.
+            MissingInput: a site is stored pooled only.
+        """
+        parts = [choose_features(store, site, "patches", partial=True) for site in sites]
+        return cls(tuple(sites), tuple(parts))
 
     @property
     def name(self) -> str:
@@ -55,57 +67,6 @@ class Probed:
     @property
     def rel_depth(self) -> float:
         return self.sites[-1].rel_depth
-
-    def of(self, store: Store) -> Probed:
-        """Return the sites with these names in another store."""
-        return Probed(tuple(store.site(site.name) for site in self.sites))
-
-
-def probed(sites: Sequence[SiteSpec], concat: int | None, label: str) -> list[Probed]:
-    """Each site alone, or the last `concat` together.
-
-    Raises:
-        SiteError: there are fewer, or their grids differ.
-    """
-    if concat is None:
-        return [Probed((site,)) for site in sites]
-    if len(sites) < concat:
-        raise SiteError(
-            f"--concat last{concat}: {label} has {len(sites)} of the chosen sites with a grid; "
-            "expected as many at least (see --sites)"
-        )
-    last = tuple(sites[-concat:])
-    for site in last:
-        if _place(site.layout) != _place(last[-1].layout):
-            raise SiteError(
-                f"--concat last{concat}: the grids of {site.name} and {last[-1].name} differ "
-                f"({_place(site.layout)} and {_place(last[-1].layout)}); expected one grid, "
-                "choose with --sites"
-            )
-    return [Probed(last)]
-
-
-def _place(layout: TokenLayout | None) -> str:
-    assert layout is not None
-    return f"{layout.grid} every {layout.stride_px} px"
-
-
-@dataclass(frozen=True)
-class Patches:
-    """The patch tokens that one probe reads, with the channels of its sites side by side."""
-
-    parts: tuple[SiteFeatures, ...]
-
-    @classmethod
-    def of(cls, store: Store, chosen: Probed) -> Patches:
-        """The patch tokens of the chosen sites in a store.
-
-        Raises:
-            MissingInput: a site is stored pooled only.
-        """
-        return cls(
-            tuple(choose_features(store, site, "patches", partial=True) for site in chosen.sites)
-        )
 
     @property
     def layout(self) -> TokenLayout:
@@ -137,10 +98,11 @@ class Patches:
         found = [part.of_slab(slab, slice(0, len(part.tokens))) for part in self.parts]
         return found[0] if len(found) == 1 else np.concatenate(found, axis=-1)
 
-    def load(self, rows: slice) -> NDArray[Any]:
-        """Read (rows, cells, dim) tokens of consecutive rows of the store, in the stored type."""
-        found = [part.load(rows, slice(0, len(part.tokens))) for part in self.parts]
-        return found[0] if len(found) == 1 else np.concatenate(found, axis=-1)
+    def load(self, row: int) -> NDArray[Any]:
+        """Read the (cells, dim) tokens of a row of the store, in the stored type."""
+        rows = slice(row, row + 1)
+        found = [part.load(rows, slice(0, len(part.tokens)))[0] for part in self.parts]
+        return np.concatenate(found, axis=-1)
 
     def check_alike(self, others: Patches) -> None:
         """Refuse other tokens or channels in the test store.
@@ -150,3 +112,33 @@ class Patches:
         """
         for ours, theirs in zip(self.parts, others.parts, strict=True):
             check_alike(ours, theirs)
+
+
+def probed(store: Store, sites: Sequence[SiteSpec], concat: int | None) -> list[Patches]:
+    """Each site alone, or the last `concat` together.
+
+    Raises:
+        SiteError: there are fewer, or their grids differ.
+        MissingInput: a site is stored pooled only.
+    """
+    if concat is None:
+        return [Patches.of(store, [site]) for site in sites]
+    if len(sites) < concat:
+        raise SiteError(
+            f"--concat last{concat}: {store.label} has {len(sites)} of the chosen sites with a "
+            "grid; expected as many at least (see --sites)"
+        )
+    last = sites[-concat:]
+    for site in last:
+        if _place(site.layout) != _place(last[-1].layout):
+            raise SiteError(
+                f"--concat last{concat}: the grids of {site.name} and {last[-1].name} differ "
+                f"({_place(site.layout)} and {_place(last[-1].layout)}); expected one grid, "
+                "choose with --sites"
+            )
+    return [Patches.of(store, last)]
+
+
+def _place(layout: TokenLayout | None) -> str:
+    assert layout is not None
+    return f"{layout.grid} every {layout.stride_px} px"

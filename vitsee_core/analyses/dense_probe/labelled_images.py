@@ -13,14 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.analyses.dense_probe.pixels import (
-    Labels,
-    Pixels,
-    cell_pixels,
-    labelled_pixels,
-    nothing,
-    on_input,
-)
+from vitsee_core.analyses.dense_probe import pixels
+from vitsee_core.analyses.dense_probe.pixels import Labels, Pixels, nothing
 from vitsee_core.features import require_comparable
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.only import named_only
@@ -54,7 +48,7 @@ def pairs(
     holdout: float | None,
     execution: Execution,
 ) -> list[tuple[Images, Images]]:
-    """Return the images that train and those that test, for each store that tests."""
+    """The images that train and those that test, for each store that tests."""
     if not tests:
         ours, theirs = split_images(train, execution, split, holdout)
         return [((train, ours), (train, theirs))]
@@ -70,7 +64,7 @@ def pairs_of_untrained(
     holdout: float | None,
     execution: Execution,
 ) -> list[tuple[Images, Images]]:
-    """Return what `pairs` does for the stores of an untrained model.
+    """What `pairs` returns for the stores of an untrained model.
 
     Raises:
         VitseeError: their number differs from that of the trained model's stores.
@@ -90,13 +84,8 @@ def pairs_of_untrained(
 def split_images(
     store: Store, execution: Execution, split: str | None, holdout: float | None
 ) -> tuple[Rows, Rows]:
-    """The images of one store that train, and those that test.
-
-    Args:
-        store: gives both.
-        execution: which images are chosen, and the seed of those held out.
-        split: test on these: a split of the store's data, or a file that lists images.
-        holdout: test on this share, drawn over the data set's own order.
+    """The images of one store that train, and those that test: those of a split of its data, or in
+    the list of a file; or a share that is held out, drawn over the data set's own order.
 
     Raises:
         VitseeError: no such split, or nothing is left to train or to test.
@@ -119,7 +108,7 @@ def split_images(
 
 
 def _named(store: Store, split: str) -> Mask:
-    """Return a mask (images,) of those in a split, or in the list of a file."""
+    """(images,) which are in a split, or in the list of a file."""
     if not Path(split).is_file():
         return in_split(store, split)
     try:
@@ -162,13 +151,48 @@ class Truth:
     resolution: str
     eigen: bool = False
 
+    @classmethod
+    def find(
+        cls,
+        store: Store,
+        maps: ClassMaps | DepthMaps,
+        rows: Rows,
+        layouts: Mapping[str, TokenLayout],
+        resolution: str,
+        eigen: bool = False,
+    ) -> tuple[Truth, dict[str, int]]:
+        """Find the maps of these images; images without one are left out, counted and logged.
+
+        Raises:
+            MissingInput: the store does not say how its images were resized, or their sizes.
+            VitseeError: no image has a map, or the transform does more than resize and crop.
+        """
+        transform = store.manifest.transform
+        if not transform:
+            raise MissingInput(
+                f"{store.label} does not say how its images were resized; extract anew"
+            )
+        wanted = int((rows.mask & store.valid).sum())
+        matched, numbers = match_rows(store, maps, rows)
+        try:
+            place(transform, store.sizes[matched[0]].tolist())
+        except DataError as error:
+            raise VitseeError(f"{store.label}: {error}") from None
+        mask = np.zeros(store.n_images, bool)
+        mask[matched] = True
+        if left := wanted - len(matched):
+            log.info("%s: %d of %d images are left out: without a map", store.label, left, wanted)
+        of_row = dict(zip(matched.tolist(), numbers.tolist(), strict=True))
+        counts = {"with_mask": len(matched), "left_out_without_mask": left}
+        return cls(store, maps, mask, of_row, layouts, resolution, eigen), counts
+
     @property
     def rows(self) -> Rows:
         """The images that have a map."""
         return Rows(self.mask, 0, "with a map")
 
     def labels(self, row: int) -> Labels:
-        """Read the labels of an original image, (height, width).
+        """The labels of an original image, (height, width).
 
         Raises:
             VitseeError: it cannot be read, or is not of its image's size.
@@ -186,23 +210,19 @@ class Truth:
         return found
 
     def pixels(self, row: int) -> dict[str, Pixels]:
-        """Return the labelled pixels of an image for each grid.
-
-        Raises:
-            VitseeError: see `labels`.
-        """
+        """The labelled pixels of an image for each grid; raises as `labels`."""
         truth = self.labels(row)
         transform = self.store.manifest.transform
         placement = place(transform, truth.shape)
         size = tuple(transform["input_size"][1:])
         return {
-            key: labelled_pixels(truth, placement, layout, size, self.resolution)
+            key: pixels.labelled_pixels(truth, placement, layout, size, self.resolution)
             for key, layout in self.layouts.items()
         }
 
     def cells(self, row: int) -> dict[str, Labels]:
-        """Return, for each grid, the labels (cells, pixels) of each cell's pixels of the model's
-        input. Cells whose middle is beside the image have none.
+        """For each grid the labels (cells, pixels) of each cell's pixels of the model's input; none
+        of cells whose middle is beside the image.
 
         Raises:
             VitseeError: cells are not whole pixels; see `labels`.
@@ -211,10 +231,10 @@ class Truth:
         transform = self.store.manifest.transform
         height, width = transform["input_size"][1:]
         placement = place(transform, truth.shape)
-        seen = on_input(truth, placement, (height, width))
+        seen = pixels.on_input(truth, placement, (height, width))
         found = {}
         for key, layout in self.layouts.items():
-            cells = cell_pixels(seen, layout)
+            cells = pixels.cell_pixels(seen, layout)
             if cells is None:
                 raise VitseeError(
                     f"{self.store.label}: cells of the grid {key} px are not of equal whole pixels "
@@ -239,36 +259,3 @@ def eigen_crop(where: str, depths: Labels) -> Labels:
     found = np.full_like(depths, nothing(depths))
     found[EIGEN_PART] = depths[EIGEN_PART]
     return found
-
-
-def find_truth(
-    store: Store,
-    maps: ClassMaps | DepthMaps,
-    rows: Rows,
-    layouts: Mapping[str, TokenLayout],
-    resolution: str,
-    eigen: bool = False,
-) -> tuple[Truth, dict[str, int]]:
-    """Find the maps of these images; images without one are left out, counted and logged.
-
-    Raises:
-        MissingInput: the store does not say how its images were resized, or their sizes.
-        VitseeError: no image has a map, or the transform does more than resize and crop.
-    """
-    transform = store.manifest.transform
-    if not transform:
-        raise MissingInput(f"{store.label} does not say how its images were resized; extract anew")
-    wanted = int((rows.mask & store.valid).sum())
-    matched, numbers = match_rows(store, maps, rows)
-    try:
-        place(transform, store.sizes[matched[0]].tolist())
-    except DataError as error:
-        raise VitseeError(f"{store.label}: {error}") from None
-    mask = np.zeros(store.n_images, bool)
-    mask[matched] = True
-    left = wanted - len(matched)
-    if left:
-        log.info("%s: %d of %d images are left out: without a map", store.label, left, wanted)
-    of_row = dict(zip(matched.tolist(), numbers.tolist(), strict=True))
-    counts = {"with_mask": len(matched), "left_out_without_mask": left}
-    return Truth(store, maps, mask, of_row, layouts, resolution, eigen), counts

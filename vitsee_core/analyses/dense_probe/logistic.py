@@ -25,13 +25,8 @@ TOLERANCE, ITERATIONS = 1e-9, 1000
 
 @dataclass(frozen=True)
 class Targets:
-    """Patches to fit.
-
-    Attributes:
-        z: (n, dim) scaled features.
-        shares: (n, classes) shares of each patch's pixels, which add up to 1 for each patch.
-        weights: (n,) of the patches, which add up to 1.
-    """
+    """Patches to fit: scaled features (n, dim), shares (n, classes) of each patch's pixels, which
+    add up to 1, and weights (n,) of the patches, which add up to 1."""
 
     z: Float
     shares: Float
@@ -39,15 +34,15 @@ class Targets:
 
     @classmethod
     def of(cls, z: Float, counts: Float) -> Targets:
-        """Make targets from the number of pixels of each class in each patch, (n, classes); patches
-        without any are left out."""
+        """From the number of pixels of each class in each patch, (n, classes); patches without any
+        are left out."""
         n = counts.sum(1)
         kept = n > 0
         return cls(z[kept], counts[kept] / n[kept, None], n[kept] / max(n.sum(), 1))
 
 
 def fit(targets: Targets, l2s: Sequence[float]) -> dict[float, Float]:
-    """Fit the weights at each l2, (dim + 1, classes) with the intercept last."""
+    """The weights at each l2, (dim + 1, classes) with the intercept last."""
     from scipy.optimize import minimize
 
     shape = targets.z.shape[1] + 1, targets.shares.shape[1]
@@ -69,13 +64,13 @@ def cross_entropy(targets: Targets, weights: Float) -> float:
 
 
 def choose_l2(fitted: Targets, held_out: Targets, l2s: Sequence[float]) -> float:
-    """Return the l2 with the least cross-entropy on held-out pixels, the largest of several."""
+    """The l2 with the least cross-entropy on held-out pixels, the largest of several."""
     found = fit(fitted, l2s)
     return min(l2s, key=lambda l2: (cross_entropy(held_out, found[l2]), -l2))
 
 
 def scores(weights: Float, scaling: Scaling) -> LinearScores:
-    """Return the scores of classes as a linear function of features as they are stored."""
+    """The scores of classes as a linear function of features as they are stored."""
     own = weights[:-1] * scaling.factor[:, None]
     return LinearScores(own, weights[-1] - scaling.mean @ own)
 
@@ -90,7 +85,7 @@ def _loss(flat: Float, targets: Targets, l2: float) -> tuple[float, Float]:
 
 
 def _log_softmax(scores: Float) -> tuple[Float, Float]:
-    """Return the logarithm of the softmax, and the softmax."""
+    """The logarithm of the softmax, and the softmax."""
     apart = scores - scores.max(1, keepdims=True)
     powers = np.exp(apart)
     sums = powers.sum(1, keepdims=True)

@@ -26,8 +26,8 @@ import numpy as np
 
 from vitsee_core.analyses.dense_probe.pixels import Labels, Pixels, has_label, near_boundary
 from vitsee_core.masks.class_maps import IGNORED, ClassMap
-from vitsee_core.statistics.jackknife import SHARE, Limits, interval
-from vitsee_core.tables.replicates import WORD
+from vitsee_core.statistics.jackknife import SHARE
+from vitsee_core.statistics.value_columns import interval_cells
 from vitsee_core.types import Float, Integers, Mask
 
 BOTH, PREDICTED, LABELLED = range(3)
@@ -43,19 +43,14 @@ METHOD = (
 @dataclass
 class Counts:
     """Numbers of pixels (blocks, 3, classes) that have a class in prediction and label, in the
-    prediction, and in the label.
-
-    Attributes:
-        whole: over all pixels that count.
-        edge: over pixels near a boundary of their regions; no blocks where that is not asked for.
-    """
+    prediction, and in the label: over all pixels that count, and over those near a boundary of
+    their regions (no blocks where that is not asked for)."""
 
     whole: Integers
     edge: Integers
 
     @classmethod
     def empty(cls, n_blocks: int, boundary: bool) -> Counts:
-        """Return counts of no pixel yet."""
         shape = 3, IGNORED
         return cls(
             np.zeros((n_blocks, *shape), np.int64),
@@ -63,17 +58,15 @@ class Counts:
         )
 
     def count(self, block: int, found: Labels, pixels: Pixels) -> None:
-        """Implement `scoring.Tally`."""
+        """Add an image, with the predicted labels of its pixels, (height, width)."""
         labels = pixels.labels
         found = np.where(labels == IGNORED, np.uint8(IGNORED), found)
         self.whole[block] += counted(found, labels)
         if len(self.edge):
             self.edge[block] += counted(found, labels, near_boundary(found), pixels.edge)
 
-    def add(self, other: Counts) -> None:
-        """Implement `scoring.Tally`."""
-        self.whole += other.whole
-        self.edge += other.edge
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(self.whole + other.whole, self.edge + other.edge)
 
     def __bool__(self) -> bool:
         return bool(self.whole.any())
@@ -97,57 +90,39 @@ def class_ious(counts: Integers) -> Float:
     prediction."""
     both, predicted, labelled = (counts[..., k, :] for k in (BOTH, PREDICTED, LABELLED))
     either = predicted + labelled - both
-    found: Float = np.where(either > 0, both / np.maximum(either, 1), np.nan)
-    return found
+    return np.where(either > 0, both / np.maximum(either, 1), np.nan)
 
 
 def mean_iou(counts: Integers) -> Float:
-    """Return the mean IoU (...) over the classes; NaN without a pixel."""
+    """(...) mean IoU over the classes; NaN without a pixel."""
     ious = class_ious(counts)
     there = ~np.isnan(ious)
     n = there.sum(-1)
-    found: Float = np.where(n > 0, np.where(there, ious, 0).sum(-1) / np.maximum(n, 1), np.nan)
-    return found
+    return np.where(n > 0, np.where(there, ious, 0).sum(-1) / np.maximum(n, 1), np.nan)
 
 
 def accuracy(counts: Integers) -> Float:
-    """Return the share (...) of pixels that are right; NaN without a pixel."""
+    """(...) share of pixels that are right; NaN without a pixel."""
     both, labelled = (counts[..., k, :].sum(-1) for k in (BOTH, LABELLED))
-    found: Float = np.where(labelled > 0, both / np.maximum(labelled, 1), np.nan)
-    return found
+    return np.where(labelled > 0, both / np.maximum(labelled, 1), np.nan)
 
 
 def metric_cells(
     counts: Counts, metrics: Sequence[str], classes: Sequence[str] = ()
 ) -> Iterator[dict[str, object]]:
-    """The cells of each row: metric, value and interval, and its replicates.
-
-    Args:
-        counts: by block.
-        metrics: some of `MEANS`.
-        classes: names of all classes by number, where those that occur get a row each.
-    """
+    """The cells of each row: metric, value and interval, and its replicates; classes: names of all
+    by number, where those that occur get a row each."""
     of = {"miou": mean_iou, "pixel_accuracy": accuracy, BOUNDARY: mean_iou}
     for metric in metrics:
         own = counts.edge if metric == BOUNDARY else counts.whole
-        yield {"metric": metric, **spread_cells(of[metric](own.sum(0)), of[metric](without(own)))}
+        value, replicates = of[metric](own.sum(0)), of[metric](own.sum(0) - own)
+        yield {"metric": metric, **interval_cells(value, replicates, SHARE)}
     if classes:
-        ious, replicates = class_ious(counts.whole.sum(0)), class_ious(without(counts.whole))
+        whole = counts.whole.sum(0)
+        ious, replicates = class_ious(whole), class_ious(whole - counts.whole)
         for number in np.flatnonzero(~np.isnan(ious)).tolist():
-            cells = spread_cells(ious[number], replicates[:, number])
+            cells = interval_cells(ious[number], replicates[:, number], SHARE)
             yield {"metric": CLASS, "class": classes[number], **cells}
-
-
-def without(counts: Integers) -> Integers:
-    """Return the counts (blocks, 3, classes) of all images except those of each block."""
-    found: Integers = counts.sum(0) - counts
-    return found
-
-
-def spread_cells(value: Float, replicates: Float, limits: Limits = SHARE) -> dict[str, object]:
-    """Return the cells of a value, its interval within the limits, and its replicates."""
-    _, low, high = interval(np.asarray(value), replicates, limits)
-    return {"value": float(value), "low": float(low), "high": float(high), WORD: replicates}
 
 
 DEPTH_MEANS = ("rmse", "abs_rel", "a1")
@@ -156,43 +131,37 @@ CLOSE = 1.25
 
 @dataclass
 class DepthErrors:
-    """Errors of depths, summed over the images of each block.
-
-    Attributes:
-        sums: (blocks, 4) sums of each of `DEPTH_MEANS`, and the number of images.
-    """
+    """(blocks, 4) sums of `DEPTH_MEANS` over the images of each block, and the number of images."""
 
     sums: Float
 
     @classmethod
     def empty(cls, n_blocks: int) -> DepthErrors:
-        """Return sums over no image yet."""
         return cls(np.zeros((n_blocks, len(DEPTH_MEANS) + 1)))
 
     def count(self, block: int, found: Labels, pixels: Pixels) -> None:
-        """Add the errors of an image, unless none of its pixels counts; see `scoring.Tally`."""
+        """Add the errors of an image, unless none of its pixels counts."""
         there = has_label(pixels.labels)
         if there.any():
             p, d = (own[there].astype(np.float64) for own in (found, pixels.labels))
             self.sums[block] += [*errors(p, d), 1]
 
-    def add(self, other: DepthErrors) -> None:
-        """Implement `scoring.Tally`."""
-        self.sums += other.sums
+    def __add__(self, other: DepthErrors) -> DepthErrors:
+        return DepthErrors(self.sums + other.sums)
 
     def __bool__(self) -> bool:
         return bool(self.sums[:, -1].any())
 
 
 def errors(p: Float, d: Float) -> tuple[float, float, float]:
-    """Return `DEPTH_MEANS` of one image with predicted and true depths p and d, (pixels,)."""
+    """`DEPTH_MEANS` of one image with predicted and true depths p and d, (pixels,)."""
     off = np.abs(p - d)
     close = np.maximum(p / d, d / p) < CLOSE
     return float(np.sqrt((off**2).mean())), float((off / d).mean()), float(close.mean())
 
 
 def error_cells(tally: DepthErrors, metrics: Sequence[str]) -> Iterator[dict[str, object]]:
-    """Yield the cells of each row: metric, value, interval and replicates."""
+    """The cells of each row: metric, value, interval and replicates."""
     whole = tally.sums.sum(0)
     others = whole - tally.sums
     with np.errstate(invalid="ignore"):
@@ -200,4 +169,4 @@ def error_cells(tally: DepthErrors, metrics: Sequence[str]) -> Iterator[dict[str
             i = DEPTH_MEANS.index(metric)
             value, replicates = whole[i] / whole[-1], others[:, i] / others[:, -1]
             limits = SHARE if metric == "a1" else (0.0, np.inf)
-            yield {"metric": metric, **spread_cells(value, replicates, limits)}
+            yield {"metric": metric, **interval_cells(value, replicates, limits)}

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vitsee_core.analyses.dense_probe.cells import ClassHead, Head
-from vitsee_core.analyses.dense_probe.patch_bank import Bank
 from vitsee_core.analyses.dense_probe.pixels import Labels, Pixels
 from vitsee_core.masks.class_maps import IGNORED, ClassMap
 from vitsee_core.types import Float, Float32, Integers
@@ -37,20 +35,18 @@ class Scaling:
 
     @classmethod
     def none(cls, dim: int) -> Scaling:
-        """Return the scaling that leaves features as they are."""
+        """Leaves features as they are."""
         return cls(np.zeros(dim), np.ones(dim))
 
     @classmethod
     def of(cls, tokens: Float32) -> Scaling:
-        """Return the scaling to mean 0 and standard deviation 1 over tokens (n, dim); constant
+        """The scaling to mean 0 and standard deviation 1 over tokens (n, dim); constant
         features become 0."""
         mean, std = tokens.mean(0, dtype=np.float64), tokens.std(0, dtype=np.float64)
         return cls(mean, np.divide(1, std, out=np.zeros_like(std), where=std > 0))
 
     def __call__(self, tokens: Float | Float32) -> Float:
-        """Scale tokens (..., dim)."""
-        found: Float = (tokens - self.mean) * self.factor
-        return found
+        return (tokens - self.mean) * self.factor
 
 
 @dataclass(frozen=True)
@@ -115,7 +111,6 @@ class KnnHead:
     join: Callable[[Labels], Labels]
 
     def predict(self, tokens: Float, pixels: Pixels) -> Labels:
-        """Predict the pixels of an image; see `cells.Head`."""
         assert self.layout.stride_px is not None
         _, rows = self.search.nearest(tokens, self.k)
         sides = [round(step) for step in self.layout.stride_px]
@@ -126,8 +121,7 @@ class KnnHead:
             at = np.floor(pixels.at[axis] - np.rint(begin)).astype(np.int64)
             inside.append(np.clip(at, 0, sides[axis] - 1))
         (row, col), (down, across) = pixels.nearest, inside
-        found: Labels = cells[row[:, None], col, down[:, None], across]
-        return found
+        return cells[row[:, None], col, down[:, None], across]
 
 
 @dataclass(frozen=True)
@@ -140,7 +134,6 @@ class HummingbirdScores:
     k: int
 
     def __call__(self, tokens: Float) -> Float:
-        """Return the scores (rows, cols, classes)."""
         cosines, rows = self.search.nearest(tokens, self.k)
         weights = np.exp((cosines.astype(np.float64) - cosines[:, :1]) / TEMPERATURE)
         weights /= weights.sum(1, keepdims=True)
@@ -149,8 +142,8 @@ class HummingbirdScores:
 
 
 def most_votes(labels: ClassMap) -> ClassMap:
-    """Return the class (cells, pixels) that most of the k neighbours (cells, k, pixels) have; the
-    module's text says how ties are decided."""
+    """(cells, pixels) the class that most of the k neighbours (cells, k, pixels) have; the module's
+    text says how ties are decided."""
     cells, _, pixels = labels.shape
     classes = np.unique(labels)
     classes = classes[classes != IGNORED]
@@ -174,17 +167,4 @@ def mean_depths(depths: Float32) -> Float32:
     known = np.where(there, depths, 0)
     n, sums = there.sum(1), known.sum(1)
     whole = (sums.sum(1) / n.sum(1))[:, None]
-    found: Float32 = np.where(n > 0, sums / np.maximum(n, 1), whole).astype(np.float32)
-    return found
-
-
-def knn_head(bank: Bank, search: Search, layout: TokenLayout, k: int) -> Head:
-    """Make a probe by votes of neighbours, for a bank of classes or depths."""
-    of_depth = bank.labels.dtype.kind == "f"
-    return KnnHead(search, bank.labels, layout, k, mean_depths if of_depth else most_votes)
-
-
-def hummingbird_head(bank: Bank, search: Search, k: int) -> Head:
-    """Make the probe of Balažević et al. 2023 from a bank."""
-    classes, counts, n = bank.histograms()
-    return ClassHead(classes, HummingbirdScores(search, counts / n[:, None], k))
+    return np.where(n > 0, sums / np.maximum(n, 1), whole).astype(np.float32)

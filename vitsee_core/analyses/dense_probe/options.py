@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from vitsee_core.analyses.dense_probe.features import parse_concat
 from vitsee_core.analyses.dense_probe.labelled_images import CHOOSING
 from vitsee_core.analyses.dense_probe.neighbours import DISTANCES
 from vitsee_core.analyses.dense_probe.pixels import RESOLUTIONS
 from vitsee_core.analyses.dense_probe.protocols import PRESETS, SOLVERS
+from vitsee_core.labels.options import word_or_number
 from vitsee_core.runtime.options import Option
-from vitsee_stores.errors import VitseeError
 
 CHOOSE = "holdout"
-
-
-def parse_l2(text: str) -> str | float:
-    """A number above 0, or the word `holdout`.
-
-    Raises:
-        VitseeError: neither of them.
-    """
-    if text == CHOOSE:
-        return text
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise VitseeError(f"{text!r}; expected a number above 0 or {CHOOSE}")
-    return value
 
 
 MASKS = Option(
@@ -106,7 +91,7 @@ L2 = Option(
     "all; or numbers (of ridge in units of the mean variance of a feature), all of them reported. "
     "Numbers: repeatable.",
     metavar="L2",
-    parse=parse_l2,
+    parse=partial(word_or_number, words=(CHOOSE,), expected=f"a number above 0 or {CHOOSE}"),
     default=CHOOSE,
 )
 BALANCED = Option("ridge: weigh pixels so that all classes count alike, however rare.")

@@ -6,20 +6,18 @@ pixels of a patch are those of the model's input that its cell covers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.analyses.dense_probe.cells import CellSums, Places, count_places, merge_places
+from vitsee_core.analyses.dense_probe.cells import CellSums, Places, count_places
 from vitsee_core.analyses.dense_probe.pixels import Labels, has_label
+from vitsee_core.analyses.dense_probe.work import Part, Sums, counted_rows
 from vitsee_core.masks.class_maps import IGNORED
 from vitsee_core.types import Float, Float32, Integers, Mask
 
 if TYPE_CHECKING:
-    from vitsee_core.analyses.dense_probe.features import Patches
-    from vitsee_core.analyses.dense_probe.labelled_images import Truth
     from vitsee_stores import Slab
 
 RARE, ANY = "rare", "any"
@@ -27,24 +25,19 @@ RARE, ANY = "rare", "any"
 
 @dataclass(frozen=True)
 class Bank:
-    """Patches of one site.
-
-    Attributes:
-        tokens: (n, dim).
-        labels: (n, pixels) of each patch, see `pixels`.
-        rows: (n,) rows of the store, those of the patches' images.
-    """
+    """Patches of one site: tokens (n, dim), labels (n, pixels) of each, and rows (n,) of the store,
+    those of their images."""
 
     tokens: Float32
     labels: Labels
     rows: Integers
 
     def part(self, some: Mask) -> Bank:
-        """Return the bank of the patches in the mask (n,)."""
+        """The patches in the mask (n,)."""
         return Bank(self.tokens[some], self.labels[some], self.rows[some])
 
     def histograms(self) -> tuple[Integers, Float, Integers]:
-        """Return the classes that occur, the number of pixels of each class in each patch (n,
+        """The classes that occur, the number of pixels of each class in each patch (n,
         classes), and of those with any class (n,)."""
         n, classes = len(self.labels), np.unique(self.labels)
         classes = classes[classes != IGNORED].astype(np.int64)
@@ -56,67 +49,60 @@ class Bank:
         return classes, counts.astype(np.float64), counts.sum(1)
 
 
-@dataclass(frozen=True)
-class BankImages:
-    """The images, and which of their patches are kept.
+def chosen_cells(labels: Labels, most: int, choice: str, seed: tuple[int, ...]) -> Integers:
+    """The cells of an image that are kept, ascending; labels: (cells, pixels).
 
-    Attributes:
-        features, grids, truth: as in `ridge.TrainingImages`.
-        most: the largest number of patches per image.
+    Args:
+        labels: cells without any are never kept.
+        most: the largest number that is.
         choice: `RARE` keeps those with the lowest (sum over their classes of how many patches of
             the image have it) x uniform noise, as Balažević et al. 2023 do; `ANY` those with the
             lowest noise.
+        seed: of the noise.
     """
+    there = np.flatnonzero(has_label(labels).any(1))
+    if len(there) <= most:
+        return there
+    noise = np.random.default_rng(seed).random(len(there))
+    if choice == RARE:
+        own = labels[there]
+        numbers = np.unique(own)
+        present = np.stack([(own == n).any(1) for n in numbers[numbers != IGNORED]], 1)
+        noise *= present @ present.sum(0)
+    return np.sort(there[np.argsort(noise, kind="stable")[:most]])
 
-    features: Mapping[str, Patches]
-    grids: Mapping[str, str]
-    truth: Truth
+
+@dataclass(frozen=True)
+class Collecting:
+    """The images, and which of their patches are kept; see `chosen_cells`."""
+
+    part: Part
     most: int
     choice: str
     seed: int
-    n_targets: int
-
-    def chosen(self, labels: Labels, row: int) -> Integers:
-        """Return the cells of an image that are kept, ascending; its labels are (cells, pixels)."""
-        there = np.flatnonzero(has_label(labels).any(1))
-        if len(there) <= self.most:
-            return there
-        index = int(self.truth.store.samples.index[row])
-        noise = np.random.default_rng((self.seed, 4, index)).random(len(there))
-        if self.choice == RARE:
-            own = labels[there]
-            present = np.stack([(own == number).any(1) for number in np.unique(own)], 1)
-            present = present[:, np.unique(own) != IGNORED]
-            noise *= present @ present.sum(0)
-        return np.sort(there[np.argsort(noise, kind="stable")[: self.most]])
 
 
 @dataclass
-class BankParts:
-    """The kept patches of every site by slab, to be filled by `streaming.fold`."""
+class BankParts(Sums[Collecting]):
+    """The kept patches of every site by slab, and the sums of the baselines."""
 
-    images: BankImages | None
     parts: dict[str, list[Bank]] = field(default_factory=dict)
     places: Places = field(default_factory=dict)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the images out once there are patches: another process returns these alone."""
-        return self.__dict__ | ({"images": None} if self.parts else {})
-
     def update(self, slab: Slab) -> None:
         """Keep patches of the images of a slab."""
-        images = self.images
-        assert images is not None
-        rows = np.arange(slab.rows.start, slab.rows.stop)[slab.valid].tolist()
+        assert self.work is not None
+        work, part, rows = self.work, self.work.part, counted_rows(slab)
         kept: dict[str, list[tuple[Integers, Labels]]] = {}
         for row in rows:
-            for grid, labels in images.truth.cells(row).items():
-                cells = images.chosen(labels, row)
+            seed = work.seed, 4, int(part.store.samples.index[row])
+            for grid, labels in part.truth.cells(row).items():
+                cells = chosen_cells(labels, work.most, work.choice, seed)
                 kept.setdefault(grid, []).append((cells, labels[cells]))
-            for grid, pixels in images.truth.pixels(row).items():
-                count_places(self.places, grid, CellSums.of(pixels), images.n_targets)
-        for site, features in images.features.items():
-            own = kept[images.grids[site]]
+            for grid, pixels in part.truth.pixels(row).items():
+                count_places(self.places, grid, CellSums.of(pixels), part.task.n_targets)
+        for site, features in part.features.items():
+            own = kept[part.grids[site]]
             tokens = features.of_slab(slab)
             bank = Bank(
                 np.concatenate([x[cells] for x, (cells, _) in zip(tokens, own, strict=True)]),
@@ -125,21 +111,7 @@ class BankParts:
             )
             self.parts.setdefault(site, []).append(bank)
 
-    def merge(self, other: BankParts) -> None:
-        """Append the patches of later slabs."""
-        for site, parts in other.parts.items():
-            self.parts.setdefault(site, []).extend(parts)
-        merge_places(self.places, other.places)
-
-    def result(self) -> BankParts:
-        """Return the patches themselves."""
-        return self
-
     def bank(self, site: str) -> Bank:
         """Remove and return all patches of a site."""
-        parts = self.parts.pop(site)
-        return Bank(
-            np.concatenate([part.tokens for part in parts]),
-            np.concatenate([part.labels for part in parts]),
-            np.concatenate([part.rows for part in parts]),
-        )
+        every = zip(*(vars(part).values() for part in self.parts.pop(site)), strict=True)
+        return Bank(*map(np.concatenate, every))

@@ -91,20 +91,17 @@ class Pixels:
         return self.down.argmax(1), self.across.argmax(1)
 
     def on_cells(self, values: Float) -> Float:
-        """(rows, cols) U'v of values (height, width): sums over pixels, as cells have part in
-        them."""
-        found: Float = self.down.T @ values @ self.across
-        return found
+        """(rows, cols) U'v of values (height, width): sums over pixels, as cells have part."""
+        return self.down.T @ values @ self.across
 
 
 def has_label(labels: Labels) -> Mask:
-    """Return which pixels have a class or a depth."""
-    found: Mask = np.isfinite(labels) if labels.dtype.kind == "f" else labels != IGNORED
-    return found
+    """Which pixels have a class or a depth."""
+    return np.isfinite(labels) if labels.dtype.kind == "f" else labels != IGNORED
 
 
 def nothing(labels: Labels) -> int | float:
-    """Return the value that stands for no label."""
+    """The value that stands for no label."""
     return np.nan if labels.dtype.kind == "f" else IGNORED
 
 
@@ -115,15 +112,8 @@ def labelled_pixels(
     input_size: tuple[int, int],
     resolution: str,
 ) -> Pixels:
-    """The pixels of one image for the tokens of one grid.
-
-    Args:
-        truth: of the original image.
-        placement: of the image on the model's input.
-        layout: with a grid.
-        input_size: height and width of the input.
-        resolution: one of `RESOLUTIONS`.
-    """
+    """The pixels of one image for the tokens of one grid; truth: of the original image, placement:
+    its place on the model's input of `input_size`, resolution: one of `RESOLUTIONS`."""
     assert layout.grid is not None and layout.stride_px is not None
     ends = (placement.top, placement.bottom), (placement.left, placement.right)
     if resolution == "label":
@@ -177,10 +167,7 @@ def on_input(truth: Labels, placement: Placement, size: tuple[int, int]) -> Labe
 
 
 def most_frequent(labels: ClassMap, layout: TokenLayout) -> ClassMap:
-    """(rows, cols) the most frequent class of each cell's pixels, see `RESOLUTIONS`.
-
-    labels: of the model's input, (height, width).
-    """
+    """(rows, cols) the most frequent class of each cell's pixels of the model's input."""
     down, across = cell_edges(layout, labels.shape)
     found = np.full((len(down) - 1, len(across) - 1), IGNORED, np.uint8)
     for row, col in np.ndindex(found.shape):
@@ -204,11 +191,8 @@ def interpolation(at: Float, first: int, last: int, n: int) -> Float:
 
 
 def cell_pixels(labels: Labels, layout: TokenLayout) -> Labels | None:
-    """(cells, pixels) the labels of each cell's pixels, row by row; None where the cells are not
-    all of the same number of whole pixels.
-
-    labels: of the model's input, (height, width).
-    """
+    """(cells, pixels) the labels of each cell's pixels of the model's input, row by row; None where
+    the cells are not all of the same number of whole pixels."""
     edges = cell_edges(layout, labels.shape)
     sides = [np.unique(np.diff(edge)) for edge in edges]
     if any(len(side) != 1 or side[0] < 1 for side in sides):
@@ -243,5 +227,4 @@ def near_boundary(labels: ClassMap) -> Mask:
     framed = np.pad(labels.astype(np.int16), 1, constant_values=-1)
     size = 2 * reach + 1
     low, high = (f(framed, size, mode="nearest") for f in (minimum_filter, maximum_filter))
-    found: Mask = (low != high)[1:-1, 1:-1]
-    return found
+    return (low != high)[1:-1, 1:-1]

@@ -91,7 +91,7 @@ class Solver:
         return self.preset == CAPI
 
     def describe(self) -> dict[str, Any]:
-        """Describe the solver for a sidecar."""
+        """For a sidecar."""
         found: dict[str, Any] = {
             "kind": _KINDS[self.name], "resolution": self.resolution, "augmentation": "none"
         }  # fmt: skip
@@ -142,19 +142,7 @@ def choose_solver(
     balanced: bool,
     steps: int | None,
 ) -> Solver:
-    """What was asked for, the preset's where nothing was, else the defaults.
-
-    Args:
-        solver: one of `SOLVERS`.
-        preset: one of `PRESETS`.
-        target: class or depth.
-        l2s: see `Solver`, as all that follows.
-        ks: see there.
-        distance: one of `DISTANCES`.
-        bank: see there.
-        resolution: see there.
-        balanced: see there.
-        steps: see there.
+    """What was asked for, the preset's where nothing was, else the defaults; see `Solver`.
 
     Raises:
         VitseeError: an unknown word, or options that the solver does not have.
@@ -205,13 +193,8 @@ def choose_solver(
 
 
 def differences(solver: Solver, store: Store, left_out: bool) -> list[str]:
-    """In which points a run differs from its preset's protocol.
-
-    Args:
-        solver: with a preset.
-        store: of the training images.
-        left_out: whether the bank lacks training patches.
-    """
+    """In which points a run differs from its preset's protocol; left_out: whether the bank lacks
+    training patches."""
     found = list(_differences(solver, store))
     if left_out and solver.name != HUMMINGBIRD:
         found.append("a part of the training patches: memory holds no more (--bank, --memory)")

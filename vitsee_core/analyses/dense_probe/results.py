@@ -15,14 +15,15 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitsee_core.analyses.dense_probe.bank_training import train_from_bank
-from vitsee_core.analyses.dense_probe.features import Probed, probed
+from vitsee_core.analyses.dense_probe.features import Patches, probed
 from vitsee_core.analyses.dense_probe.labelled_images import Images
 from vitsee_core.analyses.dense_probe.metrics import CLOSE
 from vitsee_core.analyses.dense_probe.pixels import Labels, Pixels, has_label, labelled_pixels
 from vitsee_core.analyses.dense_probe.protocols import BATCH, RIDGE, SGD, Solver
 from vitsee_core.analyses.dense_probe.ridge_training import train_ridge
-from vitsee_core.analyses.dense_probe.scoring import HeadKey, Tally, Task
-from vitsee_core.analyses.dense_probe.work import Part, Trained, score_heads
+from vitsee_core.analyses.dense_probe.scoring import score_heads
+from vitsee_core.analyses.dense_probe.tasks import Tally, Task
+from vitsee_core.analyses.dense_probe.work import HeadKey, Part, Trained
 from vitsee_core.images.embedded_pictures import encode
 from vitsee_core.images.placement import place
 from vitsee_core.masks.class_maps import IGNORED, ClassMap
@@ -47,15 +48,8 @@ def show_images(
     part: Part, key: HeadKey, head: Head, n: int, data: str | None
 ) -> list[dict[str, Any]]:
     """The first n test images as the model saw them: name, site and pictures (`image` where it can
-    be had, `label`, `prediction`, `error`), and the share of pixels that are right.
-
-    Args:
-        part: the test images.
-        key: of the head.
-        head: predicts.
-        n: how many.
-        data: where the data is now.
-    """
+    be had, `label`, `prediction`, `error`), and the share of pixels that are right. data: where the
+    data is now."""
     rows = np.flatnonzero(part.truth.mask)[:n]
     try:
         photos: list[Any] = list(Pictures(part.store, data)(rows))
@@ -70,7 +64,7 @@ def show_images(
         truth = part.truth.labels(row)
         placement = place(transform, truth.shape)
         pixels = labelled_pixels(truth, placement, features.layout, size, "input")
-        x = features.load(slice(row, row + 1))[0].astype(np.float64)
+        x = features.load(row).astype(np.float64)
         prediction = head.predict(x.reshape(*features.grid, -1), pixels)
         one: dict[str, Any] = {
             "store": part.store.label,
@@ -110,7 +104,7 @@ def _judged(prediction: Labels, pixels: Pixels) -> dict[str, Any]:
 
 
 def depth_colours(depths: Labels, top: float) -> NDArray[np.uint8]:
-    """Colour depths (height, width, 3) from near (dark) to `top` metres (light)."""
+    """(height, width, 3) from near (dark) to `top` metres (light)."""
     from matplotlib import colormaps
 
     there = np.isfinite(depths)
@@ -127,8 +121,7 @@ def coloured(labels: ClassMap) -> NDArray[np.uint8]:
     set_bits = numbers >> (3 * bits + np.arange(3)[:, None]) & 1
     palette = (set_bits << (7 - bits)).sum(-1).astype(np.uint8)
     palette[IGNORED] = NOTHING
-    found: NDArray[np.uint8] = palette[labels]
-    return found
+    return palette[labels]
 
 
 def _picture(pixels: NDArray[np.uint8], *, smooth: bool = False) -> str:
@@ -142,12 +135,7 @@ def _picture(pixels: NDArray[np.uint8], *, smooth: bool = False) -> str:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is probed, how, and what is measured.
-
-    Attributes:
-        concat: see `features.probed`.
-        eigen: test on the crop of Eigen et al. 2014.
-    """
+    """What is probed, how, and what is measured; eigen: on the crop of Eigen et al. 2014."""
 
     sites: tuple[str, ...]
     concat: int | None
@@ -164,13 +152,13 @@ class PairOfStores:
     def __init__(self, train: Images, test: Images, settings: Settings) -> None:
         self.settings = settings
         sites = grid_sites(train[0], settings.sites)
-        self.chosen: list[Probed] = probed(sites, settings.concat, train[0].label)
-        others = [one.of(test[0]) for one in self.chosen]
+        self.chosen = probed(train[0], sites, settings.concat)
+        others = [Patches.of(test[0], one.sites) for one in self.chosen]
         more = settings.task, settings.solver.resolution
         self.train = Part.of(*train, self.chosen, *more)
         self.test = Part.of(*test, others, *more, settings.eigen)
-        for one in self.chosen:
-            self.train.features[one.name].check_alike(self.test.features[one.name])
+        for ours, theirs in zip(self.chosen, others, strict=True):
+            ours.check_alike(theirs)
 
     @property
     def n_images(self) -> int:
@@ -193,10 +181,9 @@ class PairOfStores:
         else:
             trained = train_from_bank(self.train, solver, execution)
         alone = solver.of_neighbours  # they take all threads
-        counts, blocks = score_heads(
-            self.test, trained.heads, self.settings.metrics, execution, alone
-        )
-        return Found(self, trained, counts, blocks)
+        metrics = self.settings.metrics
+        found = score_heads(self.test, trained.heads, metrics, execution, alone)
+        return Found(self, trained, *found)
 
 
 @dataclass(frozen=True)
@@ -209,7 +196,7 @@ class Found:
     blocks: Blocks
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows of the model's sites, then those of the baselines at each of them."""
+        """The rows of the model's sites, then those of the baselines at each of them."""
         for one in self.work.chosen:
             yield from self._of_site(one)
         several = len(self.work.settings.solver.l2s) > 1
@@ -223,7 +210,7 @@ class Found:
                     yield from self._cells(HeadKey(grid, baseline=name), of | {"baseline": name})
 
     def rows_for(self, trained: Found) -> Iterator[dict[str, Any]]:
-        """Yield the rows of an untrained model's sites as a baseline of a trained model's."""
+        """The rows of an untrained model's sites as a baseline of a trained model's."""
         known = {one.name: one for one in self.work.chosen}
         for one in trained.work.chosen:
             if one.name not in known:
@@ -234,21 +221,20 @@ class Found:
             )
 
     def shown(self, n: int, data: str | None) -> list[dict[str, Any]]:
-        """Show the first n test images as the best probe predicts them, for the notes."""
+        """The first n test images as the best probe predicts them, for the notes."""
         keys = [key for key in self.counts if not key.baseline]
         values = [self.work.settings.task.quality(self.counts[key]) for key in keys]
         key = keys[int(np.nanargmax(values))]
         return show_images(self.work.test, key, self.trained.heads[key], n, data)
 
     def _of_site(
-        self, one: Probed, place: Mapping[str, Any] | None = None, baseline: str = ""
+        self, one: Patches, place: Mapping[str, Any] | None = None, baseline: str = ""
     ) -> Iterator[dict[str, Any]]:
         place = place or site_columns(self.work.test.store, one)
         for key in self._keys(one):
             yield from self._cells(key, {**place, "baseline": baseline, "l2": key.l2, "k": key.k})
 
-    def _keys(self, one: Probed) -> list[HeadKey]:
-        """Return the keys of a site's probes."""
+    def _keys(self, one: Patches) -> list[HeadKey]:
         return [key for key in self.trained.heads if key.of == one.name and not key.baseline]
 
     def _cells(self, key: HeadKey, about: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

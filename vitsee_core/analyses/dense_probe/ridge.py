@@ -20,23 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.analyses.dense_probe.cells import (
-    CellSums,
-    LinearScores,
-    Places,
-    count_places,
-    merge_places,
-)
+from vitsee_core.analyses.dense_probe.cells import CellSums, LinearScores, Places, count_places
+from vitsee_core.analyses.dense_probe.work import Part, Sums, counted_rows
 from vitsee_core.masks.class_maps import IGNORED
 from vitsee_core.types import Float, Integers, Mask
 
 if TYPE_CHECKING:
-    from vitsee_core.analyses.dense_probe.features import Patches
-    from vitsee_core.analyses.dense_probe.labelled_images import Truth
     from vitsee_stores import Slab
 
 GRID = tuple(10.0**e for e in range(-8, 3))
@@ -64,7 +57,6 @@ class PixelSums:
 
     @classmethod
     def empty(cls, dim: int, n_targets: int = IGNORED) -> PixelSums:
-        """Return sums over no pixel yet."""
         return cls(
             0.0, np.zeros(n_targets), 0.0, np.zeros(dim), np.zeros((dim, dim)),
             np.zeros((n_targets, dim)),
@@ -80,100 +72,58 @@ class PixelSums:
         self.second += flat.T @ sums.smoothed(tokens).reshape(flat.shape)
         self.crossed[sums.present] += sums.targets.reshape(-1, len(flat)) @ flat
 
-    def add(self, other: PixelSums) -> None:
-        """Add the pixels of other sums."""
-        self.n += other.n
-        self.totals += other.totals
-        self.squares += other.squares
-        self.first += other.first
-        self.second += other.second
-        self.crossed += other.crossed
-
-    def joined(self, other: PixelSums) -> PixelSums:
-        """Return the sums over the pixels of both."""
-        found = PixelSums.empty(len(self.first), len(self.totals))
-        found.add(self)
-        found.add(other)
-        return found
+    def __add__(self, other: PixelSums) -> PixelSums:
+        both = zip(vars(self).values(), vars(other).values(), strict=True)
+        return PixelSums(*(ours + theirs for ours, theirs in both))
 
 
 @dataclass(frozen=True)
-class TrainingImages:
+class Training:
     """The images that are summed.
 
     Attributes:
-        features: site -> its patches.
-        grids: site -> key of its grid in `truth.layouts`.
         shifts: site -> (dim,) what is subtracted from its tokens.
         held_out: (images,) which of the store's rows choose l2.
-        n_targets: the largest number of classes, or 1 for depths.
         class_weights: see `CellSums.of`.
     """
 
-    features: Mapping[str, Patches]
-    grids: Mapping[str, str]
-    truth: Truth
+    part: Part
     shifts: Mapping[str, Float]
     held_out: Mask
-    n_targets: int
     class_weights: Float | None = None
 
 
 @dataclass
-class TrainingSums:
-    """Sums of the training images, to be filled by `streaming.fold`.
+class TrainingSums(Sums[Training]):
+    """Sums over the pixels of the training images: of (site, whether images are held out), and, for
+    the baselines, of each grid per cell."""
 
-    Attributes:
-        sums: (site, whether images are held out) -> sums over their pixels.
-        places: grid -> sums per cell, for the baselines.
-    """
-
-    images: TrainingImages | None
     sums: dict[tuple[str, bool], PixelSums] = field(default_factory=dict)
     places: Places = field(default_factory=dict)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the images out once there are sums: another process returns these alone."""
-        return self.__dict__ | ({"images": None} if self.sums else {})
-
     def update(self, slab: Slab) -> None:
         """Add the images of a slab."""
-        rows = np.arange(slab.rows.start, slab.rows.stop)[slab.valid]
-        images, by_image = self.images, []
-        assert images is not None
-        for row in rows.tolist():
-            of_grid = {
-                key: CellSums.of(own, images.class_weights)
-                for key, own in images.truth.pixels(row).items()
-            }
-            by_image.append(of_grid)
+        assert self.work is not None
+        work, part, rows = self.work, self.work.part, counted_rows(slab)
+        n_targets = part.task.n_targets
+        by_image = [
+            {grid: CellSums.of(own, work.class_weights)
+             for grid, own in part.truth.pixels(row).items()} for row in rows
+        ]  # fmt: skip
+        for of_grid in by_image:
             for grid, sums in of_grid.items():
-                count_places(self.places, grid, sums, images.n_targets)
-        for site, features in images.features.items():
-            shape = *features.grid, features.dim
+                count_places(self.places, grid, sums, n_targets)
+        for site, features in part.features.items():
             tokens = features.of_slab(slab)
-            for row, x, of_grid in zip(rows.tolist(), tokens, by_image, strict=True):
-                key = site, bool(images.held_out[row])
+            for row, x, of_grid in zip(rows, tokens, by_image, strict=True):
+                key = site, bool(work.held_out[row])
                 if key not in self.sums:
-                    self.sums[key] = PixelSums.empty(features.dim, images.n_targets)
-                z = x.astype(np.float64) - images.shifts[site]
-                self.sums[key].count(z.reshape(shape), of_grid[images.grids[site]])
-
-    def merge(self, other: TrainingSums) -> None:
-        """Add the sums of other slabs."""
-        for key, own in other.sums.items():
-            if key in self.sums:
-                self.sums[key].add(own)
-            else:
-                self.sums[key] = own
-        merge_places(self.places, other.places)
-
-    def result(self) -> TrainingSums:
-        """Return the sums themselves."""
-        return self
+                    self.sums[key] = PixelSums.empty(features.dim, n_targets)
+                z = (x.astype(np.float64) - work.shifts[site]).reshape(*features.grid, -1)
+                self.sums[key].count(z, of_grid[part.grids[site]])
 
     def parts(self, site: str, dim: int, n_targets: int) -> tuple[PixelSums, PixelSums]:
-        """Return the sums of the images that fit, and of those held out."""
+        """The sums of the images that fit, and of those held out."""
         empty = PixelSums.empty(dim, n_targets)
         return self.sums.get((site, False), empty), self.sums.get((site, True), empty)
 
@@ -213,13 +163,13 @@ class Solutions:
         return cls(classes, basis, np.maximum(values, 0), rhs, mean, sums.totals[classes] / n)
 
     def scores(self, l2: float, shift: Float) -> LinearScores:
-        """Return the scores of `classes` at one l2, as a linear function of stored features."""
+        """The scores of `classes` at one l2, as a linear function of stored features."""
         weights = self.basis @ self._rotated(l2)
         return LinearScores(weights, self.levels - (self.mean + shift) @ weights)
 
     def squared_errors(self, l2s: Sequence[float], held_out: PixelSums) -> list[float]:
-        """Return the squared error per held-out pixel at each l2. Classes without training pixels
-        have the score 0."""
+        """The squared error per held-out pixel at each l2. Classes without training pixels have the
+        score 0."""
         n = held_out.n
         turned = self.basis.T @ held_out.second @ self.basis
         first = self.basis.T @ held_out.first
@@ -242,6 +192,6 @@ class Solutions:
 
 
 def choose_l2(fitted: PixelSums, held_out: PixelSums, l2s: Sequence[float]) -> float:
-    """Return the l2 with the least squared error per held-out pixel, the largest of several."""
+    """The l2 with the least squared error per held-out pixel, the largest of several."""
     errors = Solutions.of(fitted).squared_errors(l2s, held_out)
     return min(zip(errors, l2s, strict=True), key=lambda pair: (pair[0], -pair[1]))[1]

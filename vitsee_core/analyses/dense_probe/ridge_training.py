@@ -15,12 +15,11 @@ from vitsee_core.analyses.dense_probe.ridge import (
     GRID,
     PixelSums,
     Solutions,
-    TrainingImages,
+    Training,
     TrainingSums,
     choose_l2,
 )
-from vitsee_core.analyses.dense_probe.scoring import HeadKey, blind_heads
-from vitsee_core.analyses.dense_probe.work import Part, Trained, lanes
+from vitsee_core.analyses.dense_probe.work import HeadKey, Part, Trained, blind_heads
 from vitsee_core.masks.class_maps import IGNORED
 from vitsee_core.types import Float, Mask
 from vitsee_stores.errors import VitseeError
@@ -35,10 +34,9 @@ def train_ridge(part: Part, solver: Solver, execution: Execution) -> Trained:
     Raises:
         VitseeError: no pixel counts, or there are too few images to choose l2.
     """
-    seed = (execution.seed, 3)
     held_out = np.zeros(part.store.n_images, bool)
     if not solver.l2s:
-        held_out = drawn(part.store, part.truth.mask, CHOOSING, seed)
+        held_out = drawn(part.store, part.truth.mask, CHOOSING, (execution.seed, 3))
     weights = None
     if solver.balanced:
         weights = balanced_weights(count_truth(part, execution))
@@ -48,23 +46,21 @@ def train_ridge(part: Part, solver: Solver, execution: Execution) -> Trained:
     chosen, notes = {}, dict[str, object]()
     for site, features in part.features.items():
         fitted, held = sums.parts(site, features.dim, task.n_targets)
-        whole = fitted.joined(held)
+        whole = fitted + held
         if not whole.n:
             raise part.no_pixel("training")
         values = list(solver.l2s) or [_chosen(fitted, held, site)]
         solutions = Solutions.of(whole)
         for l2 in values:
-            heads[HeadKey(site, l2)] = task.head(
-                solutions.classes, solutions.scores(l2, shifts[site])
-            )
+            scores = solutions.scores(l2, shifts[site])
+            heads[HeadKey(site, l2)] = task.head(solutions.classes, scores)
         chosen[site] = values
         notes["training_pixels"] = round(whole.n)
         notes["n_trained"] = len(solutions.classes)
-    heads |= {HeadKey(grid, baseline=n): head for grid, n, head in blind_heads(task, sums.places)}
     notes["l2"] = chosen
     if not solver.l2s:
         notes["held_out_images"] = int(held_out.sum())
-    return Trained(heads, notes)
+    return Trained(heads | blind_heads(task, sums.places), notes)
 
 
 def count_truth(part: Part, execution: Execution) -> Places:
@@ -80,8 +76,7 @@ def count_truth(part: Part, execution: Execution) -> Places:
 
 
 def balanced_weights(places: Places) -> Float:
-    """Return the weight (256,) of a pixel of each class, n / (C n_c); the weights of all pixels add
-    up to their number."""
+    """(256,) weight of a pixel of each class, n / (C n_c); those of all pixels add up to n."""
     totals = next(iter(places.values())).totals
     there = totals > 0
     found = np.zeros(IGNORED + 1)
@@ -99,25 +94,16 @@ def _chosen(fitted: PixelSums, held: PixelSums, site: str) -> float:
 
 
 def _shifts(part: Part) -> dict[str, Float]:
-    """Return a token of each site; sums of features minus it lose no digits."""
+    """A token of each site; sums of features minus it lose no digits."""
     first = int(np.flatnonzero(part.truth.mask)[0])
-    found = {}
-    for site, own in part.features.items():
-        token = own.load(slice(first, first + 1))[0, 0].astype(np.float64)
-        found[site] = np.where(np.isfinite(token), token, 0.0)
-    return found
+    tokens = {site: own.load(first)[0].astype(np.float64) for site, own in part.features.items()}
+    return {site: np.where(np.isfinite(token), token, 0.0) for site, token in tokens.items()}
 
 
 def _fold_training(
     part: Part, held_out: Mask, weights: Float | None, execution: Execution
 ) -> TrainingSums:
-    images = TrainingImages(
-        part.features, part.grids, part.truth, _shifts(part), held_out, part.task.n_targets, weights
-    )
-    make = partial(TrainingSums, images)
+    make = partial(TrainingSums, Training(part, _shifts(part), held_out, weights))
     dims = [own.dim for own in part.features.values()]
-    slab = part.slab_bytes() if part.features else 1
-    size = slab + sum(8 * 2 * dim * (dim + part.task.n_targets) for dim in dims)
-    with lanes(size, execution) as wider:
-        found = wider.fold(part.store, make, part.truth.rows, slab_bytes=size)
-    return found.result()
+    sums = sum(8 * 2 * dim * (dim + part.task.n_targets) for dim in dims)
+    return part.fold(make, execution, part.slab_bytes + sums)

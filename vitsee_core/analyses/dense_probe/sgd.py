@@ -53,7 +53,7 @@ class Batch:
     across: Tensor
 
     def interpolated(self, image: int, scores: Tensor) -> Tensor:
-        """Interpolate an image's scores (rows, cols, n) to pixels, (n, height, width)."""
+        """(n, height, width) an image's scores (rows, cols, n) at its pixels."""
         return self.down[image] @ scores.permute(2, 0, 1) @ self.across[image].T
 
 
@@ -69,7 +69,7 @@ class LinearProbe(nn.Module):
         self.weight, self.bias = nn.Parameter(weights), nn.Parameter(torch.zeros(n_outputs))
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return scores (images, rows, cols, n), 0 for cells beside the image."""
+        """(images, rows, cols, n) scores, 0 for cells beside the image."""
         tokens = batch.tokens
         if self.dropout:
             share, shape = 1 - self.dropout, (len(tokens), 1, 1, self.dim)
@@ -81,7 +81,7 @@ class LinearProbe(nn.Module):
         return scores
 
     def scores(self) -> LinearScores:
-        """Return the trained linear map of features as they are stored."""
+        """The trained linear map of features as they are stored."""
         trained = (self.norm.weight, self.norm.bias, self.weight, self.bias)
         scale, offset, matrix, bias = (_numbers(own) for own in trained)
         mean, var = (_numbers(own) for own in (self.norm.running_mean, self.norm.running_var))
@@ -98,10 +98,8 @@ class BinScores:
     bins: Float
 
     def __call__(self, tokens: Float) -> Float:
-        """Return the depths of tokens."""
         shares = np.maximum(self.scores(tokens), 0) + LEAST_SHARE
-        found: Float = (shares @ self.bins / shares.sum(-1))[..., None]
-        return found
+        return (shares @ self.bins / shares.sum(-1))[..., None]
 
 
 @dataclass(frozen=True)
@@ -144,7 +142,7 @@ class ClassRecipe:
         return total
 
     def finished(self, scores: LinearScores) -> Scores:
-        """Return the scores that the trained probe gives to cells."""
+        """The scores that the trained probe gives to cells."""
         return scores
 
 
@@ -191,16 +189,8 @@ Recipe = ClassRecipe | DepthRecipe
 def train(
     batches: Iterator[Batch], dim: int, recipe: Recipe, steps: int, seed: int, device: torch.device
 ) -> Iterator[float | Scores]:
-    """Yield the loss of every step, then the scores of the trained probe.
-
-    Args:
-        batches: at least `steps`, on `device`.
-        dim: of the tokens.
-        recipe: of classes or depths.
-        steps: how many.
-        seed: of weights and dropout.
-        device: of the work.
-    """
+    """The loss of every step, then the scores of the trained probe. Takes `steps` batches, on
+    `device`; seed: of weights and dropout."""
     random = torch.Generator().manual_seed(seed)
     probe = LinearProbe(dim, recipe.n_outputs, recipe.dropout, random).to(device)
     optimizer = torch.optim.AdamW(
@@ -228,5 +218,4 @@ def _cosine(start: float, end: float, share: float) -> float:
 
 def _numbers(values: Tensor | None) -> Float:
     assert values is not None
-    found: Float = values.detach().double().cpu().numpy()
-    return found
+    return values.detach().double().cpu().numpy()

@@ -16,7 +16,6 @@ from vitsee_core.analyses.dense_probe.features import Patches
 from vitsee_core.analyses.dense_probe.pixels import Pixels
 from vitsee_core.analyses.dense_probe.protocols import BATCH, Solver
 from vitsee_core.analyses.dense_probe.ridge_training import count_truth
-from vitsee_core.analyses.dense_probe.scoring import Depth, HeadKey, blind_heads
 from vitsee_core.analyses.dense_probe.sgd import (
     NO_CLASS,
     Batch,
@@ -25,7 +24,14 @@ from vitsee_core.analyses.dense_probe.sgd import (
     Recipe,
     train,
 )
-from vitsee_core.analyses.dense_probe.work import Part, Trained
+from vitsee_core.analyses.dense_probe.tasks import Depth
+from vitsee_core.analyses.dense_probe.work import (
+    HeadKey,
+    Part,
+    Trained,
+    blind_heads,
+    counted_rows,
+)
 from vitsee_core.masks.class_maps import IGNORED
 from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import VitseeError
@@ -69,19 +75,13 @@ def train_sgd(part: Part, solver: Solver, execution: Execution) -> Trained:
                 last = [*last[-9:], found]
                 execution.progress.advance(BATCH)
         losses[site] = float(np.mean(last))
-    heads |= {HeadKey(grid, baseline=n): head for grid, n, head in blind_heads(task, places)}
     notes: dict[str, Any] = {"loss_of_the_last_steps": losses}
     if not isinstance(task, Depth):
         notes["n_trained"] = len(classes)
-    return Trained(heads, notes)
+    return Trained(heads | blind_heads(task, places), notes)
 
 
-@dataclass(frozen=True)
-class _Example:
-    """A training image: tokens (cells, dim), and the labelled pixels of the model's input."""
-
-    tokens: Float32
-    pixels: Pixels
+_Example = tuple[Float32, Pixels]  # tokens (cells, dim), and the pixels of the model's input
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class _Stream:
     execution: Execution
 
     def batches(self, device: torch.device) -> Iterator[Batch]:
-        """Yield batches without an end."""
+        """Batches without an end."""
         examples = self._examples()
         while True:
             yield self._batch(list(islice(examples, BATCH)), device)
@@ -141,18 +141,17 @@ class _Stream:
     def _load(self, slabs: list[Slab]) -> list[_Example]:
         found = []
         for slab in slabs:
-            rows = np.arange(slab.rows.start, slab.rows.stop)[slab.valid].tolist()
             tokens = self.features.of_slab(slab)
-            for row, own in zip(rows, tokens, strict=True):
+            for row, own in zip(counted_rows(slab), tokens, strict=True):
                 if self.part.truth.mask[row]:
-                    found.append(_Example(own, self.part.truth.pixels(row)[self.grid]))
+                    found.append((own, self.part.truth.pixels(row)[self.grid]))
         return found
 
     def _batch(self, examples: list[_Example], device: torch.device) -> Batch:
         def tensor(arrays: list[Any], kind: Any = np.float32) -> torch.Tensor:
             return torch.from_numpy(np.stack(arrays).astype(kind)).to(device)
 
-        every = [one.pixels for one in examples]
+        every = [pixels for _, pixels in examples]
         shown = [np.outer(own.down.sum(0) > 0, own.across.sum(0) > 0) for own in every]
         if isinstance(self.part.task, Depth):
             labels = tensor([own.labels for own in every])
@@ -162,7 +161,7 @@ class _Stream:
             labels = tensor([table[own.labels] for own in every], np.int64)
         shape = *self.features.grid, self.features.dim
         return Batch(
-            tensor([one.tokens.reshape(shape) for one in examples]),
+            tensor([tokens.reshape(shape) for tokens, _ in examples]),
             tensor(shown, np.bool_),
             labels,
             tensor([own.down for own in every]),
