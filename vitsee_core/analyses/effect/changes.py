@@ -70,8 +70,7 @@ def cosines(a: Float32, b: Float32) -> Float:
     nothing changed there."""
 
     def dot(x: Float32, y: Float32) -> Float:
-        found: Float = np.einsum("itd,itd->it", x, y, dtype=np.float64)
-        return found
+        return np.einsum("itd,itd->it", x, y, dtype=np.float64)
 
     aa, bb = dot(a, a), dot(b, b)
     # One root of the product: a token with itself has exactly 1.

@@ -72,8 +72,7 @@ class ResidualStream:
         x = np.asarray(x, np.float64)
         if self.head.norm == "layer":
             x = x - x.mean(-1, keepdims=True)
-        scale: Float = 1 / np.sqrt(np.square(x).mean(-1) + self.head.eps)
-        return scale
+        return 1 / np.sqrt(np.square(x).mean(-1) + self.head.eps)
 
 
 @dataclass(frozen=True)

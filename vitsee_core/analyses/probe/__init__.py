@@ -32,11 +32,7 @@ from vitsee_core.analyses.probe import responses
 from vitsee_core.analyses.probe.draws import check_classes, draw_images, split_rows
 from vitsee_core.analyses.probe.figure import plot
 from vitsee_core.analyses.probe.fit import Task
-from vitsee_core.analyses.probe.response_probe import (
-    refuse_of_classes,
-    response_settings,
-    run_responses,
-)
+from vitsee_core.analyses.probe.response_run import refuse_of_classes, run_responses
 from vitsee_core.analyses.probe.rows import INTERVAL, Scorer
 from vitsee_core.analyses.probe.score import Prober
 from vitsee_core.analyses.probe.settings import (
@@ -50,8 +46,13 @@ from vitsee_core.analyses.probe.settings import (
     parse_l2,
 )
 from vitsee_core.analyses.probe.sgd import Training
-from vitsee_core.analyses.probe.site_probes import Item, SiteProbes, shape_of_random
-from vitsee_core.features import SiteFeatures, check_alike, compared, require_comparable
+from vitsee_core.analyses.probe.site_probes import (
+    Item,
+    SiteProbes,
+    each_selection,
+    shape_of_random,
+)
+from vitsee_core.features import SiteFeatures, compared, require_comparable
 from vitsee_core.labels.labelled_rows import LabelledRows, check_disjoint
 from vitsee_core.labels.options import ALLOW_SHARED, PER_CLASS, RANDOM_BASELINE, TESTS
 from vitsee_core.masks.segments import Examples, Segmentation, as_segmentation, examples_of
@@ -318,27 +319,18 @@ def run(
         if n_ways + (folds is not None) > 1:
             raise VitseeError("give one of TEST, --test-split, --holdout and --folds at most")
         require_comparable(train, tests)
-        chosen = response_settings(
-            sites, tokens, l2, standardise, folds, by_column, allow_shared, execution.seed
-        )
         return run_responses(
-            train, tests, response, response_ids, test_split, holdout, chosen, execution
-        )
+            train, tests, response, response_ids, test_split, holdout, execution, l2=l2,
+            sites=sites, tokens=tokens, standardise=standardise, folds=folds, by_column=by_column,
+            allow_shared=allow_shared,
+        )  # fmt: skip
     if n_ways != 1:
         raise VitseeError("give exactly one of TEST, --test-split NAME and --holdout SHARE")
     seed = execution.seed
     settings = choose_settings(
-        preset,
-        sites=sites,
-        tokens=tokens,
-        shots=shots,
-        seeds=seeds,
-        seed=seed,
-        l2=l2,
-        standardise=standardise,
-        intercept=intercept,
-        match_last_stage=match_last_stage,
-    )
+        preset, sites=sites, tokens=tokens, shots=shots, seeds=seeds, seed=seed, l2=l2,
+        standardise=standardise, intercept=intercept, match_last_stage=match_last_stage,
+    )  # fmt: skip
     training = choose_training(
         solver,
         execution.device,
@@ -368,15 +360,11 @@ def run(
         shared.append(check_disjoint(ours, theirs, allow_shared))
         remarks += check_classes(ours, theirs, settings.shots)
         draws = [draw_images(ours, n, s) for n in settings.shots or (None,) for s in settings.seeds]
+        l2s = settings.l2s if training is None else (math.nan,)
         task = Task(
-            ours.labels,
-            ours.n_classes,
-            settings.algebra,
-            settings.l2s if training is None else (math.nan,),
-            settings.choose,
-            execution.jobs,
+            ours.labels, ours.n_classes, settings.algebra, l2s, settings.choose, execution.jobs,
             execution.budget,
-        )
+        )  # fmt: skip
         blocks = theirs.jackknife(seed)
         prober = Prober(task, draws, theirs.labels, training, blocks.labels)
         works.append(
@@ -470,33 +458,28 @@ class _Work:
 
     def _features(self) -> Iterator[tuple[SiteFeatures, SiteFeatures]]:
         """The probed features of the training and of the test images."""
-        train, test = self.train.store, self.test.store
-        for site in train.select(list(self.settings.sites)):
-            other = test.site(site.name)
-            site = train.site(site.name)
-            words: Sequence[str | None] = self.settings.tokens or (None,)
-            seen: set[str] = set()
-            for word in words:
-                match = self.settings.match_last_stage
-                ours, theirs = (
-                    self.examples.features(
-                        data, own, word, among=self.stores, match_last_stage=match
-                    )
-                    for data, own in ((self.train, site), (self.test, other))
+
+        def read(name: str, word: str | None) -> tuple[SiteFeatures, SiteFeatures]:
+            ours, theirs = (
+                self.examples.features(
+                    data, data.store.site(name), word, among=self.stores,
+                    match_last_stage=self.settings.match_last_stage,
                 )
-                check_alike(ours, theirs)
-                # A vector has no tokens: it is probed once.
-                if ours.selection in seen or (site.layout is None and seen):
-                    continue
-                seen.add(ours.selection)
-                self.words.setdefault(site.name, []).append(ours.selection)
-                if ours.matching is not None:
-                    grid = " x ".join(map(str, ours.matching.grid))
-                    self.matched[site.name] = (
-                        f"patches of {ours.matching.patch} x {ours.matching.patch} cells "
-                        f"flattened to {ours.dim} channels, averaged to {grid} cells"
-                    )
-                yield ours, theirs
+                for data in (self.train, self.test)
+            )  # fmt: skip
+            return ours, theirs
+
+        chosen = self.settings.sites, self.settings.tokens
+        for ours, theirs in each_selection(self.train.store, *chosen, read):
+            name = ours.site.name
+            self.words.setdefault(name, []).append(ours.selection)
+            if ours.matching is not None:
+                grid, patch = " x ".join(map(str, ours.matching.grid)), ours.matching.patch
+                self.matched[name] = (
+                    f"patches of {patch} x {patch} cells flattened to {ours.dim} channels, "
+                    f"averaged to {grid} cells"
+                )
+            yield ours, theirs
 
 
 def _n_probes(features: SiteFeatures) -> int:

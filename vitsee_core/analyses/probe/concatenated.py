@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vitsee_core.analyses.probe.draws import Draw
-from vitsee_core.analyses.probe.fit import Fitted, Task
+from vitsee_core.analyses.probe.fit import Fitted, Task, union
 from vitsee_core.analyses.probe.sources import Source
 from vitsee_core.analyses.probe.tally import Tally
 from vitsee_core.kernels.ridge import GRID, Algebra, HeldOut, LeaveOneOut, Linear, from_kernel
@@ -88,26 +88,22 @@ def _in_memory(draws: Sequence[Draw], n_test: int, memory: int) -> Iterator[list
 
 
 def _probe(
-    train: Source,
-    test: Source,
-    draws: Sequence[Draw],
-    numbers: Sequence[int],
-    task: Task,
+    train: Source, test: Source, draws: Sequence[Draw], numbers: Sequence[int], task: Task,
     tally: Tally,
-) -> None:
+) -> None:  # fmt: skip
     n_test = len(tally.labels)
-    union = np.unique(np.concatenate([draw.places for draw in draws]))
+    every = union([draw.places for draw in draws])
     methods = [task.method(draw) for draw in draws]
     places = []
     for draw, method in zip(draws, methods, strict=True):
         held = draw.held_out & (method == "holdout")
-        whole = np.searchsorted(union, draw.places)
+        whole = np.searchsorted(every, draw.places)
         places.append(_Of(whole, whole[~held], whole[held]))
     final = [Products(len(p.whole), n_test, task.algebra) for p in places]
     trial = [Products(len(p.fit), len(p.judge), task.algebra) for p in places]
     per_token = 8 * train.dim * sum(3 * len(draw) for draw in draws)
     for part in train.groups(task.memory // 2 // per_token):
-        x = np.concatenate([x.reshape(len(x), -1) for _, x in train.blocks(part, union)])
+        x = np.concatenate([x.reshape(len(x), -1) for _, x in train.blocks(part, every)])
         for p, last, first, method in zip(places, final, trial, methods, strict=True):
             last.start(x[p.whole])
             if method == "holdout":
@@ -117,7 +113,7 @@ def _probe(
             flat = others.reshape(len(others), -1)
             for products in final:
                 products.add(rows, flat)
-    labels = task.labels[union]
+    labels = task.labels[every]
     for d, p, last, first, method in zip(numbers, places, final, trial, methods, strict=True):
         if method == "given":
             l2s: tuple[float, ...] = task.l2s

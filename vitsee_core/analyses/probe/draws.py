@@ -35,8 +35,11 @@ class Draw:
 
 def draw_images(train: LabelledRows, shots: int | None, seed: int) -> Draw:
     """All images, or `shots` per class: the first of a permutation of the class, drawn class after
-    class by one generator, so that fewer shots are a subset of more (as in big_vision). Raises
-    VitseeError: classes with fewer images; names and counts them."""
+    class by one generator, so that fewer shots are a subset of more (as in big_vision).
+
+    Raises:
+        VitseeError: classes with fewer images; names and counts them.
+    """
     rng = np.random.default_rng(seed)
     order, classes = _by_class(train)
     picked = [members if shots is None else rng.permutation(members)[:shots] for members in classes]
@@ -63,12 +66,15 @@ def _check_shots(train: LabelledRows, picked: Sequence[Integers], shots: int) ->
         if 0 < len(members) < shots
     ]
     if short:
-        names = ", ".join(short[:SHOWN]) + (", ..." if len(short) > SHOWN else "")
         raise VitseeError(
             f"{len(short)} of the {train.n_classes} classes of {train.store.label} have fewer than "
-            f"{shots} training {train.NOUN}s: {names} (give a smaller --shots, or extract more "
-            "images)"
+            f"{shots} training {train.NOUN}s: {_shown(short)} (give a smaller --shots, or extract "
+            "more images)"
         )
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
 
 
 def _share_of_each(classes: Sequence[Integers], share: float, rng: np.random.Generator) -> Integers:
@@ -95,16 +101,14 @@ def check_classes(train: LabelledRows, test: LabelledRows, shots: Sequence[int])
         )
     if not missing:
         return remarks
-    names = ", ".join(missing[:SHOWN]) + (", ..." if len(missing) > SHOWN else "")
+    names = _shown(missing)
     if shots:
         raise VitseeError(
             f"{len(missing)} of the {train.n_classes} classes are tested and have no {train.NOUN} "
             f"(0) in {train.store.label}: {names}; --shots {min(shots)} needs as many of each"
         )
-    return [
-        f"no training {train.NOUN} of {len(missing)} classes that are tested: {names}",
-        *remarks,
-    ]
+    untrained = f"no training {train.NOUN} of {len(missing)} classes that are tested: {names}"
+    return [untrained, *remarks]
 
 
 def split_rows(
@@ -116,11 +120,11 @@ def split_rows(
     rows: Callable[..., LabelledRows] = labelled_rows,
     seed: int = 0,
 ) -> tuple[LabelledRows, LabelledRows]:
-    """The rows that train and those that test.
+    """The rows that train and those that test; one of `test`, `test_split` and `holdout` is given.
 
     Args:
         train: its labelled rows train.
-        test: its labelled rows test; None if `train` has to give both.
+        test: its labelled rows test.
         test_split: rows of this split of the data test, all others train.
         holdout: this share of each class tests, drawn with `seed`, at least one image of a class
             with two.
@@ -129,14 +133,8 @@ def split_rows(
 
     Raises:
         MissingInput: no labels, or no such split.
-        VitseeError: not exactly one of `test`, `test_split`, `holdout`; or nothing is left to train
-            or test.
+        VitseeError: nothing is left to train or test.
     """
-    ways = {"a second store": test, "--test-split NAME": test_split, "--holdout SHARE": holdout}
-    given = [name for name, value in ways.items() if value is not None]
-    if len(given) != 1:
-        named = " and ".join(given) or "none"
-        raise VitseeError(f"expected one of {', '.join(ways)} to test on; found {named}")
     data = rows(train)
     if test is not None:
         return data, rows(test)

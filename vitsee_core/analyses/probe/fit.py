@@ -59,6 +59,13 @@ class Task:
             return "given"
         return self.choose if self.choose == "loo" or draw.held_out.any() else "loo"
 
+    def judging(self, draw: Draw) -> Integers:
+        """Places of the images that choose a draw's l2."""
+        method = self.method(draw)
+        if method == "given":
+            return draw.places[:0]
+        return draw.places if method == "loo" else draw.places[draw.held_out]
+
     @property
     def n_l2(self) -> int:
         """Number of l2 values that each probe is reported at."""
@@ -79,13 +86,8 @@ class Fitted:
         return not weights.any()
 
     def ranks(self, x: Float, labels: Integers) -> Integers:
-        """(l2s, m) number of classes ranked before each image's own; among equal scores the lower
-        class comes first.
-
-        Args:
-            x: (m, dim) features.
-            labels: (m,) classes.
-        """
+        """(l2s, m) number of classes ranked before each image's own, from features (m, dim) and
+        labels (m,); among equal scores the lower class comes first."""
         if isinstance(self.model, Linear):
             return ranks(self.model.scores(x), labels)[np.newaxis]
         z = self.model.coordinates(x)
@@ -100,16 +102,8 @@ def token_bytes(task: Task, draws: Sequence[Draw], dim: int) -> int:
 
 
 def fit(source: Source, part: slice, draws: Sequence[Draw], task: Task) -> list[list[Fitted]]:
-    """A probe for each draw and token of the part.
-
-    The training images are read once; twice if those that choose l2 do not fit the memory.
-
-    Args:
-        source: of the training images.
-        part: of its tokens.
-        draws: which images train.
-        task: see `Task`.
-    """
+    """A probe for each draw and token of the part of the source's tokens. The training images are
+    read once; twice if those that choose l2 do not fit the memory."""
     tokens = len(range(*part.indices(source.n_tokens)))
     n = len(task.labels)
     methods = [task.method(draw) for draw in draws]
@@ -135,7 +129,7 @@ def fit(source: Source, part: slice, draws: Sequence[Draw], task: Task) -> list[
     def pieces() -> Iterator[tuple[SufficientStats, Piece]]:
         """Images whose sums are due, as they are read."""
         nonlocal done
-        for places, x in source.blocks(part, _union(n, [draw.places for draw in draws])):
+        for places, x in source.blocks(part, union([draw.places for draw in draws])):
             for mask, sums in used:
                 rows, some = _chosen(mask[places], x)
                 labels = task.labels[places[rows]]
@@ -193,8 +187,8 @@ def _judge(
 
     judges = dict(zip(pairs, list(thread_map(task.jobs)(decompose, pairs)), strict=True))
     masks = np.zeros((len(draws), len(task.labels)), bool)
-    for mask, draw, method in zip(masks, draws, methods, strict=True):
-        mask[draw.places if method == "loo" else draw.places[draw.held_out]] = True
+    for mask, draw in zip(masks, draws, strict=True):
+        mask[task.judging(draw)] = True
     _look(judges, read(), masks, task)
     return judges
 
@@ -236,19 +230,11 @@ def _in_memory(places: Integers, x: NDArray[np.float32]) -> Iterator[Block]:
         yield places[start : start + ROWS], x[start : start + ROWS]
 
 
-def _union(n: int, places: Sequence[Integers]) -> Integers:
-    """The sorted union of these places below n."""
-    chosen = np.zeros(n, bool)
-    for some in places:
-        chosen[some] = True
-    return np.flatnonzero(chosen)
+def union(places: Sequence[Integers]) -> Integers:
+    """All of these places once, ascending."""
+    return np.unique(np.concatenate(places))
 
 
 def _looked_at_again(task: Task, draws: Sequence[Draw]) -> Integers:
     """Places of the images that choose some draw's l2."""
-    chosen = []
-    for draw in draws:
-        method = task.method(draw)
-        if method != "given":
-            chosen.append(draw.places if method == "loo" else draw.places[draw.held_out])
-    return _union(len(task.labels), chosen)
+    return union([task.judging(draw) for draw in draws])

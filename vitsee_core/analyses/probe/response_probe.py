@@ -1,4 +1,4 @@
-"""Responses as linear functions of features: ridge regression of every column at every site.
+"""Responses as linear functions of features: ridge regression of every column at a site.
 
 One eigendecomposition of a site's training images serves every column and every l2. The l2 of each
 column is the one with the least squared error on `HELD_OUT` of the training images, which were not
@@ -8,47 +8,31 @@ fitted to; with the chosen ones all training images are fitted again. Test image
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vitsee_core.analyses.probe.draws import HELD_OUT
-from vitsee_core.analyses.probe.response_scores import SPLITS, Sums, reliability
-from vitsee_core.analyses.probe.responses import Responses, read_responses
-from vitsee_core.features import SiteFeatures, check_alike, choose_features, compared
+from vitsee_core.analyses.probe.response_scores import Sums
+from vitsee_core.analyses.probe.responses import Responses
+from vitsee_core.features import SiteFeatures
 from vitsee_core.kernels.ridge import GRID, Algebra, Factors
-from vitsee_core.labels.labelled_rows import in_split, shared_images
 from vitsee_core.runtime.machine import human_bytes
-from vitsee_core.runtime.progress import SITE_IMAGES, counting
-from vitsee_core.statistics.jackknife import UNLIMITED, Blocks, Limits, interval
-from vitsee_core.tables.columns import SITE, site_columns
-from vitsee_core.tables.replicates import WORD
-from vitsee_core.tables.results import Table
+from vitsee_core.statistics.jackknife import UNLIMITED, Blocks, Limits
+from vitsee_core.statistics.value_columns import interval_cells
+from vitsee_core.tables.columns import site_columns
 from vitsee_core.tables.words import CEILING
 from vitsee_core.types import Float, Integers, Mask
 from vitsee_stores.errors import VitseeError
-from vitsee_stores.url import Url
 
 if TYPE_CHECKING:
     from vitsee_core.runtime.execution import Execution
     from vitsee_stores import Store
 
-COLUMNS = (
-    *(*SITE, "token", "column", "l2", "metric", "value", "low", "high"),
-    *("n_images", "n_columns", "baseline"),
-)
-FOLDS = 5
-LEAST = 4  # training images: three that fit and one that chooses l2
-LEAST_TESTED = 3  # per test set, as two always correlate by 1 or -1
 CORRELATION: Limits = (-1.0, 1.0)
 EXPLAINED: Limits = (-np.inf, 1.0)
-METHOD = (
-    "delete-a-block jackknife over blocks of test images (t quantile); the probe, its l2, the "
-    "training images and the noise ceiling held fixed, and the columns those that were measured"
-)
 
 log = logging.getLogger(__name__)
 
@@ -142,9 +126,10 @@ class ResponseProbe:
     ) -> list[dict[str, Any]]:
         """The rows of a site's tokens."""
         ours, theirs = item
+        one = self.test is self.train
         x = _matrix(ours, self.train, execution)
-        z = x if theirs is ours else _matrix(theirs, self.test, execution)
-        execution.progress.advance(len(self.train) + len(self.test) * (theirs is not ours))
+        z = x if one else _matrix(theirs, self.test, execution)
+        execution.progress.advance(len(self.train) + len(self.test) * (not one))
         place = site_columns(self.test.store, ours.site)
         place["token"] = "" if ours.site.layout is None else str(ours.selection)
         return [place | row for row in self.rows(x, z)]
@@ -185,11 +170,10 @@ class ResponseProbe:
 
     def _of_l2(self, sums: Sequence[Sums], l2s: Float) -> Iterator[dict[str, Any]]:
         """The rows of one choice of l2; sums: by block, of each test set."""
-        metrics: dict[str, tuple[Float, Float, Limits]] = {}
-        for name, score, limits in (
-            ("r", lambda own: own.r, CORRELATION), ("r2", lambda own: own.r2, EXPLAINED)
-        ):  # fmt: skip
-            metrics[name] = *_over_sets(sums, score), limits
+        metrics: dict[str, tuple[Float, Float, Limits]] = {
+            "r": (*_over_sets(sums, lambda own: own.r), CORRELATION),
+            "r2": (*_over_sets(sums, lambda own: own.r2), EXPLAINED),
+        }
         if self.ceiling is not None:
             usable = np.where(self.ceiling > 0, self.ceiling, np.nan)
             for name, bound in (("r", np.sqrt(usable)), ("r2", usable)):
@@ -201,7 +185,8 @@ class ResponseProbe:
             for name, (value, replicates, limits) in metrics.items():
                 for at, column in enumerate(self.columns):
                     own = {"column": column, "l2": float(l2[at]), "n_columns": 1}
-                    yield about | own | _cells(name, value[at], replicates[:, at], limits)
+                    cells = interval_cells(value[at], replicates[:, at], limits)
+                    yield about | own | {"metric": name} | cells
         of_all = about | {"l2": float(_geometric(l2))}
         for name, (value, replicates, limits) in metrics.items():
             there = np.isfinite(value)
@@ -211,7 +196,8 @@ class ResponseProbe:
                     yield own | {"metric": f"{name}_{word}", "value": np.nan}
                     continue
                 summary, of_blocks = over(value[there]), over(replicates[:, there], axis=1)
-                yield own | _cells(f"{name}_{word}", summary, of_blocks, limits)
+                cells = interval_cells(summary, of_blocks, limits)
+                yield own | {"metric": f"{name}_{word}"} | cells
 
     def _ceiling_rows(self) -> Iterator[dict[str, Any]]:
         if self.ceiling is None:
@@ -226,16 +212,9 @@ class ResponseProbe:
                 }  # fmt: skip
 
 
-def _cells(metric: str, value: Any, replicates: Float, limits: Limits) -> dict[str, Any]:
-    _, low, high = interval(np.asarray(value), replicates, limits)
-    cells = {"metric": metric, "value": float(value), "low": float(low), "high": float(high)}
-    return {**cells, WORD: replicates}
-
-
 def _geometric(l2s: Float) -> Float:
     """The geometric mean over the first axis; a number without rounding where all are equal."""
-    mean: Float = np.where(np.ptp(l2s, 0) > 0, np.exp(np.log(l2s).mean(0)), l2s[0])
-    return mean
+    return np.where(np.ptp(l2s, 0) > 0, np.exp(np.log(l2s).mean(0)), l2s[0])
 
 
 def _over_sets(sums: Sequence[Sums], score: Callable[[Sums], Float]) -> tuple[Float, Float]:
@@ -255,203 +234,3 @@ def _matrix(features: SiteFeatures, images: Images, execution: Execution) -> Flo
         )
     parts = features.vectors(images.mask, jobs=execution.jobs, memory=execution.budget)
     return np.concatenate([part.astype(np.float64) for part in parts])
-
-
-def refuse_of_classes(options: Mapping[str, Any]) -> None:
-    """Refuse options that belong to probes of classes.
-
-    Raises:
-        VitseeError: names the first of them.
-    """
-    for name, value in options.items():
-        if value is not None and value is not False and value != ():
-            raise VitseeError(
-                f"{name} belongs to probes of classes, not to --response; leave it out"
-            )
-
-
-def response_settings(
-    sites: Sequence[str],
-    tokens: Sequence[str],
-    l2: Sequence[float | str],
-    standardise: bool | None,
-    folds: int | None,
-    by_column: bool,
-    allow_shared: bool,
-    seed: int,
-) -> Settings:
-    """The choices of `probe --response`, with their defaults.
-
-    Raises:
-        VitseeError: a way to choose l2 that responses do not have.
-    """
-    words = {value for value in l2 if isinstance(value, str)}
-    if words - {"holdout", "grid"} or (words and len(l2) > 1):
-        raise VitseeError(
-            f"--l2 {', '.join(map(str, l2))}: with --response expected holdout, grid or numbers"
-        )
-    numbers = tuple(sorted({float(value) for value in l2 if not isinstance(value, str)}))
-    return Settings(
-        tuple(sites) or ("blocks",), tuple(tokens), GRID if "grid" in words else numbers,
-        Algebra(bool(standardise)), folds or FOLDS, by_column, allow_shared, seed,
-    )  # fmt: skip
-
-
-def run_responses(
-    train: Store,
-    tests: Sequence[Store],
-    response: Path | Url,
-    ids: Path | None,
-    test_split: str | None,
-    holdout: float | None,
-    settings: Settings,
-    execution: Execution,
-) -> Table:
-    """The table of `probe --response`.
-
-    Raises:
-        MissingInput: no such split, or a store lacks a site.
-        SiteError: a site has no such tokens, or several where one vector is needed.
-        StoreMismatch: other models, or images that are both trained and tested on.
-        VitseeError: responses that do not fit the stores, or too few images.
-    """
-    place = response if isinstance(response, Url) else Path(response)
-    responses = read_responses(place, None if ids is None else Path(ids))
-    if ids is None and responses.ids is None and tests:
-        raise VitseeError(
-            f"{responses.source} has no ids, so that its rows can be of one store only; say whose "
-            "they are with --response-ids FILE"
-        )
-    ours = Images.of(train, responses, execution)
-    probes, shared = [], []
-    for test in tests or (None,):
-        theirs = ours if test is None else Images.of(test, responses, execution)
-        both = [images.mask.nonzero()[0] for images in (ours, theirs)]
-        if test is not None:
-            n_shared = shared_images(train, both[0], test, both[1], settings.allow_shared)
-            shared.append(n_shared)
-        sets = _sets(ours, theirs, test_split, holdout, settings)
-        probes.append(_probe(ours, theirs, sets, responses, settings))
-    items = [list(_features(train, probe.test.store, tests, settings)) for probe in probes]
-    total = sum(
-        len(some) * (len(probe.train) + len(probe.test) * bool(tests))
-        for probe, some in zip(probes, items, strict=True)
-    )
-    rows: list[dict[str, Any]] = []
-    with counting(execution.progress, total, SITE_IMAGES):
-        for probe, some in zip(probes, items, strict=True):
-            for of_site in execution.spread(probe, some):
-                rows += of_site
-    first = probes[0]
-    words = dict[str, str]()
-    for ours_of, _ in items[0]:
-        words.setdefault(ours_of.site.name, str(ours_of.selection))
-    notes = {
-        "interval": METHOD,
-        "responses": {
-            "source": responses.source,
-            "columns": len(responses.columns),
-            "repeats": len(responses.repeats),
-            "ceiling": None if first.ceiling is None else (
-                "Spearman-Brown corrected correlation of half the repeats with the others, mean "
-                f"of {1 if len(responses.repeats) == 2 else SPLITS} random halves, over tested "
-                "images; r is divided by its root, r2 by it; columns where it is not above 0 have "
-                f"no normalised value ({int((~(first.ceiling > 0)).sum())})"
-            ),
-        },
-        "solver": {
-            "solver": "ridge", "intercept": "not penalised",
-            "standardised": settings.algebra.standardise,
-            "l2": list(settings.l2s) or f"of each column, from 2^-10 to 2^19: least squared error "
-            f"on {HELD_OUT:.0%} of the training images",
-        },
-        "test_sets": len(first.sets),
-        "train": {"store": train.label, "images": len(ours), "without_response": ours.left_out},
-        "tests": [
-            {"store": probe.test.store.label, "images": probe.n_tested,
-             "without_response": probe.test.left_out} for probe in probes
-        ],
-        "also_in_train": shared,
-        "compared": compared(
-            (train, *tests), words, asked="" if settings.tokens else None
-        ),
-        WORD: {probe.test.store.label: probe.blocks.describe() for probe in probes},
-        "seed": settings.seed,
-    }  # fmt: skip
-    names = [name for name in COLUMNS if name != "column" or settings.by_column]
-    return Table.from_rows(rows, names, notes)
-
-
-def _sets(
-    ours: Images, theirs: Images, split: str | None, holdout: float | None, settings: Settings
-) -> list[TestSet]:
-    """Which images are tested with which left to train, in the data set's own order.
-
-    Raises:
-        VitseeError: too few images for that.
-    """
-    n, everything = len(theirs), np.arange(len(ours))
-    order = np.argsort(theirs.store.samples.index[theirs.mask], kind="stable")
-    rng = np.random.default_rng((settings.seed, 2))
-    if theirs is not ours:
-        parts = [everything]
-        sets = [TestSet(everything, np.arange(n))]
-    else:
-        if split is not None:
-            parts = [np.flatnonzero(in_split(ours.store, split)[ours.mask])]
-        elif holdout is not None:
-            parts = [np.sort(order[rng.permutation(n)[: round(holdout * n)]])]
-        else:
-            shuffled = order[rng.permutation(n)]
-            parts = [np.sort(part) for part in np.array_split(shuffled, settings.folds)]
-        sets = [TestSet(np.setdiff1d(everything, part), part) for part in parts]
-    for one in sets:
-        if len(one.train) < LEAST or len(one.test) < LEAST_TESTED:
-            raise VitseeError(
-                f"{len(one.train)} images with a response of {ours.store.label} are left to train "
-                f"and {len(one.test)} of {theirs.store.label} to test; expected at least {LEAST} "
-                f"and {LEAST_TESTED}: give more images, or fewer --folds"
-            )
-    return sets
-
-
-def _probe(
-    ours: Images, theirs: Images, sets: list[TestSet], responses: Responses, settings: Settings
-) -> ResponseProbe:
-    tested = np.unique(np.concatenate([one.test for one in sets]))
-    mask = np.zeros(len(theirs.mask), bool)
-    mask[np.flatnonzero(theirs.mask)[tested]] = True
-    blocks = Blocks.of(theirs.store, mask, settings.seed)
-    # Places are those of all images with a response; labels of images that are not tested, unused.
-    of_place = blocks.of_rows[theirs.mask]
-    mean = responses.mean
-    for one in sets:
-        responses.check(ours.rows[one.train], ours.store.label)
-        responses.check(theirs.rows[one.test], theirs.store.label)
-    ceiling = reliability(responses.repeats[:, theirs.rows[tested]], settings.seed)
-    return ResponseProbe(
-        ours, theirs, tuple(sets), mean[ours.rows], mean[theirs.rows],
-        replace(blocks, labels=of_place), ceiling, responses.columns, settings,
-    )  # fmt: skip
-
-
-def _features(
-    train: Store, test: Store, tests: Sequence[Store], settings: Settings
-) -> Iterator[tuple[SiteFeatures, SiteFeatures]]:
-    """The probed features of the training and of the test images."""
-    for name in train.select(list(settings.sites)):
-        seen = set[object]()
-        for word in settings.tokens or (None,):
-            ours = choose_features(
-                train, train.site(name.name), word, among=(train, *tests), one_vector=True
-            )
-            if ours.selection in seen or (ours.site.layout is None and seen):
-                continue
-            seen.add(ours.selection)
-            theirs = ours
-            if test is not train:
-                theirs = choose_features(
-                    test, test.site(name.name), word, among=(train, *tests), one_vector=True
-                )
-                check_alike(ours, theirs)
-            yield ours, theirs

@@ -45,27 +45,18 @@ class Sums:
 
     @classmethod
     def by_block(cls, y: Float, p: Float, labels: Integers, n_blocks: int) -> Sums:
-        """(blocks, columns) over the images of each block.
-
-        Args:
-            y: (images, columns) measured.
-            p: the same, predicted.
-            labels: (images,) each one's block.
-            n_blocks: number of blocks.
-        """
+        """(blocks, columns) of measured and predicted responses (images, columns); labels:
+        (images,) each one's block."""
         parts = (np.ones_like(y), y, p, y * y, p * p, y * p)
         return cls(*(block_sums(part, labels, n_blocks).swapaxes(-1, -2) for part in parts))
 
     def total(self) -> Sums:
         """(columns,) over all blocks."""
-        return Sums(*(part.sum(0) for part in self._parts()))
+        return Sums(*(part.sum(0) for part in vars(self).values()))
 
     def without(self) -> Sums:
         """(blocks, columns) over all blocks but each."""
-        return Sums(*(part.sum(0) - part for part in self._parts()))
-
-    def _parts(self) -> tuple[Float, ...]:
-        return self.n, self.y, self.p, self.yy, self.pp, self.yp
+        return Sums(*(part.sum(0) - part for part in vars(self).values()))
 
     @property
     def r(self) -> Float:
@@ -88,13 +79,8 @@ class Sums:
 
 
 def reliability(repeats: Float, seed: int) -> Float | None:
-    """(columns,) the reliability of the mean over repeats, see the module's text; None with one
-    repeat, NaN for a column whose halves have no variance.
-
-    Args:
-        repeats: (repeats, images, columns), NaN for those that are missing.
-        seed: of the halves.
-    """
+    """(columns,) the reliability of the mean over repeats (repeats, images, columns), see the
+    module's text; None with one repeat, NaN for a column whose halves have no variance."""
     n_repeats = len(repeats)
     if n_repeats < 2:
         return None
@@ -103,7 +89,8 @@ def reliability(repeats: Float, seed: int) -> Float | None:
     found = []
     for _ in range(n_splits):
         order = rng.permutation(n_repeats)
-        found.append(_correlation(*(_mean(repeats[order[part]]) for part in _halves(half))))
+        halves = (repeats[order[:half]], repeats[order[half : 2 * half]])
+        found.append(_correlation(*map(mean_of_repeats, halves)))
     c = np.mean(found, axis=0)
     k = n_repeats / half
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -111,23 +98,19 @@ def reliability(repeats: Float, seed: int) -> Float | None:
     return corrected
 
 
-def _halves(half: int) -> tuple[slice, slice]:
-    return slice(0, half), slice(half, 2 * half)
-
-
-def _mean(repeats: Float) -> Float:
+def mean_of_repeats(repeats: Float) -> Float:
+    """(images, columns) over the repeats that are there; NaN where none is."""
     there = np.isfinite(repeats)
     n = there.sum(0)
-    found: Float = np.where(n > 0, np.where(there, repeats, 0).sum(0) / np.maximum(n, 1), np.nan)
-    return found
+    return np.where(n > 0, np.where(there, repeats, 0).sum(0) / np.maximum(n, 1), np.nan)
 
 
 def _correlation(a: Float, b: Float) -> Float:
     """(columns,) over the images (images, columns) that both have."""
     both = np.isfinite(a) & np.isfinite(b)
     n = np.maximum(both.sum(0), 1)
-    a, b = (np.where(both, v, 0) - np.where(both, v, 0).sum(0) / n for v in (a, b))
-    a, b = (np.where(both, v, 0) for v in (a, b))
+    means = [np.where(both, v, 0).sum(0) / n for v in (a, b)]
+    a, b = (np.where(both, v - mean, 0) for v, mean in zip((a, b), means, strict=True))
     with np.errstate(invalid="ignore", divide="ignore"):
         found: Float = (a * b).sum(0) / np.sqrt((a * a).sum(0) * (b * b).sum(0))
     return found

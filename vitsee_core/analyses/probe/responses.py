@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from vitsee_core.analyses.probe.response_scores import mean_of_repeats
 from vitsee_core.imports.arrays import read_arrays, read_ids
 from vitsee_core.runtime.options import Option
-from vitsee_core.types import Float, Integers, Mask
+from vitsee_core.types import Float, Integers
 from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.manifest import few
@@ -64,11 +64,7 @@ class Responses:
     @property
     def mean(self) -> Float:
         """(images, columns) over the repeats that are there; NaN where none is."""
-        there = np.isfinite(self.repeats)
-        n = there.sum(0)
-        total = np.where(there, self.repeats, 0).sum(0)
-        found: Float = np.where(n > 0, total / np.maximum(n, 1), np.nan)
-        return found
+        return mean_of_repeats(self.repeats)
 
     def rows_of(self, store: Store) -> Integers:
         """(images,) the responses' row of each image of a store, -1 for none.
@@ -118,11 +114,7 @@ class Responses:
 
 
 def read_responses(path: Path | Url, ids: Path | None) -> Responses:
-    """The responses of a file or a store.
-
-    Args:
-        path: see `RESPONSE`.
-        ids: see `RESPONSE_IDS`.
+    """The responses of a file or a store; see `RESPONSE` and `RESPONSE_IDS`.
 
     Raises:
         VitseeError: no responses, several arrays, or ids that do not fit them.
@@ -185,8 +177,6 @@ def _of_store(store: Store) -> Responses:
         own = listed.get(site.name) or []
         own = own if len(own) == site.dim else [str(i) for i in range(site.dim)]
         names += own if len(sites) == 1 else [f"{site.name}:{name}" for name in own]
-    values: list[NDArray[Any]] = [store.vectors(site.name)[:] for site in sites]
-    valid: Mask = store.valid
-    ids = store.samples.id[valid].tolist()
-    whole = np.concatenate(values, axis=1)[valid].astype(np.float64)
-    return Responses(ids, whole[np.newaxis], names, store.label)
+    values = np.concatenate([store.vectors(site.name)[:] for site in sites], axis=1)
+    whole = values[store.valid].astype(np.float64)
+    return Responses(store.samples.id[store.valid].tolist(), whole[np.newaxis], names, store.label)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.analyses.probe.draws import Draw
 from vitsee_core.analyses.probe.tally import Tally
@@ -19,7 +18,7 @@ from vitsee_core.statistics.moments import Moments
 from vitsee_core.statistics.shares import METHOD as SHARES
 from vitsee_core.statistics.shares import share_interval
 from vitsee_core.tables.replicates import WORD
-from vitsee_core.types import Float
+from vitsee_core.types import Float, Float32, Integers, Mask
 from vitsee_stores.token_selection import Token
 
 INTERVAL = (
@@ -61,9 +60,7 @@ class Scorer:
                         without = self.blocks.means_without(share.mean(0, dtype=np.float64))
                         yield base | {"metric": metric, WORD: without} | _mean_share(share)
 
-    def _of_probe(
-        self, tally: Tally, own: NDArray[np.int64], i: int, t: int
-    ) -> Iterator[dict[str, Any]]:
+    def _of_probe(self, tally: Tally, own: Integers, i: int, t: int) -> Iterator[dict[str, Any]]:
         right = tally.right[own, i, t]
         failed = tally.failed[own, i, t]
         labels = self.test.labels
@@ -80,11 +77,7 @@ class Scorer:
             yield {"metric": "top1_class", "class": name} | scores | counted
 
     def _over_seeds(
-        self,
-        right: NDArray[np.int64],
-        n: int,
-        failed: NDArray[np.bool_],
-        without: Float | None,
+        self, right: Integers, n: int, failed: Mask, without: Float | None
     ) -> dict[str, Any]:
         """From the numbers of right answers among n, one per seed; without: (blocks,) their mean
         share without each block."""
@@ -106,7 +99,7 @@ def tokens_of(features: SiteFeatures) -> list[Token]:
     return features.tokens
 
 
-def _mean_l2(values: NDArray[np.float64]) -> float | None:
+def _mean_l2(values: Float) -> float | None:
     """The value, or the geometric mean of several; None if there is none."""
     if not np.isfinite(values).all():
         return None
@@ -115,7 +108,7 @@ def _mean_l2(values: NDArray[np.float64]) -> float | None:
     return float(np.exp2(np.log2(values).mean()))
 
 
-def _mean_share(share: NDArray[np.float32]) -> dict[str, Any]:
+def _mean_share(share: Float32) -> dict[str, Any]:
     """From (seeds, images): the share of probes that are right about each image."""
     moments = Moments()
     moments.add(share.T)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.analyses.probe.concatenated import probe_concatenated
 from vitsee_core.analyses.probe.draws import Draw
@@ -18,7 +17,7 @@ from vitsee_core.analyses.probe.tally import Tally
 from vitsee_core.runtime.lanes import one_blas_thread
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.streaming import thread_map
-from vitsee_core.types import Mask
+from vitsee_core.types import Float32, Integers, Mask
 from vitsee_stores.errors import VitseeError
 
 
@@ -28,9 +27,9 @@ class Prober:
 
     task: Task
     draws: Sequence[Draw]
-    test_labels: NDArray[np.int64]  # of the labelled test images
+    test_labels: Integers  # of the labelled test images
     training: Training | None = None  # of SGD, None for ridge
-    blocks: NDArray[np.int64] | None = None  # (test images,) the jackknife's
+    blocks: Integers | None = None  # (test images,) the jackknife's
 
     def each(
         self,
@@ -40,9 +39,7 @@ class Prober:
         first: int = 0,
         done: Callable[[int], object] = lambda n: None,
     ) -> Tally:
-        """A probe for every token.
-
-        Memory: as many tokens at a time as fit.
+        """A probe for every token, as many at a time as fit the memory.
 
         Args:
             train: features of the training images.
@@ -54,22 +51,6 @@ class Prober:
         Raises:
             VitseeError: not even one token fits the memory.
         """
-        with self.threads():
-            return self._each(train, test, what, first, done)
-
-    @contextmanager
-    def threads(self) -> Iterator[None]:
-        """Context in which ridge probes' products run in the calling thread. Entering takes some
-        milliseconds, so callers with many sites hold it for all."""
-        if self.training is not None:
-            yield
-            return
-        with one_blas_thread():
-            yield
-
-    def _each(
-        self, train: Source, test: Source, what: str, first: int, done: Callable[[int], object]
-    ) -> Tally:
         tally = self._tally(train.n_tokens, first)
         size = self._token_bytes(train.dim)
         if size > self.task.memory:
@@ -77,14 +58,20 @@ class Prober:
                 f"probing {what} takes about {human_bytes(size)} of memory, more than "
                 f"{human_bytes(self.task.memory)} (give more with --memory, or use fewer images)"
             )
-        for part in train.groups(max(1, self.task.memory // size)):
-            if self.training is not None:
-                fitted = fit_sgd(train, part, self.draws, self.task, self.training)
-            else:
-                fitted = [list(probes) for probes in fit(train, part, self.draws, self.task)]
-            self._test(test, part, fitted, tally)
-            done(len(self.draws) * (part.stop - part.start))
+        with self.threads():
+            for part in train.groups(max(1, self.task.memory // size)):
+                if self.training is not None:
+                    fitted = fit_sgd(train, part, self.draws, self.task, self.training)
+                else:
+                    fitted = [list(probes) for probes in fit(train, part, self.draws, self.task)]
+                self._test(test, part, fitted, tally)
+                done(len(self.draws) * (part.stop - part.start))
         return tally
+
+    def threads(self) -> AbstractContextManager[None]:
+        """Context in which ridge probes' products run in the calling thread. Entering takes some
+        milliseconds, so callers with many sites hold it for all."""
+        return nullcontext() if self.training is not None else one_blas_thread()
 
     def side_by_side(self, train: Source, test: Source, what: str) -> Tally:
         """One probe of all tokens together: by inner products if there are more features than
@@ -116,14 +103,14 @@ class Prober:
             tally.blind[where] = probe is not None and probe.blind
             tally.l2s[where] = np.nan if probe is None else probe.l2s
 
-        def pieces() -> Iterator[tuple[tuple[int, int], NDArray[np.int64], NDArray[np.float32]]]:
+        def pieces() -> Iterator[tuple[tuple[int, int], Integers, Float32]]:
             for places, x in test.blocks(part, np.arange(len(self.test_labels))):
                 for d, t in pairs:
                     yield (d, t), places, x[:, t]
 
         def score(
-            piece: tuple[tuple[int, int], NDArray[np.int64], NDArray[np.float32]],
-        ) -> tuple[tuple[int, int], NDArray[np.int64], Mask | None]:
+            piece: tuple[tuple[int, int], Integers, Float32],
+        ) -> tuple[tuple[int, int], Integers, Mask | None]:
             (d, t), places, x = piece
             if (probe := fitted[d][t]) is None:
                 return (d, t), places, None

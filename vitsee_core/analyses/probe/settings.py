@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from vitsee_core.analyses.probe.draws import HELD_OUT
 from vitsee_core.analyses.probe.sgd import Training
 from vitsee_core.kernels.ridge import GRID, Algebra, HeldOut, LeaveOneOut
+from vitsee_core.labels.options import word_or_number
 from vitsee_stores.errors import VitseeError
 
 PRESETS = ("raghu", "big_vision")
@@ -28,25 +30,13 @@ FREE = "free"
 SOLVERS = ("ridge", "sgd")
 
 
-def parse_l2(text: str) -> str | float:
-    """A positive number, or a word. Raises VitseeError: neither."""
-    words = (*CHOOSERS, "grid")
-    return text if text in words else _positive(text, f"a number above 0, {', '.join(words)}")
-
-
-def parse_intercept(text: str) -> str | float:
-    """`free` or a positive number. Raises VitseeError: neither."""
-    return text if text == FREE else _positive(text, "free or a number above 0, e.g. 100")
-
-
-def _positive(text: str, expected: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise VitseeError(f"{text!r}; expected {expected}")
-    return value
+WORDS = (*CHOOSERS, "grid")
+parse_l2 = partial(
+    word_or_number, words=WORDS, expected=f"a number above 0, {', '.join(WORDS)}"
+)  # of --l2
+parse_intercept = partial(
+    word_or_number, words=(FREE,), expected=f"{FREE} or a number above 0, e.g. 100"
+)
 
 
 @dataclass(frozen=True)
@@ -103,14 +93,10 @@ def choose_settings(
     """The user's options, else the preset's, else the defaults.
 
     Args:
-        preset: one of `PRESETS`.
-        sites: default `blocks`.
-        tokens: words of tokens.
-        shots: training images per class; empty for all.
-        seeds: number of draws, default 3.
+        tokens: () for each site's default.
+        seeds: number of draws.
         seed: of the first draw.
-        l2: numbers and `grid`, or one of `CHOOSERS`; default `holdout`.
-        standardise: scale features.
+        l2: numbers and `grid`, or one of `CHOOSERS`.
         intercept: `free`, or the value of a penalised constant column.
         match_last_stage: see `features.last_stage`.
 
@@ -153,7 +139,7 @@ def choose_settings(
 def _parse_l2(values: Sequence[float | str]) -> tuple[tuple[float, ...], str]:
     words = [value for value in values if isinstance(value, str)]
     choosers = [word for word in words if word in CHOOSERS]
-    if unknown := [word for word in words if word not in (*CHOOSERS, "grid")]:
+    if unknown := [word for word in words if word not in WORDS]:
         raise VitseeError(
             f"--l2 is {unknown[0]!r}; expected a number, grid, {' or '.join(CHOOSERS)}"
         )
@@ -170,13 +156,8 @@ def _parse_l2(values: Sequence[float | str]) -> tuple[tuple[float, ...], str]:
 def choose_training(
     solver: str, device: str, *, sgd: Mapping[str, Any], ridge: Mapping[str, Any]
 ) -> Training | None:
-    """Settings of SGD; None for ridge.
-
-    Args:
-        solver: one of `SOLVERS`.
-        device: of SGD.
-        sgd: options of SGD alone by name, None if not given: `Training`'s fields.
-        ridge: options of ridge alone by name, None if not given.
+    """Settings of SGD; None for ridge. sgd, ridge: the options of either alone by name, None if not
+    given; those of SGD are `Training`'s fields.
 
     Raises:
         VitseeError: an unknown solver, or options of the other one.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vitsee_core.analyses.probe.draws import Draw
-from vitsee_core.analyses.probe.fit import Fitted, Task
+from vitsee_core.analyses.probe.fit import Fitted, Task, union
 from vitsee_core.analyses.probe.sources import Source
 from vitsee_core.kernels.ridge import Linear
 from vitsee_core.types import Float32, Integers
@@ -54,15 +54,8 @@ class Training:
 def train_linear(
     x: Float32, labels: Integers, n_classes: int, training: Training, seed: int
 ) -> Linear | None:
-    """The trained layer, normalisation folded in; None if training diverged.
-
-    Args:
-        x: (n, dim).
-        labels: (n,).
-        n_classes: number of classes.
-        training: settings.
-        seed: of the order of images and the initial weights.
-    """
+    """The layer trained on x (n, dim) with labels (n,), normalisation folded in; None if training
+    diverged. seed: of the order of images and the initial weights."""
     from vitsee_core.runtime.device import precision_context, resolve_device
 
     device = resolve_device(training.device)
@@ -120,16 +113,16 @@ def fit_sgd(
     VitseeError: batch normalisation of a single image."""
     if training.batch_norm and min(map(len, draws)) < 2:
         raise VitseeError("--batch-norm needs the variance of at least 2 training images; found 1")
-    union = np.unique(np.concatenate([draw.places for draw in draws]))
+    places = union([draw.places for draw in draws])
     tokens = range(*part.indices(source.n_tokens))
-    x = np.empty((len(tokens), len(union), source.dim), np.float32)
+    x = np.empty((len(tokens), len(places), source.dim), np.float32)
     done = 0
-    for _, block in source.blocks(part, union):
+    for _, block in source.blocks(part, places):
         x[:, done : done + len(block)] = block.swapaxes(0, 1)
         done += len(block)
 
     def train(draw: Draw, token: int) -> Fitted | None:
-        rows = np.searchsorted(union, draw.places)
+        rows = np.searchsorted(places, draw.places)
         labels = task.labels[draw.places]
         linear = train_linear(x[token][rows], labels, task.n_classes, training, draw.seed)
         return None if linear is None else Fitted((math.nan,), linear)

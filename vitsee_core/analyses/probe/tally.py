@@ -43,9 +43,8 @@ class Tally:
         self.in_block = np.zeros((draws, l2s, tokens, n, n_blocks), np.int64)
         self.l2s = np.zeros((draws, l2s, tokens))
         self.failed = np.zeros((draws, l2s, tokens), bool)  # probes without a result
-        self.blind = np.zeros(
-            (draws, l2s, tokens), bool
-        )  # probes that give all images the same scores
+        # Probes that give all images the same scores.
+        self.blind = np.zeros((draws, l2s, tokens), bool)
         self.share = np.zeros((draws, l2s, n, len(labels)), np.float32)
 
     def judged(self, ranks: Integers) -> Mask:
@@ -55,15 +54,8 @@ class Tally:
         return ranks[:, np.newaxis] < most[:, np.newaxis]
 
     def count(self, draw: int, l2s: slice, token: int, places: Integers, right: Mask) -> None:
-        """Count images.
-
-        Args:
-            draw: which.
-            l2s: some.
-            token: which.
-            places: (m,) which of the test images.
-            right: (l2s, metrics, m), see `judged`.
-        """
+        """Count test images `places` (m,), of a draw and token; right: (l2s, metrics, m), see
+        `judged`."""
         at, metric, image = np.nonzero(right)
         row = at * len(self.metrics) + metric
         for total, of in ((self.right, self.labels), (self.in_block, self.blocks)):
