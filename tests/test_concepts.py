@@ -251,7 +251,12 @@ def test_what_is_saved_is_what_encode_reads(tmp_path: Path) -> None:
     file, codes = tmp_path / "d.safetensors", tmp_path / "codes.zarr"
     run = CliRunner()
     words = ["concepts", str(store.path), "--method", "pca", "--k", str(D), "--sites", SITE]
-    result = run.invoke(main, [*words, "--save", str(file), "-o", str(tmp_path / "c.csv")])
+    words += ["--save", str(file), "-o", str(tmp_path / "c.csv")]
+    file.write_bytes(b"mine")
+    refused = run.invoke(main, words)
+    assert refused.exit_code == 1 and "d.safetensors exists" in refused.stderr
+    assert file.read_bytes() == b"mine" and not (tmp_path / "c.csv").exists()
+    result = run.invoke(main, [*words, "--force"])
     assert result.exit_code == 0, result.output
     words = ["encode", str(store.path), "--dictionary", str(file), "-o", str(codes)]
     result = run.invoke(main, words)

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from PIL import Image
 from sklearn.metrics import jaccard_score
 
-from tests.printed_text import flat
 from tests.stores import write_sites
 from vitsee_cli.main import main
 from vitsee_core.analyses.dense_probe import COLUMNS, plot, run
@@ -27,7 +26,7 @@ from vitsee_core.images.placement import Placement
 from vitsee_core.masks.class_maps import IGNORED
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store
-from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
+from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout
 
 Array = NDArray[Any]
@@ -121,27 +120,29 @@ def every_pixel(store: Store, site: str, masks: Path, rows: Sequence[int]) -> tu
     return np.concatenate(xs), np.concatenate(ys)
 
 
+def summed(
+    store: Store, masks: Path, rows: Sequence[int], grid: tuple[int, int], shift: float = 0
+) -> PixelSums:
+    """Sums over the pixels of squashed images at the first site."""
+    sums, size = PixelSums.empty(5), (STEP * grid[0], STEP * grid[1])
+    for row in rows:
+        labels = np.asarray(Image.open(masks / f"a{row}.png"))
+        pixels = labelled_pixels(labels, Placement(0, 0, *size), layout(*grid), size, "label")
+        tokens = store.acts("blocks.0.out", "patches")[row : row + 1][0].astype(np.float64)
+        sums.count(tokens - shift, CellSums.of(pixels))
+    return sums
+
+
 @pytest.mark.parametrize("grid", [(3, 4), (1, 5), (1, 1), (6, 2)])
 def test_weights_equal_those_of_explicit_pixels(tmp_path: Path, grid: tuple[int, int]) -> None:
     store, masks = made(tmp_path, 8, grid=grid)
-    site = "blocks.0.out"
-    rows = range(8)
-    x, labels = every_pixel(store, site, masks, rows)
-    shift = np.full(5, 2.5)
-    sums = PixelSums.empty(5)
-    for row in rows:
-        found = np.asarray(Image.open(masks / f"a{row}.png"))
-        pixels = labelled_pixels(
-            found, Placement(0, 0, STEP * grid[0], STEP * grid[1]), layout(*grid),
-            (STEP * grid[0], STEP * grid[1]), "label",
-        )  # fmt: skip
-        tokens = store.acts(site, "patches")[row : row + 1][0].astype(np.float64) - shift
-        sums.count(tokens, CellSums.of(pixels))
+    x, labels = every_pixel(store, "blocks.0.out", masks, range(8))
+    sums = summed(store, masks, range(8), grid, shift=2.5)
     assert sums.n == len(labels)
     solutions = Solutions.of(sums)
     for l2 in (1e-6, 1e-2, 10.0):
         classes, weights, bias = explicit_ridge(x, labels, l2)
-        scores = solutions.scores(l2, shift)
+        scores = solutions.scores(l2, np.full(5, 2.5))
         assert solutions.classes.tolist() == classes.tolist()
         np.testing.assert_allclose(scores.weights, weights, rtol=0, atol=1e-9)
         np.testing.assert_allclose(scores.bias, bias, rtol=0, atol=1e-9)
@@ -149,17 +150,11 @@ def test_weights_equal_those_of_explicit_pixels(tmp_path: Path, grid: tuple[int,
 
 def test_held_out_errors_equal_those_of_explicit_pixels(tmp_path: Path) -> None:
     store, masks = made(tmp_path, 8, classes=(0, 1, 2))
-    site, l2s = "blocks.1.out", (1e-4, 1e-1, 1.0)
-    parts = []
-    for rows in (range(0, 5), range(5, 8)):
-        sums = PixelSums.empty(5)
-        for row in rows:
-            own = np.asarray(Image.open(masks / f"a{row}.png"))
-            pixels = labelled_pixels(own, Placement(0, 0, 12, 16), layout(3, 4), (12, 16), "label")
-            tokens = store.acts(site, "patches")[row : row + 1][0].astype(np.float64)
-            sums.count(tokens, CellSums.of(pixels))
-        parts.append((sums, *every_pixel(store, site, masks, rows)))
-    (fitted, x, labels), (held, other, truth) = parts
+    l2s, parts = (1e-4, 1e-1, 1.0), (range(0, 5), range(5, 8))
+    fitted, held = (summed(store, masks, rows, (3, 4)) for rows in parts)
+    (x, labels), (other, truth) = (
+        every_pixel(store, "blocks.0.out", masks, rows) for rows in parts
+    )
     found = Solutions.of(fitted).squared_errors(l2s, held)
     for l2, value in zip(l2s, found, strict=True):
         classes, weights, bias = explicit_ridge(x, labels, l2)
@@ -382,108 +377,32 @@ def test_the_chosen_l2_is_that_of_held_out_images(tmp_path: Path) -> None:
 
 def test_figures(tmp_path: Path) -> None:
     store, masks = made(tmp_path, 8)
-    for more in ({}, {"l2": [0.1, 1.0]}, {"show": 2}):
-        table = run(store, masks=masks, holdout=0.5, **more)
+    for more in ({"l2": [0.1, 1.0]}, {"show": 2}):
+        table = run(store, masks=masks, holdout=0.5, metrics=["miou"], **more)
         figure = plot(Table(table.columns, json.loads(json.dumps(table.notes))))
         pictures = [axes for axes in figure.axes if axes.images]
         assert len(pictures) == (6 if "show" in more else 0)  # no photographs: no data
         assert all(axes.yaxis_inverted() for axes in pictures), "the first row is at the top"
 
 
-# ---------------------------------------------------------------- wrong inputs
-
-
 def command(*args: object) -> Result:
     return CliRunner().invoke(main, ["dense-probe", *map(str, args)])
 
 
-def test_wrong_maps_are_refused_by_name(tmp_path: Path) -> None:
-    store, masks = made(tmp_path, 4)
-    first = masks / "a0.png"
-    good = first.read_bytes()
-    args = (store.path, "--holdout", 0.5, "--masks", masks, "-o", "-")
-
-    def line(*more: object) -> str:
-        result = command(*args, *more)
-        assert isinstance(result.exception, SystemExit), result.exception
-        assert result.exit_code == 1, result.output
-        return flat(result.stderr)
-
-    Image.new("RGB", (23, 17)).save(first)
-    assert "a0.png holds colours (mode RGB)" in line()
-    Image.new("L", (5, 5)).save(first)
-    assert "a0.png is 5 x 5 pixels, its image a0.jpg is 23 x 17" in line()
-    Image.fromarray(np.full((17, 23), 300, np.uint16)).save(first)
-    assert "a0.png has the value 300" in line()
-    first.write_bytes(b"no picture")
-    assert "a0.png" in line()
-    first.write_bytes(good)
-    assert "--ignore dog: no class" in line("--ignore", "dog")
-    assert "--ignore 256: no class" in line("--ignore", "256")
-    assert "training images of a has a class" in line("--ignore", "0,1,2,4")
-    for picture in masks.glob("*.png"):
-        picture.rename(picture.with_name("x" + picture.name))
-    assert "expected the same names but for the ending" in line()
-
-
-def test_wrong_choices_are_refused(tmp_path: Path) -> None:
-    store, masks = made(tmp_path, 4)
-    other, others = made(tmp_path, 4, name="b", seed=1)
-    both = [masks, others]
-    with pytest.raises(VitseeError, match="give exactly one of TEST"):
-        run(store, masks=masks)
-    with pytest.raises(VitseeError, match="give exactly one of TEST"):
-        run(store, other, masks=both, holdout=0.5)
-    with pytest.raises(VitseeError, match="no file or folder"):
-        run(store, masks=tmp_path / "none", holdout=0.5)
-    with pytest.raises(VitseeError, match=r"has no split 'val'"):
-        run(store, masks=masks, split="val")
-    with pytest.raises(VitseeError, match="no resolution 'cell'"):
-        run(store, masks=masks, holdout=0.5, resolution="cell")
-    with pytest.raises(VitseeError, match="no metric 'iou'"):
-        run(store, masks=masks, holdout=0.5, metrics=["iou"])
-    with pytest.raises(VitseeError, match="--l2 holdout chooses the value"):
-        run(store, masks=masks, holdout=0.5, l2=["holdout", 1.0])
-    with pytest.raises(VitseeError, match="l2 cannot be chosen"):
-        run(store, masks=masks, holdout=0.7)
-    with pytest.raises(SiteError):
-        run(store, masks=masks, holdout=0.5, sites=["blocks.9.out"])
-    with pytest.raises(StoreMismatch, match="test images of a are in a too"):
-        run(store, store, masks=masks)
-    with pytest.raises(VitseeError, match="give each once"):
-        run(store, other, masks=[masks, masks])
-    coarse, more = made(tmp_path, 4, name="c", seed=2, grid=(6, 8))
-    with pytest.raises(StoreMismatch):
-        run(store, coarse, masks=[masks, more])
-    vectors = write_sites(
-        tmp_path / "v.zarr", {"pooled": np.ones((4, 3), np.float32)}, sizes=(8, 8),
-        ids=store.samples.id.tolist(), transform=transform(12, 16),
-    )  # fmt: skip
-    with pytest.raises(SiteError, match="no grid of patches"):
-        run(vectors, masks=masks, holdout=0.5, sites=["pooled"])
-    bare = write_sites(
-        tmp_path / "bare.zarr", {"blocks.0.out": (np.ones((4, 12, 2), np.float32), layout(3, 4))},
-        sizes=(8, 8), ids=store.samples.id.tolist(),
-    )  # fmt: skip
-    with pytest.raises(MissingInput, match="does not say how its images were resized"):
-        run(bare, masks=masks, holdout=0.5)
-
-
 def test_a_user_s_run(tmp_path: Path) -> None:
     store, masks = made(tmp_path, 8, splits=["train"] * 5 + ["val"] * 3)
-    out, png = tmp_path / "r.csv", tmp_path / "r.png"
-    args = (store.path, "--masks", masks, "--split", "val", "-o", out, "--png", png)
-    result = command(*args, "--ignore", "0", "--resolution", "input")
-    assert result.exit_code == 0, result.output
-    table = Table.read(out)
+    (tmp_path / "val.txt").write_text("a5\na6\na7\n")
+    png = tmp_path / "r.png"
+    same = ("--masks", masks, "--ignore", "0", "--resolution", "input", "--metric", "miou")
+    tables = []
+    for split, more in (("val", ("--png", png)), (tmp_path / "val.txt", ("--force",))):
+        out = ("-o", tmp_path / "r.csv", *more)
+        result = command(store.path, *same, "--split", split, *out)
+        assert result.exit_code == 0, result.output
+        tables.append(Table.read(tmp_path / "r.csv"))
+    table = tables[0]
     assert set(table["n_images"].tolist()) == {3}
     assert table.notes["truth"]["ignored values"] == "0, 255"
     assert table.notes["train"]["with_mask"] == 5
     assert png.stat().st_size > 0
-    listed = tmp_path / "val.txt"
-    listed.write_text("a5\na6\na7\n")
-    other = tmp_path / "s.csv"
-    again = (store.path, "--masks", masks, "--split", listed, "-o", other)
-    result = command(*again, "--ignore", "0", "--resolution", "input")
-    assert result.exit_code == 0, result.output
-    assert Table.read(other)["value"].tolist() == table["value"].tolist()
+    assert tables[1]["value"].tolist() == table["value"].tolist()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,71 +69,85 @@ def value(table: Table, **wanted: Any) -> float:
     return float(rows["value"][0])
 
 
+@dataclass(frozen=True)
+class Pair:
+    """Two stores with their maps, and all patches of the first that have a class."""
+
+    train: Store
+    test: Store
+    masks: list[Path]
+    x: Array
+    labels: Array
+    classes: Array
+    counts: Array  # (n, classes) pixels of each patch
+
+    def run(self, **choice: Any) -> Table:
+        return run(self.train, self.test, masks=self.masks, sites=[SITE], **choice)
+
+    def miou_of(self, scores: Callable[[Array], Array]) -> float:
+        """Of test images whose cells have these scores, interpolated to the input."""
+        truths, predicted = [], []
+        for row in range(5):
+            own, cells = patches(self.test, self.masks[1], [row])
+            size = GRID[0] * STEP, GRID[1] * STEP
+            pixels = upsampled(scores(own).reshape(*GRID, -1), size)
+            predicted.append(self.classes[pixels.argmax(1)])
+            truths.append(seen_pixels(cells).ravel())
+        return miou(np.concatenate(truths), np.concatenate(predicted))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("pair")
+    train, masks = made(folder, 8)
+    test, others = made(folder, 5, name="b", seed=1)
+    x, labels = patches(train, masks, range(8))
+    there = (labels != IGNORED).any(1)
+    x, labels = x[there], labels[there]
+    classes = np.unique(labels[labels != IGNORED])
+    counts = np.stack([(labels == number).sum(1) for number in classes], 1).astype(float)
+    return Pair(train, test, [masks, others], x, labels, classes, counts)
+
+
 # ---------------------------------------------------------------- logistic regression
 
 
-def test_logistic_equals_that_of_explicit_pixels(tmp_path: Path) -> None:
+def test_logistic_equals_that_of_explicit_pixels(pair: Pair) -> None:
     """Every pixel an example of scikit-learn's, with the features of its patch."""
-    store, masks = made(tmp_path, 8)
-    x, labels = patches(store, masks, range(8))
+    x, labels = pair.x, pair.labels
     z = (x - x.mean(0)) / x.std(0)
-    classes = np.unique(labels[labels != IGNORED])
-    counts = np.stack([(labels == number).sum(1) for number in classes], 1).astype(float)
     keep = labels.ravel() != IGNORED
     pixels = np.repeat(z, labels.shape[1], 0)[keep]
     truth = labels.ravel()[keep]
-    found = fit(Targets.of(z, counts), [0.03, 0.3])
+    targets = Targets.of(z, pair.counts)
+    found = fit(targets, [0.03, 0.3])
     for l2 in (0.03, 0.3):
         one = LogisticRegression(C=1 / (l2 * len(truth)), tol=1e-12, max_iter=10000)
         one.fit(pixels, truth)
         np.testing.assert_allclose(found[l2][:-1], one.coef_.T, atol=1e-6)
         bias = found[l2][-1] - found[l2][-1].mean()
         np.testing.assert_allclose(bias, one.intercept_ - one.intercept_.mean(), atol=1e-6)
-        shares = one.predict_proba(pixels)[np.arange(len(truth)), np.searchsorted(classes, truth)]
-        own = cross_entropy(Targets.of(z, counts), found[l2])
-        assert own == pytest.approx(-np.log(shares).mean(), abs=1e-7)
+        own = np.arange(len(truth)), np.searchsorted(pair.classes, truth)
+        expected = -np.log(one.predict_proba(pixels)[own]).mean()
+        assert cross_entropy(targets, found[l2]) == pytest.approx(expected, abs=1e-7)
 
 
-def test_logistic_scores_are_interpolated(tmp_path: Path) -> None:
-    train, masks = made(tmp_path, 8)
-    test, others = made(tmp_path, 5, name="b", seed=1)
-    table = run(
-        train, test, masks=[masks, others], solver="logistic", l2=[0.1], sites=[SITE],
-        resolution="input",
-    )  # fmt: skip
-    x, labels = patches(train, masks, range(8))
-    there = (labels != IGNORED).any(1)
-    x, labels = x[there], labels[there]
-    mean, std = x.mean(0), x.std(0)
-    classes = np.unique(labels[labels != IGNORED])
-    counts = np.stack([(labels == number).sum(1) for number in classes], 1).astype(float)
-    weights = fit(Targets.of((x - mean) / std, counts), [0.1])[0.1]
-    truths, predicted = [], []
-    for row in range(5):
-        own, cells = patches(test, others, [row])
-        scores = (own - mean) / std @ weights[:-1] + weights[-1]
-        size = GRID[0] * STEP, GRID[1] * STEP
-        predicted.append(classes[upsampled(scores.reshape(*GRID, -1), size).argmax(1)])
-        truths.append(seen_pixels(cells).ravel())
-    expected = miou(np.concatenate(truths), np.concatenate(predicted))
+def test_logistic_scores_are_interpolated(pair: Pair) -> None:
+    table = pair.run(solver="logistic", l2=[0.1], resolution="input")
+    mean, std = pair.x.mean(0), pair.x.std(0)
+    weights = fit(Targets.of((pair.x - mean) / std, pair.counts), [0.1])[0.1]
+    expected = pair.miou_of(lambda own: (own - mean) / std @ weights[:-1] + weights[-1])
     assert value(table) == pytest.approx(expected, abs=1e-12)
 
 
-def test_capi_s_logistic_regression_learns_most_frequent_labels(tmp_path: Path) -> None:
-    train, masks = made(tmp_path, 8)
-    test, others = made(tmp_path, 5, name="b", seed=1)
-    table = run(
-        train, test, masks=[masks, others], preset="capi", solver="logistic", l2=[0.02],
-        sites=[SITE],
-    )  # fmt: skip
-    x, labels = patches(train, masks, range(8))
-    there = (labels != IGNORED).any(1)
-    mean, std = x[there].mean(0), x[there].std(0)
-    modes = torch.from_numpy(labels.astype(np.int64)).mode(dim=-1).values.numpy()
+def test_capi_s_logistic_regression_learns_most_frequent_labels(pair: Pair) -> None:
+    table = pair.run(preset="capi", solver="logistic", l2=[0.02])
+    mean, std = pair.x.mean(0), pair.x.std(0)
+    modes = torch.from_numpy(pair.labels.astype(np.int64)).mode(dim=-1).values.numpy()
     keep = modes != IGNORED
     one = LogisticRegression(C=1 / (0.02 * keep.sum()), tol=1e-12, max_iter=10000)
-    one.fit(((x - mean) / std)[keep], modes[keep])
-    own, cells = patches(test, others, range(5))
+    one.fit(((pair.x - mean) / std)[keep], modes[keep])
+    own, cells = patches(pair.test, pair.masks[1], range(5))
     found = np.repeat(one.predict((own - mean) / std)[:, None], cells.shape[1], 1)
     assert value(table) == pytest.approx(miou(cells.ravel(), found.ravel()), abs=1e-12)
 
@@ -146,17 +161,10 @@ def cosines(queries: Array, rows: Array) -> Array:
 
 
 @pytest.mark.parametrize("preset", [None, "capi"])
-def test_knn_against_a_loop(tmp_path: Path, preset: str | None) -> None:
-    train, masks = made(tmp_path, 8)
-    test, others = made(tmp_path, 5, name="b", seed=1)
-    table = run(
-        train, test, masks=[masks, others], solver="knn", preset=preset, ks=[1, 5], sites=[SITE],
-        resolution="input",
-    )  # fmt: skip
-    x, labels = patches(train, masks, range(8))
-    there = (labels != IGNORED).any(1)
-    x, labels = x[there], labels[there]
-    queries, truth = patches(test, others, range(5))
+def test_knn_against_a_loop(pair: Pair, preset: str | None) -> None:
+    table = pair.run(solver="knn", preset=preset, ks=[1, 5], resolution="input")
+    x, labels = pair.x, pair.labels
+    queries, truth = patches(pair.test, pair.masks[1], range(5))
     if preset == "capi":
         mean, std = x.mean(0), x.std(0)
         queries, x = ((part - mean) / std for part in (queries, x))
@@ -173,27 +181,16 @@ def test_knn_against_a_loop(tmp_path: Path, preset: str | None) -> None:
         assert value(table, k=k) == pytest.approx(miou(truth.ravel(), found.ravel()), abs=1e-12)
 
 
-def test_hummingbird_against_torch(tmp_path: Path) -> None:
-    train, masks = made(tmp_path, 8)
-    test, others = made(tmp_path, 5, name="b", seed=1)
-    table = run(train, test, masks=[masks, others], preset="hummingbird", ks=[7], sites=[SITE])
-    x, labels = patches(train, masks, range(8))
-    there = (labels != IGNORED).any(1)
-    x, labels = x[there], labels[there]
-    classes = np.unique(labels[labels != IGNORED])
-    shares = np.stack([(labels == number).sum(1) for number in classes], 1).astype(float)
-    shares /= shares.sum(1, keepdims=True)
-    truths, predicted = [], []
-    for row in range(5):
-        queries, cells = patches(test, others, [row])
-        near = torch.from_numpy(cosines(queries, x)).topk(7)
+def test_hummingbird_against_torch(pair: Pair) -> None:
+    table = pair.run(preset="hummingbird", ks=[7])
+    shares = pair.counts / pair.counts.sum(1, keepdims=True)
+
+    def scores(queries: Array) -> Array:
+        near = torch.from_numpy(cosines(queries, pair.x)).topk(7)
         weights = torch.softmax(near.values / TEMPERATURE, -1).numpy()
-        scores = np.einsum("ck,ckn->cn", weights, shares[near.indices.numpy()])
-        size = GRID[0] * STEP, GRID[1] * STEP
-        predicted.append(classes[upsampled(scores.reshape(*GRID, -1), size).argmax(1)])
-        truths.append(seen_pixels(cells).ravel())
-    expected = miou(np.concatenate(truths), np.concatenate(predicted))
-    assert value(table) == pytest.approx(expected, abs=1e-12)
+        return np.asarray(np.einsum("ck,ckn->cn", weights, shares[near.indices.numpy()]))
+
+    assert value(table) == pytest.approx(pair.miou_of(scores), abs=1e-12)
 
 
 def test_votes_are_torch_s_mode() -> None:
@@ -301,24 +298,6 @@ def test_best_layer_compares_every_k_with_its_baselines(tmp_path: Path) -> None:
             assert sorted(baselines) == ["", "majority", "position"]
 
 
-def test_wrong_solvers_are_refused(tmp_path: Path) -> None:
-    store, masks = made(tmp_path, 4)
-    args = (store.path, "--holdout", 0.5, "--masks", masks, "-o", "-")
-    for more, text in (
-        (("--solver", "knn", "--l2", 1), "--l2 belongs to --solver ridge or logistic"),
-        (("--k", 3), "--k belongs to --solver knn or hummingbird, not to ridge"),
-        (("--bank", 3), "--bank belongs to --solver logistic"),
-        (("--preset", "capi", "--solver", "ridge"), "--preset capi has no --solver ridge"),
-        (("--steps", 3), "--steps belongs to --solver sgd, not to ridge"),
-        (("--distance", "l2"), "--distance belongs to --solver knn, not to ridge"),
-        (("--solver", "sgd", "--l2", 1), "--l2 belongs to --solver ridge or logistic, not to sgd"),
-        (("--solver", "knn", "--balanced"), "--balanced belongs to --solver ridge, not to knn"),
-    ):
-        result = command(*args, *more)
-        assert result.exit_code == 1, result.output
-        assert text in result.stderr.replace("\n", " ")
-
-
 # ---------------------------------------------------------------- distance, k, and balance
 
 
@@ -382,15 +361,10 @@ def test_neighbours_by_distance_are_those_of_a_loop() -> None:
     np.testing.assert_allclose(-close, np.sort(far, axis=1)[:, :7] ** 2, rtol=1e-5)
 
 
-def test_balanced_classes_weigh_alike(tmp_path: Path) -> None:
+def test_balanced_classes_weigh_alike(pair: Pair) -> None:
     """Against least squares on explicit pixels with a weight for each."""
-    train, masks = made(tmp_path, 9)
-    test, others = made(tmp_path, 7, name="b", seed=1)
-    table = run(
-        train, test, masks=[masks, others], l2=[0.01], balanced=True, sites=[SITE],
-        metrics=["miou"],
-    )  # fmt: skip
-    x, labels = every_pixel(train, SITE, masks, range(9))
+    table = pair.run(l2=[0.01], balanced=True, metrics=["miou"])
+    x, labels = every_pixel(pair.train, SITE, pair.masks[0], range(8))
     classes, counts = np.unique(labels, return_counts=True)
     w = (len(labels) / (len(classes) * counts))[np.searchsorted(classes, labels)]
     y = (labels[:, None] == classes).astype(float)
@@ -400,7 +374,7 @@ def test_balanced_classes_weigh_alike(tmp_path: Path) -> None:
     scatter = (centred.T * w) @ centred
     ridge = 0.01 * np.trace(scatter) / x.shape[1]
     weights = np.linalg.solve(scatter + ridge * np.eye(x.shape[1]), (centred.T * w) @ (y - level))
-    z, truth = every_pixel(test, SITE, others, range(7))
+    z, truth = every_pixel(pair.test, SITE, pair.masks[1], range(5))
     found = classes[((z - mean) @ weights + level).argmax(1)]
     assert value(table) == pytest.approx(miou(truth, found), abs=1e-12)
     assert table.notes["train"]["training_pixels"] == len(labels)

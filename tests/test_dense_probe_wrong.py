@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,210 +15,137 @@ from PIL import Image
 from tests.printed_text import flat
 from tests.stores import write_sites
 from tests.test_dense_probe import command, layout, made, transform
-from vitsee_stores import Store
+from vitsee_core.analyses.dense_probe import run
+from vitsee_stores.errors import VitseeError
 
 SITE = "blocks.0.out"
-Case = Callable[[Path], tuple[list[object], str]]
+# Folder of maps -> what is done to the first of them.
+DAMAGED: dict[str, Callable[[Path], object]] = {
+    "rgb": Image.new("RGB", (23, 17)).save,
+    "small": Image.new("L", (5, 5)).save,
+    "high": Image.fromarray(np.full((17, 23), 300, np.uint16)).save,
+    "text": lambda path: path.write_bytes(b"no picture"),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:60]),
+}
 
 
-def _layout(folder: Path, masks: str, value: int) -> tuple[Store, Path]:
-    """A store, and its masks in the folder of a published layout, one with a wrong value."""
-    store, plain = made(folder, 4, classes=(7, 8))
-    place = folder / masks
-    place.mkdir(parents=True)
-    for i in range(4):
-        name = f"a{i}_gtFine_labelIds.png" if "gtFine" in masks else f"a{i}.png"
-        values = np.asarray(Image.open(plain / f"a{i}.png")).copy()
-        values[values == 255] = 7
-        values[0, 0] = value if i == 0 else 7
-        Image.fromarray(values).save(place / name)
-    return store, place
-
-
-def voc(folder: Path) -> tuple[list[object], str]:
-    store, _ = _layout(folder, "VOC2012/SegmentationClass", 22)
-    return [store.path, "--masks", folder / "VOC2012"], "a0.png has the value 22, which is no class"
-
-
-def ade20k(folder: Path) -> tuple[list[object], str]:
-    store, _ = _layout(folder, "ade/annotations", 12)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stores and maps of every kind; `a.zarr` with `a-masks` is as it should be."""
+    path = tmp_path_factory.mktemp("wrong")
+    store, masks = made(path, 4)
+    made(path, 4, name="b", seed=1)
+    made(path, 4, name="fine", seed=2, grid=(6, 8))
+    made(path, 4, name="wide", seed=1, dim=7)
+    made(path, 4, name="one", seed=1, sites=[SITE])
+    made(path / "untrained", 4, sites=[SITE], seed=3)
+    about: dict[str, Any] = {"sizes": store.sizes, "ids": store.samples.id.tolist()}
+    about["transform"], ones = transform(12, 16), np.ones((4, 12, 2), np.float32)
+    others: dict[str, dict[str, Any]] = {
+        "nan": {"tokens": np.nan * ones}, "vectors": {"tokens": ones[:, 0], "where": None},
+        "uneven": {"where": layout(3, 4, 3.5), "transform": transform(12, 14)},
+        "bare": {"transform": {}}, "city": {"ids": [f"a{i}_leftImg8bit.png" for i in range(4)]},
+    }  # fmt: skip
+    for name, own in others.items():
+        sites = {SITE: (own.pop("tokens", ones), own.pop("where", layout(3, 4)))}
+        write_sites(path / f"{name}.zarr", sites, **about | own)
+    for name, change in DAMAGED.items():
+        shutil.copytree(masks, path / name)
+        change(path / name / "a0.png")
+    for name, place, value in (
+        ("a{}.png", "VOC2012/SegmentationClass", 22), ("a{}.png", "ade/annotations", 12),
+        ("a{}.png", "unnamed/annotations", 7), ("a{}_gtFine_labelIds.png", "gtFine", 34),
+    ):  # fmt: skip
+        (path / place).mkdir(parents=True)
+        for i, size in enumerate(store.sizes.tolist()):
+            labels = np.full(size, 7, np.uint8)
+            labels[0, 0] = 7 if i else value
+            Image.fromarray(labels).save(path / place / name.format(i))
     names = "".join(f"{k}\t0.1\t1\t1\t0\tclass {k}\n" for k in range(1, 11))
-    (folder / "ade/objectInfo150.txt").write_text(f"Idx\tRatio\tTrain\tVal\tStuff\tName\n{names}")
-    return [store.path, "--masks", folder / "ade"], "a0.png has the value 12, which is no class"
-
-
-def damaged_names(folder: Path) -> tuple[list[object], str]:
-    store, _ = _layout(folder, "ade/annotations", 7)
-    (folder / "ade/objectInfo150.txt").write_text("Idx\tName\n7\twall\n")
-    return [store.path, "--masks", folder / "ade"], "objectInfo150.txt is not the table of ADE20K's"
-
-
-def cityscapes(folder: Path) -> tuple[list[object], str]:
-    store, _ = _layout(folder, "gtFine", 34)
-    renamed = write_sites(
-        folder / "c.zarr", {SITE: (np.ones((4, 12, 2), np.float32), layout(3, 4))},
-        sizes=store.sizes, ids=[f"a{i}_leftImg8bit.png" for i in range(4)],
-        transform=transform(12, 16),
-    )  # fmt: skip
-    return [renamed.path, "--masks", folder / "gtFine"], "labelIds.png has the value 34, which is"
-
-
-def truncated(folder: Path) -> tuple[list[object], str]:
-    store, masks = made(folder, 4)
-    whole = (masks / "a0.png").read_bytes()
-    (masks / "a0.png").write_bytes(whole[: len(whole) // 2])
-    return [store.path, "--masks", masks], "a0.png"
-
-
-def transparent(folder: Path) -> tuple[list[object], str]:
-    store, masks = made(folder, 4)
-    for i in range(4):
-        Image.new("RGBA", (5, 5)).save(masks / f"a{i}.png")
-    return [
-        store.path,
-        "--masks",
-        masks,
-    ], "holds colours (mode RGBA); expected one channel"
-
-
-def no_png(folder: Path) -> tuple[list[object], str]:
-    store, _ = made(folder, 4)
-    Image.new("L", (5, 5)).save(folder / "only.jpg")
-    pictures = folder / "pictures"
-    pictures.mkdir()
-    (folder / "only.jpg").rename(pictures / "a0.jpg")
-    return [store.path, "--masks", pictures], f"no .png files below {pictures}"
-
-
-def no_json(folder: Path) -> tuple[list[object], str]:
-    store, _ = made(folder, 4)
-    (folder / "x.json").write_text("{")
-    return [store.path, "--masks", folder / "x.json"], "x.json"
-
-
-def no_categories(folder: Path) -> tuple[list[object], str]:
-    store, _ = made(folder, 4)
+    (path / "ade/objectInfo150.txt").write_text(f"Idx\tRatio\tTrain\tVal\tStuff\tName\n{names}")
+    (path / "unnamed/objectInfo150.txt").write_text("Idx\tName\n7\twall\n")
+    (path / "pictures").mkdir()
+    Image.new("L", (5, 5)).save(path / "pictures/a0.jpg")
+    shutil.copytree(masks, path / "renamed")
+    for picture in (path / "renamed").glob("*.png"):
+        picture.rename(picture.with_name("x" + picture.name))
+    (path / "broken.json").write_text("{")
     images = [{"id": 1, "file_name": "a0.jpg", "height": 17, "width": 23}]
-    (folder / "x.json").write_text(json.dumps({"images": images, "annotations": []}))
-    return [store.path, "--masks", folder / "x.json"], "x.json"
+    (path / "bare.json").write_text(json.dumps({"images": images, "annotations": []}))
+    (path / "others.txt").write_text("elsewhere/9\n")
+    (path / "all.txt").write_text("a0\na1\na2\na3\n")
+    return path
 
 
-def a_list_of_others(folder: Path) -> tuple[list[object], str]:
-    store, masks = made(folder, 4)
-    (folder / "val.txt").write_text("elsewhere/9\n")
-    return [store.path, "--masks", masks, "--split", folder / "val.txt"], "val.txt"
+# Words after the command, where MASKS is --masks a-masks and HALF --holdout 0.5; and what is said.
+WRONG = {
+    "a.zarr HALF --masks rgb": "a0.png holds colours (mode RGB); expected one channel",
+    "a.zarr HALF --masks small": "a0.png is 5 x 5 pixels, its image a0.jpg is 23 x 17",
+    "a.zarr HALF --masks high": "a0.png has the value 300",
+    "a.zarr HALF --masks text": "a0.png",
+    "a.zarr HALF --masks cut": "a0.png",
+    "a.zarr HALF --masks renamed": "expected the same names but for the ending",
+    "a.zarr HALF --masks VOC2012": "a0.png has the value 22, which is no class",
+    "a.zarr HALF --masks ade": "a0.png has the value 12, which is no class",
+    "a.zarr HALF --masks unnamed": "objectInfo150.txt is not the table of ADE20K's",
+    "city.zarr HALF --masks gtFine": "labelIds.png has the value 34, which is",
+    "a.zarr HALF --masks pictures": "no .png files below pictures",
+    "a.zarr HALF --masks none": "no file or folder",
+    "a.zarr HALF --masks broken.json": "broken.json",
+    "a.zarr HALF --masks bare.json": "bare.json",
+    "a.zarr HALF MASKS --ignore dog": "--ignore dog: no class",
+    "a.zarr HALF MASKS --ignore 256": "--ignore 256: no class",
+    "a.zarr HALF MASKS --ignore 0,1,2,4": "training images of a has a class",
+    "a.zarr MASKS": "give exactly one of TEST",
+    "a.zarr b.zarr MASKS --masks b-masks HALF": "give exactly one of TEST",
+    "a.zarr MASKS --split val": "has no split 'val'",
+    "a.zarr MASKS --split others.txt": "others.txt",
+    "a.zarr MASKS --split all.txt": "no image is left to train",
+    "a.zarr again=a.zarr MASKS": "test images of again are in a too",
+    "a.zarr b.zarr MASKS MASKS": "give each once",
+    "a.zarr fine.zarr MASKS --masks fine-masks": "blocks.0.out differs between a and fine",
+    "a.zarr wide.zarr MASKS --masks wide-masks": "blocks.0.out differs between a and wide",
+    "a.zarr one.zarr MASKS --masks one-masks": "blocks.1.out",
+    "a.zarr HALF MASKS --sites blocks.9.out": "blocks.9.out",
+    "vectors.zarr HALF MASKS --sites head": "no grid of patches",
+    "bare.zarr HALF MASKS": "does not say how its images were resized",
+    "nan.zarr HALF MASKS": "nan holds numbers in blocks.0.out that are not finite",
+    "uneven.zarr HALF MASKS --solver knn": "are not of equal whole pixels of the input",
+    "none.zarr HALF MASKS": "none.zarr",
+    "a.zarr HALF MASKS --untrained none.zarr": "none.zarr",
+    "a.zarr HALF MASKS --untrained untrained/a.zarr --l2 1": "lacks the site blocks.1.out, which",
+    "a.zarr HALF MASKS --metric rmse": "no metric 'rmse'; metrics of dense",
+    "a.zarr HALF MASKS --eigen-crop": "--eigen-crop",
+    "a.zarr HALF MASKS --l2 holdout --l2 1": "--l2 holdout chooses the value",
+    "a.zarr MASKS --holdout 0.7": "l2 cannot be chosen",
+    "a.zarr HALF MASKS --solver knn --l2 1": "--l2 belongs to --solver ridge or logistic",
+    "a.zarr HALF MASKS --solver sgd --l2 1": "--l2 belongs to --solver ridge or logistic, not to s",
+    "a.zarr HALF MASKS --k 3": "--k belongs to --solver knn or hummingbird, not to ridge",
+    "a.zarr HALF MASKS --bank 3": "--bank belongs to --solver logistic",
+    "a.zarr HALF MASKS --steps 3": "--steps belongs to --solver sgd, not to ridge",
+    "a.zarr HALF MASKS --distance l2": "--distance belongs to --solver knn, not to ridge",
+    "a.zarr HALF MASKS --solver knn --balanced": "--balanced belongs to --solver ridge, not to kn",
+    "a.zarr HALF MASKS --preset capi --solver ridge": "--preset capi has no --solver ridge",
+    "a.zarr HALF MASKS --concat last0": "'last0'; expected lastN, like last4",
+    "a.zarr HALF MASKS --concat four": "'four'; expected lastN",
+    "a.zarr HALF MASKS --l2 0": "'0'; expected a number above 0 or holdout",
+}
 
 
-def a_list_of_all(folder: Path) -> tuple[list[object], str]:
-    store, masks = made(folder, 4)
-    (folder / "val.txt").write_text("a0\na1\na2\na3\n")
-    more = ["--masks", masks, "--split", folder / "val.txt"]
-    return [store.path, *more], "no image is left to train"
-
-
-def other_models(folder: Path) -> tuple[list[object], str]:
-    store, masks = made(folder, 4)
-    other, more = made(folder, 4, name="b", seed=1, dim=7)
-    both = ["--masks", masks, "--masks", more]
-    return [store.path, other.path, *both], "blocks.0.out differs between a and b"
-
-
-def a_site_of_one(folder: Path) -> tuple[list[object], str]:
-    store, masks = made(folder, 4)
-    other, more = made(folder, 4, name="b", seed=1, sites=[SITE])
-    both = ["--masks", masks, "--masks", more]
-    return [store.path, other.path, *both], "blocks.1.out"
-
-
-def not_finite(folder: Path) -> tuple[list[object], str]:
-    store, masks = made(folder, 4)
-    tokens = np.full((4, 12, 2), np.nan, np.float32)
-    other = write_sites(
-        folder / "n.zarr", {SITE: (tokens, layout(3, 4))}, sizes=store.sizes,
-        ids=store.samples.id.tolist(), transform=transform(12, 16),
-    )  # fmt: skip
-    return [other.path, "--masks", masks], "n holds numbers in blocks.0.out that are not finite"
-
-
-def uneven_cells(folder: Path) -> tuple[list[object], str]:
-    store, masks = made(folder, 4)
-    other = write_sites(
-        folder / "u.zarr", {SITE: (np.ones((4, 12, 2), np.float32), layout(3, 4, 3.5))},
-        sizes=store.sizes, ids=store.samples.id.tolist(), transform=transform(12, 14),
-    )  # fmt: skip
-    more = ["--masks", masks, "--solver", "knn"]
-    return [other.path, *more], "are not of equal whole pixels of the input"
-
-
-def an_untrained_store_of_other_sites(folder: Path) -> tuple[list[object], str]:
-    store, masks = made(folder, 8)
-    other, _ = made(folder / "more", 8, sites=["blocks.0.out"], name="a", seed=3)
-    more = ["--masks", masks, "--untrained", other.path, "--l2", 1]
-    return [store.path, *more], "lacks the site blocks.1.out, which is probed"
-
-
-def no_store(folder: Path) -> tuple[list[object], str]:
-    _, masks = made(folder, 4)
-    return [folder / "none.zarr", "--masks", masks], "none.zarr"
-
-
-def an_untrained_store_that_is_none(folder: Path) -> tuple[list[object], str]:
-    store, masks = made(folder, 8)
-    return [store.path, "--masks", masks, "--untrained", folder / "none.zarr"], "none.zarr"
-
-
-def a_metric_of_depth(folder: Path) -> tuple[list[object], str]:
-    store, masks = made(folder, 4)
-    return [store.path, "--masks", masks, "--metric", "rmse"], "no metric 'rmse'; metrics of dense"
-
-
-def a_scale_of_masks(folder: Path) -> tuple[list[object], str]:
-    store, masks = made(folder, 4)
-    return [store.path, "--masks", masks, "--eigen-crop"], "--eigen-crop"
-
-
-CASES: list[Case] = [
-    *(
-        voc,
-        ade20k,
-        damaged_names,
-        cityscapes,
-        truncated,
-        transparent,
-        no_png,
-        no_json,
-        no_categories,
-    ),
-    *(a_list_of_others, a_list_of_all, other_models, a_site_of_one, not_finite, uneven_cells),
-    *(an_untrained_store_of_other_sites, no_store, an_untrained_store_that_is_none),
-    *(a_metric_of_depth, a_scale_of_masks),
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_one_line_names_what_is_wrong(case: Case, tmp_path: Path) -> None:
-    args, text = case(tmp_path)
-    words = [str(word) for word in args]
-    two = len([word for word in words[:2] if word.endswith(".zarr")]) == 2
-    if not two and "--split" not in words:
-        words += ["--holdout", "0.5"]
-    result: Any = command(*words, "-o", "-")
+@pytest.mark.parametrize("words", WRONG)
+def test_one_line_names_what_is_wrong(
+    folder: Path, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    full = words.replace("HALF", "--holdout 0.5").replace("MASKS", "--masks a-masks")
+    result = command(*full.split(), "-o", "-")
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code in (1, 2), result.output
-    assert text in flat(result.stderr)
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
+    assert WRONG[words] in flat(result.stderr)
+    assert result.stdout == "" and "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("word", "text"),
-    [
-        ("last0", "'last0'; expected lastN, like last4"),
-        ("four", "'four'; expected lastN"),
-    ],
-)
-def test_wrong_words_are_refused(word: str, text: str, tmp_path: Path) -> None:
-    store, masks = made(tmp_path, 4)
-    result = command(store.path, "--masks", masks, "--holdout", 0.5, "--concat", word)
-    assert result.exit_code == 2
-    assert text in flat(result.stderr)
+@pytest.mark.parametrize("option", ["solver", "preset", "distance", "resolution"])
+def test_unknown_words_are_refused(folder: Path, option: str) -> None:
+    with pytest.raises(VitseeError, match=f"no {option} 'cell'; expected "):
+        run(folder / "a.zarr", masks=folder / "a-masks", holdout=0.5, **{option: "cell"})

@@ -138,7 +138,8 @@ def test_parts_add_up_to_the_logits(name: str, stores: dict[str, Store]) -> None
             assert sum(parts.values()) == pytest.approx(whole, abs=1e-5 * np.abs(logits).max())
             assert ([*parts][:1], [*parts][-1]) == ([(base, "input")], ("logits", "bias"))
             assert len(parts) == n + 2
-    plot(table)
+    labels = [" ".join(axes.get_ylabel().split()) for axes in plot(table).axes]
+    assert labels == [f"part of the logit of class{c}" for c in (0, 1)]
 
 
 # ------------------------------------------------------------------- a slow loop with hooks
@@ -365,6 +366,7 @@ def test_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert table["n_images"].tolist() == [2] * 5
     by_class = run(store, by_class=True).where(site="embed")
     assert dict(zip(by_class["class"], by_class["value"], strict=True)) == {"cat": -1.5, "dog": 1}
+    assert plot(table).axes[0].get_ylabel().split()[-2:] == ["the", "label"]
     assert by_class["n_images"].tolist() == [1, 1] and np.isnan(by_class["low"].astype(float)).all()
     said = dict(headline(table))["t"]
     assert said.startswith("of a logit of 0.75, blocks.0 writes most: 1")

@@ -107,6 +107,9 @@ def run_analysis(
     progress = console.Reporter(click.get_current_context().info_name or "vitsee")
     given = parameters if dask is None else absolute(parameters)
     described = {**parameters, "allow_partial": allow_partial}
+    takes = inspect.signature(run).parameters
+    if "force" in takes:  # the analysis writes a file of its own
+        given = {**given, "force": outputs.force}
     with (
         kept_beside(run, outputs, opened, {**described, "dask": dask is not None}) as keep,
         spread_over(dask, progress) as own,

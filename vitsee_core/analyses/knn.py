@@ -27,13 +27,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.features import SiteFeatures, check_alike, compared, require_comparable
 from vitsee_core.figures.curve_panels import draw_depth_panels
-from vitsee_core.figures.plotting import (
-    styled,
-)
+from vitsee_core.figures.plotting import styled
 from vitsee_core.labels.labelled_rows import (
     LabelledRows,
     accuracy_interval,
@@ -61,7 +58,7 @@ from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import best_layers
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
-from vitsee_core.types import Float32, Integers
+from vitsee_core.types import Float32, Integers, Mask
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.token_selection import VECTOR_WORDS
 
@@ -282,8 +279,22 @@ class _Search:
                 f"{site}: the {which}vector of every training {a.NOUN} is the same; its value is "
                 "the vote of the first rows"
             )
-        how = self.ks, self.vote, self.temperature, self.per_class
-        return list(_scores(found, a, b, query.blocks, *how)), remark
+        return list(self._scores(found, b, query.blocks)), remark
+
+    def _scores(
+        self, found: Nearest, test: LabelledRows, blocks: Blocks
+    ) -> Iterator[dict[str, Any]]:
+        train, neighbours = self.train, self.train.labels[found.rows]
+        how = train.n_classes, self.vote, self.temperature
+        for k in self.ks:
+            rank = ranks(found.cosines[:, :k], neighbours[:, :k], test.labels, *how)
+            metrics = ["top1", "top5"] if k >= TOP and train.n_classes > TOP else ["top1"]
+            for metric in metrics:
+                right = rank < (1 if metric == "top1" else TOP)
+                yield {"k": k, "metric": metric} | _accuracy(right, test, blocks)
+            for number, name in enumerate(train.classes if self.per_class else ()):
+                of_class = _accuracy(rank == 0, test, blocks, test.labels == number)
+                yield {"k": k, "metric": "top1_class", "class": name} | of_class
 
 
 def _query(
@@ -339,35 +350,8 @@ def _checked(
     return sorted(set(ks))
 
 
-def _scores(
-    found: Nearest,
-    train: LabelledRows,
-    test: LabelledRows,
-    blocks: Blocks,
-    ks: Sequence[int],
-    vote: str,
-    temperature: float,
-    per_class: bool,
-) -> Iterator[dict[str, Any]]:
-    cosines, neighbours = found.cosines, train.labels[found.rows]
-    for k in ks:
-        rank = ranks(
-            cosines[:, :k], neighbours[:, :k], test.labels, train.n_classes, vote, temperature
-        )
-        metrics = ["top1", "top5"] if k >= TOP and train.n_classes > TOP else ["top1"]
-        for metric in metrics:
-            right = rank < (1 if metric == "top1" else TOP)
-            yield {"k": k, "metric": metric} | _accuracy(right, test, blocks)
-        for number, name in enumerate(train.classes if per_class else ()):
-            of_class = _accuracy(rank == 0, test, blocks, test.labels == number)
-            yield {"k": k, "metric": "top1_class", "class": name} | of_class
-
-
 def _accuracy(
-    right: NDArray[np.bool_],
-    data: LabelledRows,
-    blocks: Blocks,
-    among: NDArray[np.bool_] | None = None,
+    right: Mask, data: LabelledRows, blocks: Blocks, among: Mask | None = None
 ) -> dict[str, Any]:
     own = right if among is None else right[among]
     value, std, _, _ = accuracy_interval(own)
@@ -385,16 +369,8 @@ def ranks(
     vote: str = "softmax",
     temperature: float = 0.07,
 ) -> Integers:
-    """(m,) how many classes come before each test image's own; `n_classes` if nobody votes for it.
-
-    Args:
-        cosines: (m, k) of each test image with its neighbours.
-        neighbours: (m, k) their classes.
-        labels: (m,) the test images' own classes.
-        n_classes: number of classes.
-        vote: one of `VOTES`.
-        temperature: of the softmax vote.
-    """
+    """(m,) how many classes come before each test image's own, `labels` (m,); `n_classes` if nobody
+    votes for it. cosines, neighbours: (m, k) of each with its neighbours, and their classes."""
     out = np.empty(len(labels), np.int64)
     for start in range(0, len(labels), VOTED_AT_ONCE):
         part = slice(start, start + VOTED_AT_ONCE)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.types import Float32
+from vitsee_core.types import Float, Float32
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -113,13 +113,11 @@ class Dictionary:
         parts = self._tensors(device)
         with torch.inference_mode():
             tokens = torch.from_numpy(np.ascontiguousarray(x)).to(device)
-            codes: Float32 = self._codes(tokens, parts).cpu().numpy()
-        return codes
+            return self._codes(tokens, parts).cpu().numpy()
 
     def decode(self, codes: Float32) -> Float32:
         """(tokens, D) reconstructions."""
-        found: Float32 = codes @ self.w_dec + self.b_dec
-        return found
+        return codes @ self.w_dec + self.b_dec
 
     def activation(self, x: Float32, codes: Float32) -> Float32:
         """(tokens, K) how strongly tokens show each direction: their codes; of `nearest` minus the
@@ -127,8 +125,7 @@ class Dictionary:
         if self.kind != "nearest":
             return codes
         h = x @ self.w_dec.T - (self.w_dec**2).sum(1) / 2
-        found: Float32 = 2 * h - (x**2).sum(1, keepdims=True)
-        return found
+        return 2 * h - (x**2).sum(1, keepdims=True)
 
     def _codes(self, x: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
         import torch
@@ -174,12 +171,17 @@ class Dictionary:
             )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
-            codes: Float32 = non_negative_factorization(
-                x,
-                H=self.w_dec,
-                n_components=self.n,
-                update_H=False,
-                tol=NNLS_TOLERANCE,
+            return non_negative_factorization(
+                x, H=self.w_dec, n_components=self.n, update_H=False, tol=NNLS_TOLERANCE,
                 max_iter=NNLS_STEPS,
-            )[0]
-        return codes
+            )[0]  # fmt: skip
+
+
+def explained(n: int, error: float, squares: float, total: Float) -> float:
+    """1 - |x - x'|^2 / |x - mean|^2, both summed over n tokens and their channels: 1 minus the
+    fraction of variance unexplained; NaN where tokens do not vary. From the sums of |x - x'|^2,
+    |x|^2 and x (D,)."""
+    if not n:
+        return np.nan
+    spread = squares - float((total**2).sum()) / n
+    return float(1 - error / spread) if spread > 1e-12 * squares else np.nan

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.dictionaries.dictionary import Dictionary
+from vitsee_core.dictionaries.dictionary import Dictionary, explained
 from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.machine import human_bytes
@@ -64,20 +64,12 @@ class CodeSums:
         self.total = self.total + wide.sum(0)
         self.active = self.active | (codes != 0).any(0)
 
-    @property
-    def r2(self) -> float:
-        """1 - |x - x'|^2 / |x - mean|^2, both summed over tokens and channels: 1 minus the fraction
-        of variance unexplained; NaN where tokens do not vary."""
-        if not self.n:
-            return math.nan
-        spread = self.squares - float((self.total**2).sum()) / self.n
-        return 1 - self.error / spread if spread > 1e-12 * self.squares else math.nan
-
     def metrics(self) -> dict[str, float]:
         """r2; l0, the mean number of codes of a token that are not 0; never_active, the share of
         directions without one."""
         l0 = self.nonzero / self.n if self.n else math.nan
-        return {"r2": self.r2, "l0": l0, "never_active": float(1 - self.active.mean())}
+        r2 = explained(self.n, self.error, self.squares, self.total)
+        return {"r2": r2, "l0": l0, "never_active": float(1 - self.active.mean())}
 
 
 def encode_store(
@@ -114,6 +106,8 @@ def encode_store(
         VitseeError: a dictionary of another width, too little memory, or numbers beyond `dtype`.
         StoreError: there is another store at `output`, or it cannot be written.
     """
+    from vitsee_core.runtime.device import resolve_device
+
     chosen = {}
     for name, dictionary in dictionaries.items():
         (site,) = store.select([name])
@@ -127,7 +121,7 @@ def encode_store(
     sites = tuple(_site(*one, dtype) for one in chosen.values())
     plan = _plan(store, sites)
     _check_memory(store, plan, [features for _, features, _ in chosen.values()], execution)
-    device = _device(execution)
+    device = str(resolve_device(execution.device))
     if force:
         remove_store(output)
     writer = _writer(store, plan, dictionaries, names or {}, dtype, output, command)
@@ -157,12 +151,6 @@ def encode_store(
     made = open_store(output)
     notes = {"codes": str(output), "store": store.label, "dictionaries": dict(names or {})}
     return made, Table.from_rows(lines, COLUMNS, notes)
-
-
-def _device(execution: Execution) -> str:
-    from vitsee_core.runtime.device import resolve_device
-
-    return str(resolve_device(execution.device))
 
 
 def _site(spec: SiteSpec, features: SiteFeatures, dictionary: Dictionary, dtype: str) -> SiteSpec:

@@ -18,7 +18,7 @@ import io
 import json
 import logging
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,7 +66,7 @@ def read_dictionary(path: Path, overrides: Overrides | None = None) -> Dictionar
     """
     tensors, told = _read(path)
     try:
-        found = _RECOGNISED[_layout(path, tensors)](path, tensors, told)
+        found = _recognised(path, tensors, told)
         given = {name: value for name, value in asdict(overrides or Overrides()).items()
                  if value is not None}  # fmt: skip
         if "threshold" in given:
@@ -86,13 +86,8 @@ def read_dictionary(path: Path, overrides: Overrides | None = None) -> Dictionar
 def for_sites(
     store: Store, paths: Sequence[Path], sites: Sequence[str], overrides: Overrides
 ) -> dict[str, tuple[Dictionary, Path]]:
-    """The dictionary of each site, and its file: one for all, or one each in order.
-
-    Args:
-        store: with the sites.
-        paths: of the dictionaries.
-        sites: selectors; without any, the sites that the dictionaries were fitted on.
-        overrides: what the user says of them.
+    """The dictionary of each site, and its file: one for all, or one each in order. sites:
+    selectors; without any, the sites that the dictionaries were fitted on.
 
     Raises:
         SiteError: no such site, or a dictionary that does not say its site.
@@ -179,11 +174,11 @@ def _torch(path: Path, *, headed: bool) -> tuple[Tensors, Told]:
     return {name: v.float().numpy() for name, v in found.items()}, told
 
 
-def _layout(path: Path, tensors: Mapping[str, Float32]) -> str:
+def _recognised(path: Path, tensors: Tensors, told: Told) -> Told:
     if "dictionary._weights" in tensors:
-        return "overcomplete"
+        return _overcomplete(path, tensors)
     if "W_dec" in tensors:
-        return "named"
+        return _named(path, tensors, told)
     names = ", ".join([*tensors][:5]) or "nothing"
     raise VitseeError(
         f"no dictionary is recognised in its tensors ({names}); expected W_dec with W_enc, b_enc, "
@@ -252,7 +247,7 @@ def _of_saelens(cfg: Told, found: Told) -> Told:
     return told
 
 
-def _overcomplete(path: Path, tensors: Tensors, told: Told) -> Told:
+def _overcomplete(path: Path, tensors: Tensors) -> Told:
     weights = tensors["dictionary._weights"]
     if weights.ndim != 2:
         raise VitseeError(f"dictionary._weights is {weights.shape}; expected (K, channels)")
@@ -264,25 +259,21 @@ def _overcomplete(path: Path, tensors: Tensors, told: Told) -> Told:
         "dictionary.",
         "thresholds",
     )
-    if other := [name for name in tensors if not name.startswith(known)]:
+    if other := [name for name in tensors if not name.startswith((*known, "thresholds"))]:
         raise VitseeError(f"an encoder with {other[0]} is not supported; expected one linear layer")
     log.info("%s: rows of the dictionary are normalised to length 1, overcomplete's default", path)
     rows = weights / (np.linalg.norm(weights, axis=1, keepdims=True) + 1e-8)
     rows = rows * np.exp(tensors.get("dictionary.multiplier", np.zeros((), np.float32)))
-    encoder = next((tensors[name] for name in ("encoder.final_block.0.weight", "encoder.weight")
-                    if name in tensors), None)  # fmt: skip
+    linear = {kind: tensors.get(f"encoder.final_block.0.{kind}", tensors.get(f"encoder.{kind}"))
+              for kind in ("weight", "bias")}  # fmt: skip
+    encoder, bias = linear["weight"], linear["bias"]
     if encoder is None:
         log.info("%s: no encoder: the dictionary's own rows are taken (tied weights)", path)
         encoder = rows
-    bias = next((tensors[name] for name in ("encoder.final_block.0.bias", "encoder.bias")
-                 if name in tensors), np.zeros(n, np.float32))  # fmt: skip
     found: Told = {
         "w_dec": rows.astype(np.float32), "b_dec": np.zeros(dim, np.float32),
-        "w_enc": encoder.T, "b_enc": bias,
+        "w_enc": encoder.T, "b_enc": np.zeros(n, np.float32) if bias is None else bias,
     }  # fmt: skip
     if "thresholds" in tensors:
         found |= {"kind": "jumprelu", "threshold": np.exp(tensors["thresholds"])}
     return found
-
-
-_RECOGNISED = {"named": _named, "overcomplete": _overcomplete}

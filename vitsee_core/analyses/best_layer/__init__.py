@@ -46,9 +46,7 @@ from vitsee_core.analyses.best_layer.paired import COLUMNS as PAIRED
 from vitsee_core.analyses.best_layer.paired import METHOD, differences, with_replicates
 from vitsee_core.analyses.best_layer.paired_differences import draw_differences
 from vitsee_core.analyses.best_layer.redundancy import PAIRS, to_last
-from vitsee_core.figures.plotting import (
-    styled,
-)
+from vitsee_core.figures.plotting import styled
 from vitsee_core.runtime.machine import counted
 from vitsee_core.tables.columns import is_given
 from vitsee_core.tables.headlines import Answer, picked
@@ -149,7 +147,7 @@ def run(
     Args:
         files: results that other analyses wrote, by path or from `read`.
         metrics: only these; by default all that have a direction, except those of single classes.
-        best_token: add a task for the best single token of each layer (`probe --tokens each`).
+        best_token: add a task for the best single token of each layer.
 
     Raises:
         VitseeError: a file is no such result, none of them has such a metric, or the metric has no
@@ -176,11 +174,7 @@ def run(
                     remarks += [f"{task}, {store}: {said}" for said in _remarks(row, part)]
     for remark in remarks:
         log.info("%s", remark)
-    names = [
-        name
-        for name in COLUMNS
-        if name not in OPTIONAL or any(is_given(row.get(name)) for row in rows)
-    ]
+    names = [name for name in COLUMNS if name not in OPTIONAL or _filled(rows, name)]
     controls = {str(row["baseline"]) for row in rows} & CONTROLS.keys()
     notes = {
         "rule": RULE,
@@ -222,27 +216,22 @@ def compare(
             others, chosen_from = stores[number + 1 :], [of for of, _ in stores]
             if among == "layers":
                 chosen_from = [of_store]
-                sites, own = of_store.groups("site"), _site(of_store, best)
+                sites, own = of_store.groups("site"), str(of_store["site"][best])
                 others = [(of, _best_place(of)) for name, of in sites if name != own]
             rows += differences((of_store, best), others, chosen_from, task, notes)
     if not rows:
         one = among.removesuffix("s")
         raise VitseeError(f"there is nothing to compare: the results are of one {one} only")
-    names = [
-        name
-        for name in PAIRED
-        if name.removesuffix("_a").removesuffix("_b") not in OPTIONAL
-        or any(is_given(row.get(name)) for row in rows)
-    ]
+    plain = {name: name.removesuffix("_a").removesuffix("_b") for name in PAIRED}
+    names = [name for name in PAIRED if plain[name] not in OPTIONAL or _filled(rows, name)]
     return Table.from_rows(rows, names, {"interval": METHOD, "files": [*notes]})
 
 
-def _site(table: Table, row: int) -> str:
-    return str(table["site"][row])
+def _filled(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
+    return any(is_given(row.get(name)) for row in rows)
 
 
 def _remarks(row: dict[str, Any], rows: Table) -> Iterator[str]:
-    """What to say of one store's best layer."""
     missing = int((~np.isfinite(rows["value"].astype(float))).sum())
     if missing:
         yield f"{missing} of {len(rows)} rows have no value"
@@ -263,7 +252,7 @@ def _order(rows: Table) -> NDArray[np.float64]:
 
 
 def _best_place(rows: Table) -> int:
-    """The row number of the best value, of equal ones the first."""
+    """Of equal values the first."""
     return int(np.argmax(_order(rows)))
 
 
@@ -297,10 +286,7 @@ def _place(row: Mapping[str, Any]) -> str:
 def _overlapping(rows: Table, order: NDArray[np.float64], place: int) -> int | None:
     """How many other sites' best rows have an interval that overlaps that of the best one; None
     where it has none."""
-    low, high = (
-        np.array([np.nan if v is None else v for v in rows[name].tolist()], float)
-        for name in ("low", "high")
-    )
+    low, high = (rows[name].astype(float) for name in ("low", "high"))
     sites = rows["site"].tolist()
     if not np.isfinite(low[place]) or not np.isfinite(high[place]):
         return None

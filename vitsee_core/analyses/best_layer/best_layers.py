@@ -10,10 +10,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.analyses.best_layer.best_table import BestTable
 from vitsee_core.analyses.best_layer.redundancy import draw_redundancy
-from vitsee_core.figures.curve_looks import (
-    curve_looks,
-    site_kind,
-)
+from vitsee_core.figures.curve_looks import curve_looks, site_kind
 from vitsee_core.figures.curve_panels import CurveGrid
 from vitsee_core.figures.depth_curves import (
     BEST,
@@ -21,9 +18,7 @@ from vitsee_core.figures.depth_curves import (
     draw_depth_curves,
 )
 from vitsee_core.figures.panels import Grid, em, note_count, stack
-from vitsee_core.figures.plotting import (
-    GREY,
-)
+from vitsee_core.figures.plotting import GREY
 from vitsee_core.tables.metrics import direction
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import metric_words, site_words, task_words
@@ -36,13 +31,8 @@ if TYPE_CHECKING:
 def draw_best_layers(
     table: Table, tasks: Mapping[str, Table], redundancy: Sequence[tuple[str, str, Table]]
 ) -> Figure:
-    """One panel per task and one per CKA self-comparison; the table below.
-
-    Args:
-        table: the best rows.
-        tasks: task -> the rows that were compared.
-        redundancy: from `redundancy.to_last`.
-    """
+    """One panel per task (-> the rows that were compared) and one per CKA self-comparison, from
+    `redundancy.to_last`; below the table of the best rows."""
     compared = list(tasks.items())
     everything = Table.concat([_curve(rows) for _, rows in compared])
     printed = BestTable.of(table)
@@ -95,8 +85,7 @@ def _curve(rows: Table) -> Table:
 
 
 def _draw_stars(axes: Axes, best: Table, everything: Table) -> None:
-    """A star at each store's best layer. everything: the rows from which the curves take their
-    colours."""
+    """A star at each store's best layer, in the colours of the curves of `everything`."""
     looks = curve_looks(everything)
     places = dict(
         zip((text.get_text() for text in axes.get_xticklabels()), axes.get_xticks(), strict=True)
@@ -107,10 +96,8 @@ def _draw_stars(axes: Axes, best: Table, everything: Table) -> None:
             continue
         kind = site_kind(site)
         x = places[site_words(site)] if kind == "head" else _curve(row)["rel_depth"][0]
-        style: dict[str, Any] = {
-            "color": looks[store, kind]["color"],
-            "linestyle": "none",
-            "zorder": 4,
-        }
-        axes.plot([x], [value], marker="*", markersize=em(72), markeredgecolor="white", **style)
+        axes.plot(
+            [x], [value], marker="*", markersize=em(72), markeredgecolor="white", zorder=4,
+            color=looks[store, kind]["color"], linestyle="none",
+        )  # fmt: skip
     axes.plot([], [], marker="*", markersize=em(72) * 0.8, color=GREY, linestyle="none", label=BEST)

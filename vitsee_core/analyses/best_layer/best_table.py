@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.figures.curve_looks import (
-    site_kind,
-)
+from vitsee_core.figures.curve_looks import site_kind
 from vitsee_core.figures.panels import Grid, room, small, stack
 from vitsee_core.figures.plotting import (
     GREY,
     figure_bytes,
     styled,
 )
+from vitsee_core.tables.columns import is_given
 from vitsee_core.tables.formats import FIGURE_ENDINGS, ending_of
 from vitsee_core.tables.metrics import direction
 from vitsee_core.tables.results import Table
@@ -150,20 +149,12 @@ class BestTable:
 
         columns = "l" + "r" * (len(self.header) - 1)
         below = [r"\midrule", *map(line, self.controls)] if self.controls else []
-        return "\n".join(
-            [
-                "% " + self.note,
-                f"\\begin{{tabular}}{{{columns}}}",
-                r"\toprule",
-                line([Cell(name) for name in self.header]),
-                r"\midrule",
-                *map(line, self.models),
-                *below,
-                r"\bottomrule",
-                r"\end{tabular}",
-                "",
-            ]
-        )
+        lines = [
+            *("% " + self.note, f"\\begin{{tabular}}{{{columns}}}", r"\toprule"),
+            *(line([Cell(name) for name in self.header]), r"\midrule", *map(line, self.models)),
+            *(*below, r"\bottomrule", r"\end{tabular}", ""),
+        ]
+        return "\n".join(lines)
 
     @styled
     def figure(self) -> Figure:
@@ -202,10 +193,8 @@ class BestTable:
                 cellLoc="right",
                 edges="horizontal",
                 bbox=(
-                    1 / self.grid().width,
-                    1 - (y + lines * _STEP) / height,
-                    sum(widths) / self.grid().width,
-                    lines * _STEP / height,
+                    *(1 / self.grid().width, 1 - (y + lines * _STEP) / height),
+                    *(sum(widths) / self.grid().width, lines * _STEP / height),
                 ),
             )
             table.auto_set_font_size(False)
@@ -289,12 +278,8 @@ def _entry(rows: Table, value: float) -> str:
     if value != value:
         return _NONE
     site, depth = str(rows["site"][0]), rows["depth"][0]
-    place = (
-        f"{int(depth)}"
-        if site_kind(site) == "out" and depth is not None and depth == depth
-        else site
-    )
-    return f"{value:.3f} ({place})"
+    counted = site_kind(site) == "out" and is_given(depth)
+    return f"{value:.3f} ({int(depth) if counted else site})"
 
 
 def _range(rows: Table) -> str:

@@ -45,9 +45,13 @@ def tasks(
 
     Args:
         files: result files; CKA's are passed over.
-        metrics: only these; by default all that have a direction, except those of single classes.
+        metrics: as for `best_layer.run`.
         best_token: a task of its own for rows about single tokens, which are left out otherwise
             where their site has a row for the mean over tokens (see `about_patches`).
+
+    Raises:
+        VitseeError: none of the files has such a metric, the metric has no direction, or no rows
+            are about whole layers.
     """
     known = known_metrics(files)
     for metric in metrics:
@@ -102,8 +106,7 @@ def tasks(
 
 
 def _uniform(file: ResultFile) -> Table:
-    """A result's rows about whole layers, with all columns that a best row takes over; None where
-    it has none."""
+    """A result's rows about whole layers, with all columns that a best row takes over."""
     given = file.table
     for name in PARTS:
         if name in given.columns:
@@ -111,18 +114,11 @@ def _uniform(file: ResultFile) -> Table:
     if "best" in given.columns:
         given = given.take(given["best"] != "image")
     n, columns = len(given), given.columns
-    empty = {"baseline": np.full(n, "", object), "file": np.full(n, str(file.path), object)}
-    nothing = np.full(n, None, object)
-    return Table(
-        {
-            name: empty.get(name, nothing)
-            if name not in columns or name == "file"
-            else columns[name]
-            for name in COLUMNS
-            if name not in MADE
-        },
-        replicates=given.replicates,
-    )
+    nothing = dict.fromkeys(COLUMNS, np.full(n, None, object))
+    nothing["baseline"] = np.full(n, "", object)
+    own = {**nothing, **columns, "file": np.full(n, str(file.path), object)}
+    kept = {name: own[name] for name in COLUMNS if name not in MADE}
+    return Table(kept, replicates=given.replicates)
 
 
 def about_patches(table: Table) -> NDArray[np.bool_]:

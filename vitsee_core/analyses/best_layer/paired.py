@@ -65,14 +65,8 @@ def differences(
     task: str,
     notes: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Rows about the differences of one row to others.
-
-    Args:
-        a: a table with replicates, and which of its rows.
-        others: what is taken from it.
-        among: all rows of which they were chosen, with replicates.
-        task: what all are scores of.
-        notes: file -> the notes of its table.
+    """Rows about the differences of one row to others: a table with replicates, and which of its
+    rows. among: all rows of which they were chosen; notes: of each file's table.
 
     Raises:
         StoreMismatch: they are of other images, or of other blocks of them.
@@ -91,7 +85,7 @@ def _difference(
     a: tuple[Table, int], b: tuple[Table, int], task: str, notes: Mapping[str, Any]
 ) -> dict[str, Any]:
     (of_a, i), (of_b, j) = a, b
-    first, second = _cells(of_a, i), _cells(of_b, j)
+    first, second = ({name: v[k] for name, v in of.columns.items()} for of, k in (a, b))
     blocks = [_blocks(notes[row["file"]], row["store"]) for row in (first, second)]
     if blocks[0]["digest"] != blocks[1]["digest"]:
         raise StoreMismatch(
@@ -109,10 +103,6 @@ def _difference(
     settings = {name: first[name] for name in ("k", "shots", "l2", "class", "metric", "n_images")}
     numbers = {"value": value, "std": std}
     return row | settings | numbers | {"task": task, "spread": "jackknife", "n_blocks": m}
-
-
-def _cells(table: Table, row: int) -> dict[str, Any]:
-    return {name: values[row] for name, values in table.columns.items()}
 
 
 def _blocks(notes: Mapping[str, Any], store: str) -> Mapping[str, Any]:

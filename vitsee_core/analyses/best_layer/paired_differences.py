@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.figures.panels import handles_of, legend_below, panels
-from vitsee_core.figures.plotting import (
-    GREY,
-    colour,
-)
+from vitsee_core.figures.plotting import GREY, colour
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words, site_words, task_words
 
@@ -26,12 +23,8 @@ CLEAR, UNCLEAR, ALONE = "95 % interval excludes 0", "95 % interval includes 0", 
 
 
 def draw_differences(table: Table) -> Figure:
-    """One panel per task; below the name of what is compared a line for each difference to it, from
-    the largest on.
-
-    Args:
-        table: from `best_layer.compare`.
-    """
+    """One panel per task of `best_layer.compare`; below the name of what is compared a line for
+    each difference to it, from the largest on."""
     tasks = [(task, _lines(rows)) for task, rows in table.groups("task")]
     most = max(len(lines) for _, lines in tasks)
     letters = max(len(text) for _, lines in tasks for text, _ in lines)
@@ -85,13 +78,11 @@ def _draw(axes: Axes, task: str, lines: list[tuple[str, dict[str, Any] | None]])
         ink = colour(0) if clear else GREY
         if known:
             axes.plot([low, high], [y, y], color=ink, solid_capstyle="butt")
-        look: dict[str, Any] = {"marker": "o" if known else "x"}
-        face: dict[str, Any] = {
-            "markerfacecolor": ink if clear else "white",
-            "markeredgecolor": ink,
-        }
         label = (CLEAR if clear else UNCLEAR) if known else ALONE
-        axes.plot([row["value"]], [y], linestyle="none", label=label, **look, **face)
+        axes.plot(
+            [row["value"]], [y], linestyle="none", label=label, marker="o" if known else "x",
+            markerfacecolor=ink if clear else "white", markeredgecolor=ink,
+        )  # fmt: skip
     axes.set_yticks(range(len(lines)), [text for text, _ in lines])
     for tick, (_, row) in zip(axes.get_yticklabels(), lines, strict=True):
         if row is None:

@@ -11,12 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.figures.curve_looks import (
-    site_kind,
-)
-from vitsee_core.figures.depth_curves import (
-    DEPTH_LABEL,
-)
+from vitsee_core.figures.curve_looks import site_kind
+from vitsee_core.figures.depth_curves import DEPTH_LABEL
 from vitsee_core.figures.plotting import (
     colour,
     ink,
@@ -50,41 +46,26 @@ def to_last(table: Table) -> Iterator[tuple[str, str, Table]]:
         found: dict[str, dict[str, Any]] = {}
         # Comparisons may contain each pair once, in either order.
         for name, _, other in sides:
-            rows = own.where(**{other: last})
-            for i, site in enumerate(rows[name].tolist()):
+            part = own.where(**{other: last})
+            kept = [end for end in ("value", "low", "high") if end in part.columns]
+            for i, site in enumerate(part[name].tolist()):
                 if site in layers:
-                    band = [end for end in ("low", "high") if end in rows.columns]
-                    found[site] = {"value": rows["value"][i]} | {end: rows[end][i] for end in band}
+                    found[site] = {end: part[end][i] for end in kept}
         top = max(layers[last], 1)
-        yield (
-            store,
-            last,
-            Table.from_rows(
-                {"store": store, "site": site, "rel_depth": layers[site] / top, **found[site]}
-                for site in sorted(found, key=layers.__getitem__)
-            ),
+        rows = (
+            {"store": store, "site": site, "rel_depth": layers[site] / top, **found[site]}
+            for site in sorted(found, key=layers.__getitem__)
         )
+        yield store, last, Table.from_rows(rows)
 
 
 def draw_redundancy(
     axes: Axes, store: str, last: str, cka: Table, scores: Mapping[str, Table]
 ) -> None:
-    """Draw one store's CKA to its last layer, and its scores.
-
-    Args:
-        axes: the panel.
-        store: its name.
-        last: the last layer.
-        cka: from `to_last`.
-        scores: task -> columns site, rel_depth, value of this store.
-    """
-    axes.plot(
-        cka["rel_depth"],
-        cka["value"],
-        color=ink(),
-        marker="o",
-        label="CKA with the last layer",
-    )
+    """Draw one store's CKA to its last layer (from `to_last`), and its scores: task -> columns
+    site, rel_depth, value."""
+    label = "CKA with the last layer"
+    axes.plot(cka["rel_depth"], cka["value"], color=ink(), marker="o", label=label)
     if "low" in cka.columns:
         axes.fill_between(
             cka["rel_depth"], cka["low"], cka["high"], color=ink(), alpha=0.15, linewidth=0

@@ -43,12 +43,9 @@ from vitsee_core.analyses.cluster.clusters import (
 )
 from vitsee_core.features import choose_features
 from vitsee_core.figures.curve_panels import draw_depth_panels
-from vitsee_core.figures.plotting import (
-    styled,
-)
+from vitsee_core.figures.plotting import styled
 from vitsee_core.labels.labelled_rows import LabelledRows, random_features
 from vitsee_core.masks.segments import (
-    Examples,
     LabelledSegments,
     Segmentation,
     as_segmentation,
@@ -233,7 +230,9 @@ def run(
                 *(store.label, present, data.n_classes, present),
             )
         _check(data, n_clusters, chosen, execution.memory)
-        read[store.label] = _features(examples, data, chosen, tokens)
+        read[store.label] = {
+            site.name: examples.features(data, site, tokens, one_vector=True) for site in chosen
+        }
         plans.append((data, chosen, n_clusters))
     dims = [len({site.dim for site in sites_}) * ("random" in baselines) for _, sites_, _ in plans]
     counts = [
@@ -275,12 +274,6 @@ def _preset(preset: str | None, choice: Segmentation | None) -> Segmentation | N
     if choice is None:
         raise VitseeError(f"--preset {preset} is of segments: give --masks too")
     return choice.filled(weights="vit_analysis", crowd=True, first=WALMER_IMAGES)
-
-
-def _features(
-    examples: Examples, data: LabelledRows, sites: Sequence[SiteSpec], tokens: str | None
-) -> dict[str, Any]:
-    return {site.name: examples.features(data, site, tokens, one_vector=True) for site in sites}
 
 
 def _check(data: LabelledRows, k: int, sites: Sequence[SiteSpec], memory: int | None) -> None:

@@ -1,9 +1,4 @@
-"""Clusters of vectors, and their agreement with classes.
-
-purity   (1 / n) sum over clusters of the largest number of members of one class in it nmi
-mutual information of clusters and classes over the mean of their entropies ari      pairs that
-agree, corrected for chance (Hubert and Arabie 1985)
-"""
+"""Clusters of vectors, and their agreement with classes."""
 
 from __future__ import annotations
 
@@ -21,8 +16,7 @@ N_INIT = 10
 
 
 def why_meaningless(labels: Integers, k: int, noun: str = "image") -> str | None:
-    """Why k clusters of these examples carry no information about any features; None if they do.
-    noun: of one."""
+    """Why k clusters of these examples say nothing of any features; None if they do."""
     n, n_classes = len(labels), len(np.unique(labels))
     if n_classes == 1:
         one = noun if n == 1 else f"class among its {noun}s"
@@ -53,47 +47,31 @@ def k_means(vectors: Float32, k: int, seed: int) -> Integers:
 
 
 def agreement(clusters: Integers, labels: Integers) -> dict[str, float]:
-    """Purity, NMI (0 to 1) and ARI (at most 1, 0 by chance) of a clustering.
+    """Purity, NMI (0 to 1) and ARI (at most 1, 0 by chance) of clusters (n,) and classes (n,), both
+    numbers from 0."""
+    return _agreement_of_table(_contingency(clusters, labels))
 
-    Args:
-        clusters: (n,) numbers from 0.
-        labels: (n,) classes from 0.
-    """
-    from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 
-    n_classes = int(labels.max()) + 1
-    cells = (int(clusters.max()) + 1) * n_classes
-    table = np.bincount(clusters * n_classes + labels, minlength=cells).reshape(-1, n_classes)
-    return {
-        "purity": float(table.max(1).sum()) / len(labels),
-        "nmi": float(normalized_mutual_info_score(labels, clusters, average_method="arithmetic")),
-        "ari": float(adjusted_rand_score(labels, clusters)),
-    }
+def _contingency(clusters: Integers, labels: Integers) -> Integers:
+    """(clusters, classes) numbers of members."""
+    shape = int(clusters.max()) + 1, int(labels.max()) + 1
+    return np.bincount(clusters * shape[1] + labels, minlength=shape[0] * shape[1]).reshape(shape)
 
 
 def agreement_without(clusters: Integers, labels: Integers, blocks: Blocks) -> dict[str, Float]:
     """Metric -> (blocks,) the agreement of the same clusters without the members of each block; NaN
-    if nothing is left.
-
-    Args:
-        clusters: (n,) numbers from 0.
-        labels: (n,) classes from 0.
-        blocks: of these n, see `jackknife`.
-    """
-    n_clusters, n_classes = int(clusters.max()) + 1, int(labels.max()) + 1
-    cells = clusters * n_classes + labels
-    whole = np.bincount(cells, minlength=n_clusters * n_classes)
-    rows = [
-        _agreement_of_table((whole - own).reshape(n_clusters, n_classes))
-        for own in (
-            np.bincount(cells[blocks.labels == b], minlength=len(whole)) for b in range(blocks.n)
-        )
-    ]
+    if nothing is left."""
+    n_classes = int(labels.max()) + 1
+    whole = _contingency(clusters, labels)
+    rows = []
+    for block in range(blocks.n):
+        own = (clusters * n_classes + labels)[blocks.labels == block]
+        without = whole - np.bincount(own, minlength=whole.size).reshape(whole.shape)
+        rows.append(_agreement_of_table(without))
     return {metric: np.array([row[metric] for row in rows]) for metric in METRICS}
 
 
 def _agreement_of_table(table: NDArray[Any]) -> dict[str, float]:
-    """Agreement from the numbers of members, (clusters, classes)."""
     counts = table.astype(np.float64)
     n = counts.sum()
     if n == 0:
@@ -107,7 +85,7 @@ def _agreement_of_table(table: NDArray[Any]) -> dict[str, float]:
     return {
         "purity": float(counts.max(1).sum() / n),
         # One cluster and one class agree, as do single members with classes of their own.
-        "nmi": float(mutual / mean_entropy) if mean_entropy > 0 else 1.0,
+        "nmi": float(max(mutual, 0) / mean_entropy) if mean_entropy > 0 else 1.0,
         "ari": (together - by_chance) / (most - by_chance) if most != by_chance else 1.0,
     }
 

@@ -60,8 +60,6 @@ from vitsee_core.types import Integers
 from vitsee_stores.errors import SiteError, VitseeError
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from vitsee_core.features import SiteFeatures
     from vitsee_stores import SiteSpec, Store
 
@@ -123,6 +121,7 @@ def run(
             default="none",
         ),
     ] = None,
+    force: bool = False,
     origin: Annotated[Provenance | None, Gather(Provenance, ("data",))] = None,
     execution: Annotated[Execution, Offers("images seed jobs memory", dask="slabs")] = DEFAULT,
 ) -> Table:
@@ -139,13 +138,14 @@ def run(
 
     Args:
         stores: with all tokens of sites with a grid.
+        force: `save` may replace a file.
         origin: where the data is now, for the photographs.
 
     Raises:
         MissingInput: a site is stored pooled only.
         SiteError: no such site, none with a grid, or more axes than channels.
         VitseeError: negative numbers in nmf without `clamp`, fewer patches than concepts, a
-            dictionary of several sites to save, or a file that exists.
+            dictionary of several sites to save, or a file that exists, without `force`.
     """
     if method not in METHODS:
         raise VitseeError(f"no method {method!r}; expected {', '.join(METHODS)}")
@@ -163,7 +163,7 @@ def run(
             raise VitseeError(f"--save takes the dictionary of one site; {len(work)} are chosen")
         if Path(save).suffix != ".safetensors":
             raise VitseeError(f"--save {save}; expected a name that ends in .safetensors")
-        check_new_files([Path(save)])
+        check_new_files([Path(save)], force=force)
     data = None if origin is None else origin.data
     rows: list[dict[str, Any]] = []
     pictures: dict[str, Any] = {}
@@ -185,7 +185,7 @@ def run(
                 str(concept): line for concept, line in enumerate(cut)
             }
             if save is not None:
-                save_dictionary(fitted.whole, Path(save))
+                save_dictionary(fitted.whole, Path(save), force=force)
     notes = {
         "method": method,
         "clamp": clamp,
@@ -201,9 +201,7 @@ def run(
     return Table.from_rows(rows, COLUMNS, notes)
 
 
-def plot(table: Table) -> Figure:
-    """From the table alone; see `pictures.draw_concepts`."""
-    return draw_concepts(table)
+plot = draw_concepts
 
 
 def headline(table: Table) -> list[Answer]:

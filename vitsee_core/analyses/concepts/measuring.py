@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.dictionaries.dictionary import Dictionary
+from vitsee_core.dictionaries.dictionary import Dictionary, explained
 from vitsee_core.types import Float, Integers
 
 if TYPE_CHECKING:
@@ -122,14 +122,10 @@ class ConceptSums:
         return self
 
     def r2(self, without: int | None = None) -> float:
-        """1 - |x - x'|^2 / |x - mean|^2, summed over patches and channels; NaN where patches do not
-        vary. without: a block of images."""
+        """See `dictionary.explained`; without: a block of images."""
         keep = np.arange(len(self.n)) != (-1 if without is None else without)
-        n, squares = self.n[keep].sum(), self.squares[keep].sum()
-        if not n:
-            return np.nan
-        spread = squares - (self.total[keep].sum(0) ** 2).sum() / n
-        return float(1 - self.error[keep].sum() / spread) if spread > 1e-12 * squares else np.nan
+        sums = (self.n, self.error, self.squares, self.total)
+        return explained(*(of_blocks[keep].sum(0) for of_blocks in sums))
 
     def purity(self, draw: int, without: int | None = None) -> float:
         """(1 / n) sum over concepts of the largest number of patches of images of one class."""

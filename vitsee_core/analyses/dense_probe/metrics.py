@@ -1,12 +1,8 @@
 """Scores of predicted classes and depths, with jackknife intervals over blocks of images.
 
-Pixels are counted per class (`Counts`):
+Pixels are counted per class, over all pixels of the data set that count (`Counts`):
 
     IoU of a class = both / (predicted + labelled - both)
-
-over all pixels of the data set that count, not per image. `miou` is the mean over the classes that
-occur in a label or in a prediction; `boundary_iou` is the same of pixels near the boundaries of
-their regions (Cheng et al. 2021); `pixel_accuracy` the share of pixels that are right.
 
 Errors of depths are computed per image (`DepthErrors`), with depths d > 0 and predictions p > 0 of
 the pixels that count:

@@ -23,7 +23,7 @@ of each image's own features and survives neither that nor an added constant.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,7 @@ from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.similarity import Estimator, GramOptions, Representation, hsic, summarise
 from vitsee_core.similarity import options as pairwise
 from vitsee_core.similarity.hsic import without_value
-from vitsee_core.statistics.block_means import BlockMean, BlockMeans
+from vitsee_core.statistics.block_means import BlockMeans
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.statistics.paired_shares import TEST
 from vitsee_core.statistics.value_columns import Cells
@@ -61,8 +61,6 @@ from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeE
 from vitsee_stores.manifest import few
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from vitsee_stores import SiteSpec, Store
 
 log = logging.getLogger(__name__)
@@ -175,7 +173,8 @@ def run(
             make = partial(BlockMeans, work, blocks)
             total = execution.fold((base, store), make, images, slab_bytes=work.slab_bytes)
             found = total.result()
-            about, of_outputs = {"base": base.label}, _outputs_of(found)
+            about = {"base": base.label}
+            of_outputs = {metric: mean for (metric, site), mean in found.items() if not site}
             if RIGHT_BASE in of_outputs and not rows:
                 place = site_columns(base, base.sites[LOGITS])
                 rows.append(place | top1_cells(of_outputs[RIGHT_BASE]))
@@ -206,9 +205,7 @@ def run(
     return Table.from_rows(rows, COLUMNS, notes)
 
 
-def plot(table: Table) -> Figure:
-    """From the table alone; see `effect_figure.draw_effect`."""
-    return draw_effect(table)
+plot = draw_effect
 
 
 def _pairs(stores: Sequence[Store], sites: Sequence[str]) -> dict[str, list[SiteSpec]]:
@@ -301,14 +298,9 @@ def _cka(
     sides = [(store, site) for store in changed for site in pairs[store.label]]
     theirs = [Representation(store, store.sites[site.name], tokens) for store, site in sides]
     h = hsic(
-        ours,
-        theirs,
-        estimator=estimator,
-        images=execution.images,
-        seed=execution.seed,
-        options=options,
-        progress=execution.progress,
-    )
+        ours, theirs, estimator=estimator, images=execution.images, seed=execution.seed,
+        options=options, progress=execution.progress,
+    )  # fmt: skip
     of_both = [(f"{r.store.label} {r.site.name}" for r in side) for side in (ours, theirs)]
     for names, own in zip(of_both, (h.rows, h.cols), strict=True):
         remarks += without_value([*names], own)
@@ -325,10 +317,6 @@ def _cka(
             | {WORD: None if similarity.without is None else similarity.without[:, *at]}
         )
     return found, h.notes
-
-
-def _outputs_of(found: Mapping[tuple[str, str], BlockMean]) -> dict[str, BlockMean]:
-    return {metric: mean for (metric, site), mean in found.items() if not site}
 
 
 def headline(table: Table) -> list[Answer]:

@@ -55,8 +55,6 @@ from vitsee_core.tables.results import Table
 from vitsee_core.types import Float
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from vitsee_stores import Slab, Store
 
 log = logging.getLogger(__name__)
@@ -148,9 +146,7 @@ def run(
     return Table.from_rows(rows, COLUMNS, notes)
 
 
-def plot(table: Table) -> Figure:
-    """From the table alone; see `importance_figure.draw_importance`."""
-    return draw_importance(table)
+plot = draw_importance
 
 
 class _Store:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from vitsee_core.analyses.lens.lens_figure import draw_lens
+from vitsee_core.analyses.lens.lens_figure import METRICS, draw_lens
 from vitsee_core.labels.own_classes import why_not_own
 from vitsee_core.models.classifiers import Classifiers
 from vitsee_core.models.head_weights import Classifier
@@ -45,13 +45,11 @@ from vitsee_core.statistics.value_columns import Cells, cells_of, mean_cells
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, first_and_last
 from vitsee_core.tables.results import Table
-from vitsee_core.types import Float, Integers
+from vitsee_core.types import Float, Float32, Integers
 from vitsee_stores.errors import NotOffered, SiteError, VitseeError
 from vitsee_stores.manifest import few
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from vitsee_stores import SiteSpec, Slab, Store
 
 log = logging.getLogger(__name__)
@@ -81,7 +79,6 @@ SOURCE = "nostalgebraist 2020; Vilas et al. 2023"
 
 OF_LABELS = ("lens_top1", "lens_rank")
 NEARLY = 0.9
-METRICS = ("lens_top1", "lens_agreement", "lens_rank")
 COLUMNS = (
     *(*SITE, "token", "row", "col"),
     *("metric", "value", "std", "low", "high", "n_images"),
@@ -150,9 +147,7 @@ def run(
     return Table.from_rows(rows, COLUMNS, notes)
 
 
-def plot(table: Table) -> Figure:
-    """From the table alone; see `lens_figure.draw_lens`."""
-    return draw_lens(table)
+plot = draw_lens
 
 
 def _sites(
@@ -262,18 +257,13 @@ class _ReadLogits:
     agreement: bool
 
     def __call__(self, slab: Slab) -> dict[str, Float]:
-        kind = self.head.pooled_kind
         layout = slab.store.site(self.site).layout
         assert layout is not None
-        valid = slab.valid
-        labels = slab.store.samples.label[slab.rows][valid].astype(np.int64)
+        labels = slab.store.samples.label[slab.rows][slab.valid].astype(np.int64)
         output = self._output(slab)
-        tokens = slab.acts(self.site)[valid] if self.patches or kind is None else None
-        if kind is not None:
-            logits = self.head.of_tokens(slab.pooled(self.site, kind)[valid])
-        else:
-            assert tokens is not None
-            logits = self.head.logits(tokens, layout)
+        with_tokens = self.patches or self.head.pooled_kind is None
+        tokens = slab.acts(self.site)[slab.valid] if with_tokens else None
+        logits = self._logits(slab, self.site, tokens)
         found = [_scores(logits[:, np.newaxis], labels, output)]
         if self.patches:
             assert tokens is not None
@@ -292,14 +282,15 @@ class _ReadLogits:
             return np.zeros(int(slab.valid.sum()), np.int64)
         if "logits" in slab.store.sites:
             return slab.vectors("logits")[slab.valid].argmax(1)
-        kind, site = self.head.pooled_kind, self.head.site
-        layout = slab.store.site(site).layout
+        return self._logits(slab, self.head.site).argmax(1)
+
+    def _logits(self, slab: Slab, site: str, tokens: Float32 | None = None) -> Float:
+        """(images, classes) of a site's tokens, which are read unless given."""
+        kind, layout = self.head.pooled_kind, slab.store.site(site).layout
         assert layout is not None
         if kind is not None:
-            logits = self.head.of_tokens(slab.pooled(site, kind)[slab.valid])
-        else:
-            logits = self.head.logits(slab.acts(site)[slab.valid], layout)
-        return logits.argmax(1)
+            return self.head.of_tokens(slab.pooled(site, kind)[slab.valid])
+        return self.head.logits(slab.acts(site)[slab.valid] if tokens is None else tokens, layout)
 
 
 def _scores(logits: Float, labels: Integers, output: Integers) -> dict[str, Float]:

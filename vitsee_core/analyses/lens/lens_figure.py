@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
-from vitsee_core.figures.depth_curves import (
-    add_curve_legend,
-    draw_depth_curves,
-)
+from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.figures.log_ticks import plain_log_ticks
 from vitsee_core.figures.panels import (
     Grid,
@@ -23,10 +20,7 @@ from vitsee_core.figures.panels import (
     small_maps,
     stack,
 )
-from vitsee_core.figures.plotting import (
-    GREY,
-    styled,
-)
+from vitsee_core.figures.plotting import GREY, styled
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words, site_words

@@ -59,7 +59,7 @@ def draw_attributions(table: Table) -> Figure:
     figure, parts = stack(bars, *([tiles] if heads else []))
     every = bars.axes(parts[0])
     for axes, (title, rows) in zip(every, wholes, strict=True):
-        _draw_bars(axes, rows, title)
+        _draw_bars(axes, rows, title, _of_which(table, rows))
     if heads:
         values = [_head_values(rows) for _, rows in heads]
         top = max(float(np.nanmax(np.abs(grid))) for grid, _ in values) or 1.0
@@ -71,7 +71,15 @@ def draw_attributions(table: Table) -> Figure:
     return figure
 
 
-def _draw_bars(axes: Axes, rows: Table, title: str) -> None:
+def _of_which(table: Table, rows: Table) -> str:
+    """Whose logit a panel is about, for its y axis."""
+    if name := rows["class"][0]:
+        return shorten(str(name), 24)
+    target = table.notes.get("target", {}).get(str(rows["store"][0]))
+    return {"label": "the label", "predicted": "the predicted class"}.get(target, "the class")
+
+
+def _draw_bars(axes: Axes, rows: Table, title: str, of_which: str) -> None:
     parts = rows["part"].astype(str)
     shown = rows.take(np.isin(parts, list(KINDS)))
     kinds, values = shown["part"].astype(str), shown["value"].astype(float)
@@ -93,7 +101,7 @@ def _draw_bars(axes: Axes, rows: Table, title: str) -> None:
     axes.set_xticks(places, texts, rotation=90 if max(map(len, texts)) > 4 else 0)
     axes.grid(False, axis="x")
     axes.set_xlabel("from input to output, by block")
-    axes.set_ylabel("part of logit")
+    axes.set_ylabel(f"part of the logit of {of_which}")
     axes.set_title(title)
     note_count(axes, rows)
 

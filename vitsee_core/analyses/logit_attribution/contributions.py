@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,11 +35,9 @@ class Projection:
 
 @dataclass(frozen=True)
 class Readout:
-    """The classifier behind its frozen norm: logits = vectors @ (weighted tokens) + offset.
-
-    vectors: (classes, dim), the norm's weight, and its centring, taken into the kernel. offset:
-    (classes,), what the biases of norm and classifier give. kernel_bias: that of the latter.
-    """
+    """The classifier behind its frozen norm: logits = vectors @ (weighted tokens) + offset, with
+    the norm's weight and its centring in vectors (classes, dim), what the biases of norm and
+    classifier give in offset (classes,), and the classifier's own bias, kernel_bias."""
 
     vectors: Float
     offset: Float
@@ -47,7 +45,6 @@ class Readout:
 
     @classmethod
     def of(cls, head: HeadWeights) -> Readout:
-        """That of a classifier, in float64."""
         own = {name: values.astype(np.float64) for name, values in head.arrays.items()}
         kernel = own["head_kernel"]
         vectors = kernel * own.get("head_norm_scale", 1.0)
@@ -95,8 +92,8 @@ class Asked:
 
 @dataclass(frozen=True)
 class ReadContributions:
-    """The work on one slab: key -> values (images[, classes][, heads]) for `Moments`; and the
-    largest relative difference between the sum of all parts and the logits."""
+    """The work on one slab: values (images[, classes][, heads]) by key, and the largest relative
+    difference between the sum of all parts and the logits."""
 
     stream: ResidualStream
     readout: Readout
@@ -104,7 +101,7 @@ class ReadContributions:
     projections: Mapping[str, Projection]
     raw: bool
 
-    def __call__(self, slab: Slab, into: _Into) -> None:
+    def __call__(self, slab: Slab, into: Contributions) -> None:
         """Reads one site at a time."""
         stream = self.stream
         frozen = stream.frozen(slab)
@@ -160,14 +157,13 @@ class _Measure:
     own: Integers
 
     def vectors(self, x: Float) -> Float:
-        """Of vectors (images, dim)."""
+        """Of (images, dim)."""
         if self.asked.classes:
             return x @ self.readout.vectors[list(self.asked.classes)].T
         return self._spread(np.einsum("nd,nd->n", x, self.readout.vectors[self.own]))
 
     def heads(self, x: Float, projection: Projection) -> Float:
-        """Of the heads' outputs (images, heads x head dim), each through its part of the
-        projection."""
+        """Of outputs (images, heads x head dim), each head's through its part of the projection."""
         back = self.readout.vectors @ projection.weight  # (classes, heads x head dim)
         shape = (-1, projection.n_heads, projection.weight.shape[1] // projection.n_heads)
         if self.asked.classes:
@@ -185,30 +181,25 @@ class _Measure:
         return self.asked.spread(values, self.own, len(self.readout.vectors))
 
 
-@dataclass
-class _Into:
-    moments: dict[Key, Moments] = field(default_factory=dict)
-    gap: float = 0.0
-
-    def add(self, key: Key, values: Float) -> None:
-        """Count values (images, ...)."""
-        self.moments.setdefault(key, Moments()).add(values)
-
-
 class Contributions:
     """Means over images, to be filled by `streaming.fold`."""
 
     def __init__(self, read: ReadContributions) -> None:
-        self._read, self._into = read, _Into()
+        self._read, self.gap = read, 0.0
+        self._moments: dict[Key, Moments] = {}
+
+    def add(self, key: Key, values: Float) -> None:
+        """Count values (images, ...)."""
+        self._moments.setdefault(key, Moments()).add(values)
 
     def update(self, slab: Slab) -> None:
-        self._read(slab, self._into)
+        self._read(slab, self)
 
     def merge(self, other: Contributions) -> None:
-        for key, moments in other._into.moments.items():
-            self._into.moments.setdefault(key, Moments()).merge(moments)
-        self._into.gap = max(self._into.gap, other._into.gap)
+        for key, moments in other._moments.items():
+            self._moments.setdefault(key, Moments()).merge(moments)
+        self.gap = max(self.gap, other.gap)
 
     def result(self) -> tuple[dict[Key, Summary], float]:
         """Key -> summary of entries ([classes][, heads]), and the largest relative residue."""
-        return {key: m.summary() for key, m in self._into.moments.items()}, self._into.gap
+        return {key: m.summary() for key, m in self._moments.items()}, self.gap

@@ -55,13 +55,8 @@ def one_image(store: Store, row: int) -> Piece:
 def of_own_tokens(
     store: Store, stream: ResidualStream, readout: Readout, classes: Mapping[int, Sequence[int]]
 ) -> Iterator[PatchParts]:
-    """The parts of each image's own tokens, where the classifier reads their mean.
-
-    Args:
-        store: with all tokens of the stream's terms.
-        stream: what the classifier reads.
-        readout: the classifier.
-        classes: row -> its classes.
+    """The parts of each image's own tokens, where the classifier reads their mean; classes: of each
+    row.
 
     Raises:
         MissingInput: a term is stored pooled only.
@@ -89,15 +84,8 @@ def through_attention(
     classes: Mapping[int, Sequence[int]],
     origin: Provenance,
 ) -> Iterator[PatchParts]:
-    """What attention moves from each patch to the class token, in every block.
-
-    Args:
-        store: of a model whose classifier reads the class token.
-        stream: what the classifier reads.
-        readout: the classifier.
-        projections: of the heads of every block with attention.
-        classes: row -> its classes.
-        origin: where images and weights are now.
+    """What attention moves from each patch to the class token, in every block with attention;
+    projections: of its heads, classes: of each row, origin: where images and weights are now.
 
     Raises:
         MissingInput: the store has no attention summaries.

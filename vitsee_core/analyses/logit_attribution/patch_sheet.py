@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TOTAL = "patches"
-
-
 SCALES = ("shared", "map")
 
 

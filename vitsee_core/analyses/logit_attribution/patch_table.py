@@ -50,14 +50,8 @@ def patch_table(
     execution: Execution,
 ) -> Table:
     """A row per image, class, term and patch; then what they all give (`patches`), the rest of the
-    logit, and the logit. The notes hold the photographs.
-
-    Args:
-        works: the stores.
-        names: of the images, by default the first four.
-        raw: logits as they are, not less their mean over classes.
-        origin: where images and weights are now.
-        execution: which images are chosen.
+    logit, and the logit. The notes hold the photographs. names: of the images, by default the first
+    four.
 
     Raises:
         MissingInput: tokens, or attention, are not stored.

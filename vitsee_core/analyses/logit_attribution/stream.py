@@ -3,8 +3,9 @@ branches that are added to it; and its tokens pooled as the classifier pools the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ import numpy as np
 from vitsee_core.models.head_weights import Classifier, HeadWeights
 from vitsee_core.runtime.streaming import Rows, each_slab
 from vitsee_core.types import Float
-from vitsee_stores.errors import MissingInput, NotOffered
+from vitsee_stores.errors import MissingInput, NotOffered, VitseeError
 from vitsee_stores.manifest import few
 
 if TYPE_CHECKING:
@@ -147,8 +148,7 @@ def residual_stream(store: Store, head: Classifier, rows: Rows) -> ResidualStrea
         own = [site for part, site in parts.items() if part.rpartition(".")[2] == "branch"]
         start = parts.get("shortcut") or parts.get("in")
         if not own or start is None:
-            _refuse_missing(store, str(total.block))
-        assert start is not None
+            raise _missing(store, str(total.block))
         sums.append(([start, *own], total))
         branches[:0] = own
         base = start
@@ -166,59 +166,47 @@ def residual_stream(store: Store, head: Classifier, rows: Rows) -> ResidualStrea
     return stream
 
 
-def _refuse_missing(store: Store, block: str) -> None:
-    """Raises MissingInput: the branches of this block are not in the store."""
-    names = [name for name, _ in store.plan.sublayers]
-    if any(name == block or name.startswith(f"{block}.") for name in names):
-        raise MissingInput(f"{store.label} lacks the branches of {block}: {EXTRACT}")
+def _missing(store: Store, block: str) -> VitseeError:
+    """The error that the branches of this block are not in the store."""
+    known = any(f"{name}.".startswith(f"{block}.") for name, _ in store.plan.sublayers)
     left = store.manifest.left_out
-    reason = next((why for what, why in left.items() if what.startswith(block)), None)
-    reason = reason or left.get("residual")
+    reasons = (why for what, why in left.items() if what.startswith(block))
+    reason = None if known else next(reasons, None) or left.get("residual")
     if reason:
-        raise NotOffered(f"{store.label}: {block} has no known branch: {reason}")
-    raise MissingInput(f"{store.label} lacks the branches of {block}: {EXTRACT}")
+        return NotOffered(f"{store.label}: {block} has no known branch: {reason}")
+    return MissingInput(f"{store.label} lacks the branches of {block}: {EXTRACT}")
 
 
-@dataclass(frozen=True)
-class _Errors:
+def _errors(
+    stream: ResidualStream, sums: Sequence[tuple[list[SiteSpec], SiteSpec]], slab: Slab
+) -> list[float]:
     """How far each sum is from its total on some images, relative to its terms."""
-
-    stream: ResidualStream
-    sums: list[tuple[list[SiteSpec], SiteSpec]]
-
-    def __call__(self, slab: Slab) -> list[float]:
-        frozen = self.stream.frozen(slab)
-        errors = []
-        for terms, total in self.sums:
-            found = [frozen.pooled(slab, site.name) for site in terms]
-            size = sum(np.abs(term).max() for term in found) or 1.0
-            gap = np.abs(np.sum(found, axis=0) - frozen.pooled(slab, total.name)).max()
-            errors.append(float(gap / size))
-        return errors
+    frozen = stream.frozen(slab)
+    errors = []
+    for terms, total in sums:
+        found = [frozen.pooled(slab, site.name) for site in terms]
+        size = sum(np.abs(term).max() for term in found) or 1.0
+        gap = np.abs(np.sum(found, axis=0) - frozen.pooled(slab, total.name)).max()
+        errors.append(float(gap / size))
+    return errors
 
 
 def _prove(
-    store: Store,
-    stream: ResidualStream,
-    sums: list[tuple[list[SiteSpec], SiteSpec]],
-    rows: Rows,
+    store: Store, stream: ResidualStream, sums: list[tuple[list[SiteSpec], SiteSpec]], rows: Rows
 ) -> None:
     """Raises NotOffered: a block's output is not the sum of its branches and what came in."""
     usable = np.flatnonzero(rows.mask & store.valid)[:PROVEN_IMAGES]
     mask = np.zeros_like(rows.mask)
     mask[usable] = True
-    found = each_slab(store, _Errors(stream, sums), rows=Rows(mask, 0, "the first"))
+    found = each_slab(store, partial(_errors, stream, sums), rows=Rows(mask, 0, "the first"))
     errors = np.max(list(found), axis=0)
     most = tolerance_of(store, stream)
     for (terms, total), error in zip(sums, errors, strict=True):
         if not error <= most:
-            skips = store.manifest.model.get("ablate_skip", ())
+            why = "an activation (as in ResNet v1) or a norm follows the sum"
+            if skips := store.manifest.model.get("ablate_skip", ()):
+                why = f"it was extracted without the skip connections {few(list(skips))}"
             raise NotOffered(
                 f"{store.label}: {total.name} is not the sum of "
-                f"{few([site.name for site in terms])} (off by {error:.2g} of them): "
-                + (
-                    f"it was extracted without the skip connections {few(list(skips))}"
-                    if skips
-                    else "an activation (as in ResNet v1) or a norm follows the sum"
-                )
+                f"{few([site.name for site in terms])} (off by {error:.2g} of them): {why}"
             )

@@ -9,10 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
-from vitsee_core.figures.depth_curves import (
-    add_curve_legend,
-    draw_depth_curves,
-)
+from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.figures.panels import (
     Grid,
     bars_at_ends,
@@ -23,10 +20,7 @@ from vitsee_core.figures.panels import (
     small_maps,
     stack,
 )
-from vitsee_core.figures.plotting import (
-    marker,
-    styled,
-)
+from vitsee_core.figures.plotting import marker, styled
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import CEILING, baseline_words, metric_words, site_words
@@ -148,13 +142,11 @@ def _draw_l2(axes: Any, rows: Table, ylabel: str) -> None:
         parts = [f"shots = {key[i]}" if i == 3 else shorten(key[i], 24) for i in varied]
         kind = kinds.index((key[0], *key[2:4]))
         axes.plot(
-            own["l2"],
-            own["value"],
-            color=colours(0.92 * float(own["rel_depth"][0])),
+            own["l2"], own["value"], color=colours(0.92 * float(own["rel_depth"][0])),
             linestyle="--" if key[4] else "-",
             marker=marker(kind) if len(kinds) > 1 and not key[4] else None,
             label="_nolegend_" if key[4] else ", ".join(parts) or key[1],
-        )
+        )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set(xlabel="l2", ylabel=ylabel, ylim=(0, None))
 
