@@ -22,9 +22,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from vitsee_core.figures.plotting import (
-    figure_bytes,
-)
+from vitsee_core.figures.plotting import figure_bytes
 from vitsee_core.report.redrawing import redraw
 from vitsee_core.tables.files import write_files
 
@@ -119,11 +117,7 @@ PICTURES = (
     Picture("norms", "results/norms.csv"),
     Picture("spatial", "results/spatial.csv"),
     Picture("spectrum", "results/spectrum.csv"),
-    Picture(
-        "lens",
-        "more/lens.csv",
-        (f"lens {VIT} {RESNET} --patches -o more/lens.csv --force",),
-    ),
+    Picture("lens", "more/lens.csv", (f"lens {VIT} {RESNET} --patches -o more/lens.csv --force",)),
     Picture(
         "effect",
         "more/effect.csv",
@@ -227,8 +221,7 @@ REAL = (
     ),
     _of_real("real-norms", f"norms {REAL_VIT} {LITE} --metric norm --metric norm_histogram"),
     _of_real(
-        "real-normratio",
-        f"normratio {REAL_VIT} --tokens patches --tokens cls --metric norm_ratio",
+        "real-normratio", f"normratio {REAL_VIT} --tokens patches --tokens cls --metric norm_ratio"
     ),
     _of_real("real-erf", f"erf {REAL_VIT} {LITE} --sites blocks", dpi=100),
     _of_real("real-cka", f"cka {REAL_VIT} {LITE} --sites blocks"),

@@ -21,13 +21,7 @@ from vitsee_core.analyses.similarity.factors import Procrustes, Svcca
 from vitsee_core.analyses.similarity.flattened import Cka, Rsa
 from vitsee_core.analyses.similarity.site_gram import SiteGram
 from vitsee_core.figures.panels import handles_of, legend_below, panels
-from vitsee_core.figures.plotting import (
-    colour,
-    marker,
-    reference_line,
-    save_figure,
-    styled,
-)
+from vitsee_core.figures.plotting import colour, marker, reference_line, save_figure, styled
 from vitsee_core.similarity.shift import Shift
 from vitsee_core.types import Float
 

@@ -48,16 +48,8 @@ N_IMAGES = 3
 # Sizes that no patch of 2, 4, 8, 14, 16, 32 divides; the larger one for models with a least size.
 UNEVEN = (101, 229)
 # What makes the smallest one of a family small enough, and changes nothing of how it works.
-SIZES = {
-    "hieradet_sam2": 256,
-    "mobilenetv5": 256,
-    "qwen3_vit": 256,
-    "vision_transformer_sam": 256,
-}
-SMALLER: dict[str, dict[str, Any]] = {
-    "deepseek_vit": {"depth": 2},
-    "gemma4_vit": {"depth": 2},
-}
+SIZES = {"hieradet_sam2": 256, "mobilenetv5": 256, "qwen3_vit": 256, "vision_transformer_sam": 256}
+SMALLER: dict[str, dict[str, Any]] = {"deepseek_vit": {"depth": 2}, "gemma4_vit": {"depth": 2}}
 TOLERANCE = 2e-4  # of the largest value: other batches, other order of sums
 
 

@@ -36,10 +36,7 @@ def describe_images(
             "edges": [0, 0, 1, 1],
         }
         if row in photos:
-            about |= {
-                "picture": address(photos[row]),
-                "edges": within(photos[row].edges, frame),
-            }
+            about |= {"picture": address(photos[row]), "edges": within(photos[row].edges, frame)}
         found.append(about)
     return found
 

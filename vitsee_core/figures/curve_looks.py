@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.figures.plotting import (
-    colour,
-    marker,
-    store_order,
-)
+from vitsee_core.figures.plotting import colour, marker, store_order
 from vitsee_core.tables.groups import SIGN, groups_of, split_label
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import PARTS, token_words

@@ -20,16 +20,10 @@ from vitsee_core.figures.curve_looks import (
     site_kind,
 )
 from vitsee_core.figures.panels import handles_of, legend_below, note_count, small
-from vitsee_core.figures.plotting import (
-    GREY,
-)
+from vitsee_core.figures.plotting import GREY
 from vitsee_core.tables.groups import by_group
 from vitsee_core.tables.text import shorten
-from vitsee_core.tables.words import (
-    baseline_words,
-    metric_words,
-    site_words,
-)
+from vitsee_core.tables.words import baseline_words, metric_words, site_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -99,7 +93,7 @@ def draw_depth_curves(
         axes.plot([], [], color=GREY, linestyle=dashes[name], linewidth=1,
                   label=baseline_words(name, metric))  # fmt: skip
     if moves and spread:
-        _explain(axes, spread, banded, hidden=banded is None)
+        _explain(axes, spread, banded)
     _finish(axes, places, metric_words(metric) if ylabel is None else ylabel)
     _mark_missing(axes, [rows for rows in real.values() if len(rows)], places)
     note_count(axes, table, *counts)
@@ -163,8 +157,8 @@ def _intervals(among: Table, by: Sequence[str]) -> tuple[dict[Curve, float], boo
     return moves, False
 
 
-def _explain(axes: Axes, spread: str, banded: bool | None, *, hidden: bool) -> None:
-    if hidden:
+def _explain(axes: Axes, spread: str, banded: bool | None) -> None:
+    if banded is None:
         axes.plot([], [], linestyle="none", label=f"bars: {spread} in the table alone")
     elif banded:
         axes.fill_between([], [], color=GREY, alpha=0.25, linewidth=0, label=f"band: {spread}")

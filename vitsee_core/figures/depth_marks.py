@@ -6,13 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.figures.curve_looks import (
-    curve_looks,
-    site_kind,
-)
-from vitsee_core.figures.plotting import (
-    GREY,
-)
+from vitsee_core.figures.curve_looks import curve_looks, site_kind
+from vitsee_core.figures.plotting import GREY
 from vitsee_core.tables.results import Table
 
 if TYPE_CHECKING:

@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.figures.panels import (
-    Grid,
-    colour_bar,
-    count,
-    name_part,
-    room,
-    stack,
-)
+from vitsee_core.figures.panels import Grid, colour_bar, count, name_part, room, stack
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import site_words
 from vitsee_core.types import Float
@@ -125,12 +118,7 @@ def colour_range(values: Float) -> tuple[float, float]:
 
 
 def draw_tiles(
-    axes: Axes,
-    tiles: Tiles,
-    *,
-    scale: str,
-    limits: tuple[float, float],
-    midlines: bool = False,
+    axes: Axes, tiles: Tiles, *, scale: str, limits: tuple[float, float], midlines: bool = False
 ) -> AxesImage:
     """Draw the tiles into `axes`, which loses its frame; returns what `imshow` returns.
 

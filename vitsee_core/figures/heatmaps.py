@@ -14,6 +14,7 @@ import numpy as np
 
 from vitsee_core.figures.panels import (
     Grid,
+    beyond,
     colour_bar,
     count,
     em,
@@ -154,11 +155,9 @@ def _add_bar(
 ) -> None:
     """A colour bar beside a panel, of the values of these."""
     values = np.concatenate([one.values.ravel() for one in of])
-    low, high = span
     # Rounding lifts the CKA of a site with itself slightly above 1.
-    outside = (bool((values < low - 1e-9).any()), bool((values > high + 1e-9).any()))
-    extend = {(False, False): "neither", (True, False): "min", (False, True): "max"}
-    colour_bar(axes, image, with_range(label, span), extend=extend.get(outside, "both"))
+    extend = beyond(values, span[0] - 1e-9, span[1] + 1e-9)
+    colour_bar(axes, image, with_range(label, span), extend=extend)
 
 
 def _draw(axes: Axes, panel: Panel, span: tuple[float, float], cell: float) -> AxesImage:
@@ -170,10 +169,9 @@ def _draw(axes: Axes, panel: Panel, span: tuple[float, float], cell: float) -> A
     y, x = panel.ticks(cell)
     x.put_on(axes.xaxis)
     y.put_on(axes.yaxis)
-    for edge in panel.rows.boundaries():
-        axes.axhline(edge, color=BOUNDARY, linewidth=0.5, alpha=0.6)
-    for edge in panel.cols.boundaries():
-        axes.axvline(edge, color=BOUNDARY, linewidth=0.5, alpha=0.6)
+    for draw, side in ((axes.axhline, panel.rows), (axes.axvline, panel.cols)):
+        for edge in side.boundaries():
+            draw(edge, color=BOUNDARY, linewidth=0.5, alpha=0.6)
     axes.set_title(panel.title)
     if panel.numbers and cell >= NUMBER:
         _write_numbers(axes, panel, span)

@@ -9,10 +9,8 @@ import numpy as np
 
 from vitsee_core.figures.fitting import all_axes
 from vitsee_core.figures.heatmaps import with_range
-from vitsee_core.figures.panels import medium
-from vitsee_core.figures.plotting import (
-    GREY,
-)
+from vitsee_core.figures.panels import beyond, medium
+from vitsee_core.figures.plotting import GREY
 from vitsee_core.tables.text import figure_text
 from vitsee_stores.errors import VitseeError
 
@@ -68,8 +66,7 @@ class Look:
 
 
 def _bar_of(axes: Axes) -> Colorbar | None:
-    bar: Colorbar | None = getattr(axes, "_colorbar", None)
-    return bar
+    return getattr(axes, "_colorbar", None)
 
 
 def _is_picture(axes: Axes) -> bool:
@@ -119,6 +116,8 @@ def _recolour(coloured: list[ScalarMappable], name: str) -> None:
 def _limit(
     figure: Figure, coloured: list[ScalarMappable], bars: list[Colorbar], low: float, high: float
 ) -> None:
+    from matplotlib.colors import LogNorm
+
     if not coloured:
         for axes in _curves(figure):
             if axes.get_yscale() == "log" and low <= 0:
@@ -126,36 +125,26 @@ def _limit(
             axes.set_ylim(low, high)
         return
     values = np.concatenate([np.asarray(one.get_array(), float).ravel() for one in coloured])
-    outside = (bool((values < low).any()), bool((values > high).any()))
     for one in coloured:
-        if _is_logarithmic(one) and low <= 0:
+        if isinstance(one.norm, LogNorm) and low <= 0:
             raise VitseeError(f"the colours are logarithmic: a range from {low:g} is not possible")
         one.set_clim(low, high)
     for bar in bars:
-        _renew(figure, bar, outside)
+        _renew(figure, bar, beyond(values, low, high))
 
 
-def _renew(figure: Figure, bar: Colorbar, outside: tuple[bool, bool]) -> None:
+def _renew(figure: Figure, bar: Colorbar, extend: str) -> None:
     """The colour bar again, with ticks of its new range and an arrow where values lie outside."""
-    ends = {(True, True): "both", (True, False): "min", (False, True): "max"}
     axes = bar.ax
     upright = bar.orientation == "vertical"
     label = axes.get_ylabel() if upright else axes.get_xlabel()
     bar.mappable.callbacks.disconnect(cast(Any, bar.mappable).colorbar_cid)
     axes.clear()
-    new = figure.colorbar(
-        bar.mappable, cax=axes, orientation=bar.orientation, extend=ends.get(outside, "neither")
-    )
-    new.set_label(
-        with_range(label, bar.mappable.get_clim()) if ", colours from" in label else label
-    )
+    new = figure.colorbar(bar.mappable, cax=axes, orientation=bar.orientation, extend=extend)
+    if ", colours from" in label:
+        label = with_range(label, bar.mappable.get_clim())
+    new.set_label(label)
     new.outline.set(linewidth=0.5, edgecolor=GREY)  # type: ignore[operator]
-
-
-def _is_logarithmic(one: ScalarMappable) -> bool:
-    from matplotlib.colors import LogNorm
-
-    return isinstance(one.norm, LogNorm)
 
 
 def _make_logarithmic(figure: Figure, which: str) -> None:
@@ -165,20 +154,17 @@ def _make_logarithmic(figure: Figure, which: str) -> None:
     if not panels:
         raise VitseeError(f"this figure has no {which} axis of numbers to make logarithmic")
     for axes in panels:
-        interval = axes.dataLim.intervaly if which == "y" else axes.dataLim.intervalx
-        smallest = axes.dataLim.minposy if which == "y" else axes.dataLim.minposx
+        interval = getattr(axes.dataLim, f"interval{which}")
+        smallest = getattr(axes.dataLim, f"minpos{which}")
         if not np.isfinite(interval).all():
             continue
         if interval[1] <= 0 or not np.isfinite(smallest):
             raise VitseeError(f"no value is positive: the {which} axis cannot be logarithmic")
         low = interval[0] if interval[0] > 0 else smallest
-        set_scale, set_limits = (
-            (axes.set_yscale, axes.set_ylim) if which == "y" else (axes.set_xscale, axes.set_xlim)
-        )
-        set_scale("log")
         ratio = (interval[1] / low) ** 0.06 if interval[1] > low else 1.5
-        set_limits(low / ratio, interval[1] * ratio)
+        limits = low / ratio, interval[1] * ratio
+        axes.set(**{f"{which}scale": "log", f"{which}lim": limits})
         if interval[1] < 30 * low:  # within little more than a decade 1.8e1 is no help
-            side = axes.yaxis if which == "y" else axes.xaxis
+            side = getattr(axes, f"{which}axis")
             side.set_major_formatter(ScalarFormatter())
             side.set_minor_formatter(ScalarFormatter())

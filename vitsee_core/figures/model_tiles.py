@@ -14,15 +14,7 @@ from vitsee_core.figures.head_tiles import (
     tile_table,
     value_range,
 )
-from vitsee_core.figures.panels import (
-    Grid,
-    bars_at_ends,
-    count,
-    map_title,
-    name_part,
-    room,
-    stack,
-)
+from vitsee_core.figures.panels import Grid, bars_at_ends, count, map_title, name_part, room, stack
 from vitsee_core.tables.groups import by_group
 from vitsee_core.types import Float
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colorbar import Colorbar
     from matplotlib.figure import Figure
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Medium:
 
     @property
     def em(self) -> float:
-        """Inches."""
+        """In inches."""
         return self.font / 72
 
 
@@ -77,7 +79,6 @@ def drawn_for(
 
 
 def medium() -> Medium:
-    """The one that figures are drawn for."""
     return _MEDIUM.get()
 
 
@@ -309,6 +310,18 @@ def count(rows: Any, name: str = "n_images") -> str:
         return ""
     low, high = min(values), max(values)
     return f"{high}" if low == high else f"{low} to {high}"
+
+
+def evenly(items: Sequence[Item], most: int) -> list[Item]:
+    """All, or so many of them evenly spaced, with the first and the last."""
+    places = np.linspace(0, len(items) - 1, min(len(items), most)).round().astype(int)
+    return [items[k] for k in places]
+
+
+def beyond(values: Any, low: float, high: float) -> str:
+    """The ends of a colour bar that some of the values lie beyond, in matplotlib's words."""
+    below, above = bool((values < low).any()), bool((values > high).any())
+    return "both" if below and above else "min" if below else "max" if above else "neither"
 
 
 def note_count(axes: Axes, rows: Any, name: str = "n_images", word: str = "") -> None:

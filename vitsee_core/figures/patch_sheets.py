@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.figures.panels import em, new_figure, room, small
-from vitsee_core.figures.plotting import (
-    GREY,
-    styled,
-)
+from vitsee_core.figures.panels import em, evenly, new_figure, room, small
+from vitsee_core.figures.plotting import GREY, styled
 from vitsee_core.images.embedded_pictures import decode
 from vitsee_core.patch_maps.colours import Colours
 from vitsee_core.tables.results import Table
@@ -170,10 +167,13 @@ class Sheet:
         )
         _frame(axes, about.get("frame", WHOLE))
         if "picture" not in about:
-            axes.text(
-                0.5, 0.5, "no picture", transform=axes.transAxes,
-                ha="center", va="center", color=GREY, fontsize=small(),
-            )  # fmt: skip
+            look: dict[str, Any] = {
+                "ha": "center",
+                "va": "center",
+                "color": GREY,
+                "fontsize": small(),
+            }
+            axes.text(0.5, 0.5, "no picture", transform=axes.transAxes, **look)
         else:
             pixels = decode(about["picture"])
             smooth = "nearest" if max(pixels.shape[:2]) < 64 else "antialiased"
@@ -248,8 +248,7 @@ def shown_sites(rows: Table) -> list[str]:
     """The sites that are drawn: all, or evenly spaced ones with the first and the last."""
     every = rows.unique("site")
     most = min(MOST_ACROSS, int((room() - PHOTO - BAR - 5) / (TILE + GAP)))
-    places = np.linspace(0, len(every) - 1, min(len(every), most)).round().astype(int)
-    return [every[k] for k in places]
+    return evenly(every, most)
 
 
 def grid_of(rows: Table, sheet: Mapping[str, Any], site: str, image: str) -> tuple[Any, Any]:
@@ -258,6 +257,12 @@ def grid_of(rows: Table, sheet: Mapping[str, Any], site: str, image: str) -> tup
     own = sheet.get("grids", {}).get(str(rows["store"][0]), {}).get(site, {})
     largest = [int(max(map(int, rows[name].tolist()))) + 1 for name in ("row", "col")]
     return own.get("shape", largest), own.get("edges", {}).get(image, WHOLE)
+
+
+def thinned(table: Table, sites: Mapping[str, Sequence[str]]) -> list[str]:
+    """A line of the caption where some of the stores' sites are not drawn."""
+    some = any(len(rows.unique("site")) > len(sites[of]) for of, rows in table.groups("store"))
+    return ["evenly spaced layers; the table has all"] if some else []
 
 
 def place_values(rows: Table, shape: Sequence[int]) -> Float:
@@ -355,6 +360,4 @@ def _caption(table: Table, sites: Mapping[str, Sequence[str]]) -> list[str]:
         lines.append(f"turned to be nearest to {of}")
     if notes.get("foreground", "none") != "none":
         lines.append("black: background, on the other side of the first component of all patches")
-    if any(len(rows.unique("site")) > len(sites[of]) for of, rows in table.groups("store")):
-        lines.append("evenly spaced layers; the table has all")
-    return lines
+    return lines + thinned(table, sites)

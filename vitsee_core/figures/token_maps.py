@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.figures.log_ticks import DECADES, FINE, plain_log_ticks
-from vitsee_core.figures.plotting import (
-    GREY,
-)
+from vitsee_core.figures.plotting import GREY
 from vitsee_core.figures.site_axes import SiteAxis, Ticks
 from vitsee_core.tables.words import token_words
 from vitsee_core.types import Float
@@ -137,11 +135,7 @@ def draw_map(axes: Axes, panel: MapPanel, scale: Normalize) -> AxesImage:
 
 
 def _image(
-    axes: Axes,
-    values: Float,
-    scale: Normalize,
-    x: tuple[float, float],
-    y: tuple[float, float],
+    axes: Axes, values: Float, scale: Normalize, x: tuple[float, float], y: tuple[float, float]
 ) -> AxesImage:
     """Cells that fill the box x, y; the first row on top."""
     import matplotlib

@@ -67,9 +67,7 @@ def image_stem(name: str) -> str:
     return stem if ending.lower() in EXTENSIONS else name
 
 
-def classify(
-    paths: Sequence[str],
-) -> tuple[NDArray[np.int64], list[str], list[str] | None]:
+def classify(paths: Sequence[str]) -> tuple[NDArray[np.int64], list[str], list[str] | None]:
     """Labels (-1 for none), split names ("" for none) and class names from paths below the root.
 
     The first folder of a path is its class. If every first folder is a split's name (train, val,

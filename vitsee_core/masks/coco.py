@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.masks.annotations import (
     EXPECTED,
@@ -21,18 +20,20 @@ from vitsee_core.masks.annotations import (
 )
 from vitsee_core.masks.labels import FOREGROUND, VOID, Labels, Segment
 from vitsee_core.masks.shapes import coder, pixels_of
+from vitsee_core.types import Mask
 from vitsee_stores.errors import VitseeError
 
 
 @dataclass(frozen=True)
 class CocoMasks(Annotated):
-    """Images of one file; see `MaskSource`. The objects of an image are its annotations of every
-    category. Crowd regions are void, as COCO's own evaluation ignores them; an object
-    in a crowd region stays foreground.
+    """Images of one file, by their ids; see `MaskSource`. The objects of an image are its
+    annotations of every category. Crowd regions are void, as COCO's own evaluation ignores them; an
+    object in a crowd region stays foreground.
 
-    images: those of the file, by their ids. objects: image id -> its annotations. names: category
-    id -> its name.
+    objects: image id -> its annotations.
     """
+
+    void = "those of crowd regions"
 
     objects: dict[Any, list[dict[str, Any]]]
 
@@ -41,13 +42,7 @@ class CocoMasks(Annotated):
         return _at, (self.name,)
 
     @property
-    def void(self) -> str:
-        """What makes a pixel void."""
-        return "those of crowd regions"
-
-    @property
     def rules(self) -> dict[str, str]:
-        """How pixels become labels."""
         return {
             "background": "no annotation",
             "void": "crowd regions (iscrowd 1) outside of every object",
@@ -55,39 +50,29 @@ class CocoMasks(Annotated):
         }
 
     def where(self, i: int) -> str:
-        """The image's entry."""
         return f"{self.keys[i]} in {self.name}"
 
     def read(self, i: int) -> Labels:
         """(height, width); see `MaskSource`."""
-        image = self.images[i]
-        size = size_of(image)
+        size = size_of(self.images[i])
         labels = np.zeros(size, np.uint8)
-        own = self.objects.get(image["id"], [])
         # Objects last: they lie over crowd regions.
-        for crowd in (True, False):
-            for annotation in own:
-                if bool(annotation.get("iscrowd", 0)) == crowd:
-                    inside = self._inside(i, annotation, size)
-                    labels[inside] = VOID if crowd else FOREGROUND
+        for one in sorted(self._objects(i), key=_is_crowd, reverse=True):
+            labels[self._inside(i, one, size)] = VOID if _is_crowd(one) else FOREGROUND
         return labels
 
     def segments(self, i: int) -> list[Segment]:
         """The annotations in the file's order; see `MaskSource`."""
-        image = self.images[i]
-        size = size_of(image)
+        size, where = size_of(self.images[i]), self.where(i)
         return [
-            Segment(
-                category_of(annotation, self.names, self.where(i)),
-                self._inside(i, annotation, size),
-                bool(annotation.get("iscrowd", 0)),
-            )
-            for annotation in self.objects.get(image["id"], [])
+            Segment(category_of(one, self.names, where), self._inside(i, one, size), _is_crowd(one))
+            for one in self._objects(i)
         ]
 
-    def _inside(
-        self, i: int, annotation: dict[str, Any], size: tuple[int, int]
-    ) -> NDArray[np.bool_]:
+    def _objects(self, i: int) -> list[dict[str, Any]]:
+        return self.objects.get(self.images[i]["id"], [])
+
+    def _inside(self, i: int, annotation: dict[str, Any], size: tuple[int, int]) -> Mask:
         try:
             return pixels_of(annotation["segmentation"], size)
         except Exception as error:  # compiled code raises what it likes
@@ -95,6 +80,10 @@ class CocoMasks(Annotated):
             raise VitseeError(
                 f"cannot read the annotation {annotation.get('id')} of {self.where(i)}: {why}"
             ) from None
+
+
+def _is_crowd(annotation: dict[str, Any]) -> bool:
+    return bool(annotation.get("iscrowd", 0))
 
 
 def _at(name: str) -> CocoMasks:

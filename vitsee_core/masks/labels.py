@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,38 +24,51 @@ class Segment(NamedTuple):
     crowd: bool = False
 
 
-class MaskSource(Protocol):
-    """Masks by number, each with the name of an image."""
+class PixelSource(Protocol):
+    """What is known of every pixel of images, by number.
+
+    Attributes:
+        name: of the source, as the user gave it.
+        keys: what the images are called, matched with the names of a store's.
+    """
 
     @property
-    def name(self) -> str:
-        """The source's name, as the user gave it."""
+    def name(self) -> str: ...
 
     @property
-    def keys(self) -> list[str]:
-        """The masks' names, matched with the images'."""
-
-    @property
-    def rules(self) -> dict[str, str]:
-        """How pixels become labels, for a sidecar."""
-
-    @property
-    def categories(self) -> list[str]:
-        """The names that segments may have; empty where that is not known before all is read."""
-
-    @property
-    def void(self) -> str:
-        """What makes a pixel void, in words."""
+    def keys(self) -> Sequence[str]: ...
 
     def where(self, i: int) -> str:
-        """The mask's file, or its place in one, for a message."""
+        """The file, or its place in one, for a message."""
 
-    def read(self, i: int) -> Labels:
-        """(height, width): BACKGROUND, FOREGROUND (the union of all objects) or VOID.
+    def read(self, i: int) -> NDArray[Any]:
+        """(height, width).
 
         Raises:
-            VitseeError: the mask cannot be read.
+            VitseeError: it cannot be read; names the file.
         """
+
+
+class MaskSource(PixelSource, Protocol):
+    """Masks of objects.
+
+    Attributes:
+        rules: how pixels become labels, for a sidecar.
+        categories: names that segments may have; empty where that is not known before all is read.
+        void: what makes a pixel void, in words.
+    """
+
+    @property
+    def rules(self) -> dict[str, str]: ...
+
+    @property
+    def categories(self) -> list[str]: ...
+
+    @property
+    def void(self) -> str: ...
+
+    def read(self, i: int) -> Labels:
+        """(height, width): BACKGROUND, FOREGROUND (the union of all objects) or VOID."""
 
     def segments(self, i: int) -> list[Segment]:
         """The objects in the source's order, all of the size of the image.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from vitsee_core.images import DataError
 from vitsee_core.images.boxes import box_pixels
 from vitsee_core.images.folders import image_stem
-from vitsee_core.masks.labels import FOREGROUND, VOID, Labels, MaskSource
+from vitsee_core.masks.labels import FOREGROUND, VOID, Labels, MaskSource, PixelSource
 from vitsee_core.masks.token_labels import as_seen, mask_recipe, token_labels
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.progress import counting
@@ -132,9 +133,7 @@ class _TokenLabels:
 
     def __call__(self, of: _Image) -> tuple[dict[str, Labels], bool, bool]:
         where, pixels = self.masks.where(of.number), self.masks.read(of.number)
-        if of.box is not None and np.isfinite(of.box).all():
-            pixels = cut(where, pixels, of.box)
-        check_size(where, pixels.shape, of.image, of.size)
+        pixels = cut_to_image(where, pixels, of.image, of.size, of.box)
         seen = as_seen(pixels, self.recipe, where)
         labels = {
             group: token_labels(seen, layout, self.foreground)
@@ -149,20 +148,8 @@ def _tell(store: Store, n: int, counts: Mapping[str, int]) -> None:
             log.info("%s: %d of %d images are left out: without %s", store.label, left, n, what)
 
 
-class Named(Protocol):
-    """Masks by the names of their images."""
-
-    @property
-    def name(self) -> str:
-        """The name of their source."""
-
-    @property
-    def keys(self) -> Sequence[str]:
-        """The images' names."""
-
-
 def match_rows(
-    store: Store, masks: Named, rows: Rows
+    store: Store, masks: PixelSource, rows: Rows
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The rows with an image and a mask, ascending, and the number of each one's mask.
 
@@ -182,30 +169,37 @@ def match_rows(
     return matched, found[matched]
 
 
-def cut(where: str, mask: NDArray[Any], box: NDArray[np.float32]) -> NDArray[Any]:
-    """The part of a file's mask, (height, width), that an image is.
+def cut_to_image(
+    where: str,
+    mask: NDArray[Any],
+    image: str,
+    size: tuple[int, int],
+    box: NDArray[np.float32] | None,
+) -> NDArray[Any]:
+    """The part of a file's mask that an image is.
+
+    Args:
+        where: the file, for a message.
+        mask: (height, width).
+        image: its name.
+        size: (height, width) of the image.
+        box: of the file, see `Samples`; None or NaN if the image is all of it.
 
     Raises:
-        VitseeError: the box reaches out of the mask.
+        VitseeError: the box reaches out of the mask, or the part is not of the image's size.
     """
-    try:
-        top, left, bottom, right = box_pixels(box.tolist(), (mask.shape[0], mask.shape[1]))
-    except DataError as error:
-        raise VitseeError(f"{where}: {error}") from None
-    return mask[top:bottom, left:right]
-
-
-def check_size(where: str, mask: tuple[int, ...], image: str, size: tuple[int, int]) -> None:
-    """Refuse a mask that is not of its image's size, (height, width).
-
-    Raises:
-        VitseeError: names both.
-    """
-    if mask != size:
+    if box is not None and np.isfinite(box).all():
+        try:
+            top, left, bottom, right = box_pixels(box.tolist(), (mask.shape[0], mask.shape[1]))
+        except DataError as error:
+            raise VitseeError(f"{where}: {error}") from None
+        mask = mask[top:bottom, left:right]
+    if mask.shape != size:
         raise VitseeError(
-            f"{where} is {mask[1]} x {mask[0]} pixels, its image {image} is "
+            f"{where} is {mask.shape[1]} x {mask.shape[0]} pixels, its image {image} is "
             f"{size[1]} x {size[0]}; expected masks of the original images' size"
         )
+    return mask
 
 
 def match_names(images: Sequence[str], masks: Sequence[str]) -> NDArray[np.int64]:
@@ -232,12 +226,7 @@ def _last(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _only(names: Iterable[str]) -> dict[str, int]:
+def _only(names: Sequence[str]) -> dict[str, int]:
     """Name -> its place, of names that occur once."""
-    places: dict[str, int] = {}
-    again = set()
-    for i, name in enumerate(names):
-        if name in places:
-            again.add(name)
-        places[name] = i
-    return {name: i for name, i in places.items() if name not in again}
+    times = Counter(names)
+    return {name: i for i, name in enumerate(names) if times[name] == 1}

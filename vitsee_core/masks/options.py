@@ -33,7 +33,7 @@ SEGMENTS = Option(
     "Take objects or parts in place of images, with their categories for labels: a COCO .json file "
     "(instances or panoptic), or a folder of PNG masks, named as the images are but for the "
     "ending, with one segment per value. Repeatable: splits of one data set.  [default: images and "
-    "their labels]",
+    "their labels]"
 )
 PANOPTIC = Option(
     "The PNG files of a panoptic .json file.",

@@ -28,9 +28,10 @@ class PanopticMasks(Annotated):
     """Images of one panoptic file; see `MaskSource`. For a mask of the foreground things are
     foreground, stuff is background; crowds and pixels without a segment are void.
 
-    folder: of the PNG files. images: with an annotation, by their ids. annotations: of each.
-    names: category id -> its name. things: the categories that are things.
+    folder: of the PNG files. annotations: of each image. things: the categories that are things.
     """
+
+    void = "those of no segment and of crowds"
 
     folder: str
     annotations: list[dict[str, Any]]
@@ -41,13 +42,7 @@ class PanopticMasks(Annotated):
         return _at, (self.name, self.folder)
 
     @property
-    def void(self) -> str:
-        """What makes a pixel void."""
-        return "those of no segment and of crowds"
-
-    @property
     def rules(self) -> dict[str, str]:
-        """How pixels become labels."""
         return {
             "background": "segments of categories that are stuff",
             "void": "pixels of no segment, and crowds",
@@ -55,7 +50,6 @@ class PanopticMasks(Annotated):
         }
 
     def where(self, i: int) -> str:
-        """The file."""
         return str(Path(self.folder, self.annotations[i]["file_name"]))
 
     def read(self, i: int) -> Labels:
@@ -69,12 +63,10 @@ class PanopticMasks(Annotated):
 
     def segments(self, i: int) -> list[Segment]:
         """The segments in the file's order; see `MaskSource`."""
-        numbers = self._numbers(i)
+        numbers, where = self._numbers(i), self.where(i)
         return [
             Segment(
-                category_of(one, self.names, self.where(i)),
-                numbers == one["id"],
-                bool(one.get("iscrowd", 0)),
+                category_of(one, self.names, where), numbers == one["id"], bool(one.get("iscrowd"))
             )
             for one in self.annotations[i]["segments_info"]
         ]

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from vitsee_core.types import Float, Mask
 from vitsee_stores.errors import VitseeError
 
-Pixels = NDArray[np.bool_]
 Size = tuple[int, int]  # height, width
 
 # pycocotools walks along an outline in fifths of a pixel and keeps 16 bytes of each: 134 MB.
@@ -24,7 +23,7 @@ FARTHEST = 4  # how far outside a point may lie, in the image's longer side
 LONGEST_COUNT = 7  # characters of five bits that a count of 32 bits takes
 
 
-def pixels_of(shape: Any, size: Size) -> Pixels:
+def pixels_of(shape: Any, size: Size) -> Mask:
     """(height, width) which pixels a segmentation covers: a list of outlines, or runs.
 
     Raises:
@@ -56,7 +55,7 @@ def coder(name: str) -> Any:
     return mask
 
 
-def _inside(outlines: Sequence[Any], size: Size) -> Pixels:
+def _inside(outlines: Sequence[Any], size: Size) -> Mask:
     """The pixels in the union of outlines, x and y in turn. Those of one or two points enclose
     nothing: they are left out (pycocotools would take four numbers for a box)."""
     checked = [_check_outline(np.asarray(outline, np.float64), size) for outline in outlines]
@@ -68,7 +67,7 @@ def _inside(outlines: Sequence[Any], size: Size) -> Pixels:
     return np.asarray(found, np.bool_)
 
 
-def _check_outline(points: NDArray[np.float64], size: Size) -> NDArray[np.float64]:
+def _check_outline(points: Float, size: Size) -> Float:
     if points.ndim != 1 or len(points) % 2:
         raise ValueError(f"an outline has {points.size} numbers; expected x and y of 3 points")
     farthest = FARTHEST * max(size)
@@ -86,7 +85,7 @@ def _check_outline(points: NDArray[np.float64], size: Size) -> NDArray[np.float6
     return points
 
 
-def _from_runs(counts: Sequence[Any], size: Size) -> Pixels:
+def _from_runs(counts: Sequence[Any], size: Size) -> Mask:
     """The pixels of run lengths down the columns, background first."""
     runs = np.array(counts, np.float64)  # before any is taken for a length
     if runs.ndim != 1 or not (runs >= 0).all() or (runs != np.floor(runs)).any():

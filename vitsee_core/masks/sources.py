@@ -7,17 +7,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from vitsee_core.images.decoding import FileOpener
-from vitsee_core.images.folders import walk
 from vitsee_core.masks.annotations import read_annotations
 from vitsee_core.masks.coco import open_coco
 from vitsee_core.masks.labels import BACKGROUND, FOREGROUND, VOID, Labels, MaskSource, Segment
 from vitsee_core.masks.panoptic import PanopticMasks, is_panoptic, open_panoptic
+from vitsee_core.masks.png_files import png_files, read_numbers
 from vitsee_core.masks.several import join_masks
 from vitsee_stores.errors import VitseeError
 
@@ -70,7 +67,12 @@ def _open(
         raise VitseeError(f"no file or folder {path}; expected {_EXPECTED}")
     if path.is_dir():
         ignored = None if void == "none" else VOID_VALUE if void is None else int(void)
-        return open_mask_folder(path, tuple(background or (0,)), ignored)
+        background = tuple(background or (0,))
+        if ignored in background:
+            raise VitseeError(
+                f"{ignored} is both --background and --void; expected different values"
+            )
+        return MaskFolder(str(path), png_files(path, "mask"), background, ignored)
     if not path.is_file() or path.suffix.lower() != ".json":
         raise VitseeError(f"{path} has no masks; expected {_EXPECTED}")
     content = read_annotations(path)
@@ -83,8 +85,7 @@ def _open(
 class MaskFolder:
     """PNG files below a folder; see `MaskSource`.
 
-    keys: paths below it. background, void_value: pixel values; every other is foreground. Pixels of
-    palette images are their indices, those of 1-bit images 0 and 1.
+    keys: paths below it. background, void_value: pixel values; every other is foreground.
     """
 
     name: str
@@ -99,12 +100,10 @@ class MaskFolder:
 
     @property
     def void(self) -> str:
-        """What makes a pixel void."""
         return f"those of value {self.void_value} (--void none makes them foreground)"
 
     @property
     def rules(self) -> dict[str, str]:
-        """How pixels become labels."""
         return {
             "background": ", ".join(map(str, self.background)),
             "void": "none" if self.void_value is None else str(self.void_value),
@@ -112,12 +111,11 @@ class MaskFolder:
         }
 
     def where(self, i: int) -> str:
-        """The file."""
         return str(Path(self.name, self.keys[i]))
 
     def read(self, i: int) -> Labels:
         """(height, width); see `MaskSource`."""
-        values = self._values(i)
+        values = read_numbers(self.name, self.keys[i])
         labels = np.where(np.isin(values, self.background), BACKGROUND, FOREGROUND)
         if self.void_value is not None:
             labels[values == self.void_value] = VOID
@@ -126,33 +124,7 @@ class MaskFolder:
     def segments(self, i: int) -> list[Segment]:
         """One segment for each value that is neither background nor void, called by it; see
         `MaskSource`."""
-        values = self._values(i)
+        values = read_numbers(self.name, self.keys[i])
         left_out = (*self.background, self.void_value)
         found = [value for value in np.unique(values).tolist() if value not in left_out]
         return [Segment(str(int(value)), values == value) for value in found]
-
-    def _values(self, i: int) -> NDArray[Any]:
-        """(height, width), as they are in the file."""
-        image, _ = FileOpener(self.name).load(self.keys[i])
-        if len(image.getbands()) > 1 or image.mode == "F":
-            raise VitseeError(
-                f"{self.where(i)} holds colours (mode {image.mode}); expected one channel of class "
-                "numbers"
-            )
-        return np.asarray(image)
-
-
-def open_mask_folder(path: Path, background: tuple[int, ...], void: int | None) -> MaskFolder:
-    """The PNG files below `path`; other files are ignored.
-
-    Raises:
-        VitseeError: there are none, or a value is both background and void.
-    """
-    if void in background:
-        raise VitseeError(f"{void} is both --background and --void; expected different values")
-    keys = [key for key in walk(str(path)) if key.lower().endswith(".png")]
-    if not keys:
-        raise VitseeError(
-            f"no .png files below {path}; expected one mask per image, named as the image is"
-        )
-    return MaskFolder(str(path), keys, background, void)

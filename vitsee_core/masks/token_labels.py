@@ -49,17 +49,15 @@ def as_seen(labels: Labels, recipe: Recipe, where: str) -> Labels:
         VitseeError: the mask cannot be brought to that size.
     """
     try:
-        seen = recipe.apply(Image.fromarray(labels))
+        return recipe.apply(Image.fromarray(labels))[0]
     except ImageError as error:
         raise VitseeError(f"{where}: the mask {error.reason}") from None
-    only: Labels = seen[0]
-    return only
 
 
 def token_labels(labels: Labels, layout: TokenLayout, foreground: str) -> Labels:
     """Labels of the grid's tokens, (tokens,) row by row.
 
-    A token is the pixels of its cell, see `cells.cell_edges`. With more void pixels than others, or
+    A token is the pixels of its cell, see `cell_edges`. With more void pixels than others, or
     none at all, it is void. Of the others it is foreground with `half` where at least half of the
     pixels that are not void are, with `any` where any is.
 
@@ -85,5 +83,4 @@ def _per_cell(mask: NDArray[np.bool_], edges: tuple[Edges, Edges]) -> NDArray[np
     sums = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), np.int64)
     sums[1:, 1:] = mask.cumsum(0, dtype=np.int64).cumsum(1)
     corners = sums[np.ix_(*edges)]
-    counts: NDArray[np.int64] = np.diff(np.diff(corners, axis=0), axis=1)
-    return counts
+    return np.diff(np.diff(corners, axis=0), axis=1)

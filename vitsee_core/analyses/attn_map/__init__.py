@@ -55,9 +55,7 @@ from vitsee_core.attention.head_maps import (
 from vitsee_core.attention.heads import StoredAttention, attention_blocks, read_heads
 from vitsee_core.figures.head_tiles import draw_grid
 from vitsee_core.figures.model_tiles import draw_models
-from vitsee_core.figures.plotting import (
-    styled,
-)
+from vitsee_core.figures.plotting import styled
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
@@ -229,11 +227,7 @@ def _of_store(
     execution: Execution,
 ) -> Table:
     chosen = execution.rows(store, whole_slabs=kind in SUMS)
-    notes: dict[str, Any] = {
-        "kind": kind,
-        "seed": execution.seed,
-        "images": chosen.describe(),
-    }
+    notes: dict[str, Any] = {"kind": kind, "seed": execution.seed, "images": chosen.describe()}
     if kind == "rollout":
         summary, block = _rollout(store, chosen, residual, origin, execution)
         metric = "rollout" if residual else "rollout_no_residual"
@@ -283,11 +277,7 @@ def _means(
 
 
 def _rollout(
-    store: Store,
-    rows: Rows,
-    residual: bool,
-    origin: Provenance | None,
-    execution: Execution,
+    store: Store, rows: Rows, residual: bool, origin: Provenance | None, execution: Execution
 ) -> tuple[Summary, StoredAttention]:
     """Moments over images of each token, and the block where the rollout starts."""
     store.attention("rollout")  # refused with its reason where blocks cannot be multiplied
@@ -341,12 +331,7 @@ def _numbers(
         for head in heads.tolist():
             at = (block.row, head)
             found.append(
-                {
-                    **site_columns(store, block),
-                    "head": head,
-                    "metric": metric,
-                    **summary.cells(at),
-                }
+                {**site_columns(store, block), "head": head, "metric": metric, **summary.cells(at)}
             )
     return Table.from_rows(found, NUMBER_COLUMNS, notes)
 

@@ -15,12 +15,11 @@ from vitsee_core.figures.head_tiles import (
     draw_tiles,
     mark_cell,
     tile_grid,
+    tile_table,
     value_range,
 )
 from vitsee_core.figures.panels import Grid, map_axes, name_part, small, stack
-from vitsee_core.figures.plotting import (
-    GREY,
-)
+from vitsee_core.figures.plotting import GREY
 from vitsee_core.images.embedded_pictures import decode
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import site_words, token_words
@@ -63,7 +62,10 @@ def draw_images(table: Table, scale: str) -> Figure:
             (axes,) = tile_grid(tiles).axes(part)
             where = f" in {site_words(own['site'][0])}" if numbered else ""
             name_part(part, f"attention of the {token_words(token)}{where}, by head")
-            _show_heads(axes, tiles, token, scale)
+            drawn = draw_tiles(axes, tiles, scale=scale, limits=value_range([tiles]))
+            if (cell := parse_cell(token)) is not None:
+                mark_cell(axes, tiles, cell)
+            add_bar(axes, drawn, "attention", scale)
             if numbered:
                 _number_heads(axes, tiles, numbered)
     return figure
@@ -72,53 +74,37 @@ def draw_images(table: Table, scale: str) -> Figure:
 def _queries(own: Table) -> list[tuple[str, Tiles, list[int]]]:
     """(token, its tiles, the heads' numbers where one layer's heads are wrapped) of one image."""
     heads = own.where(metric="attention")
-    wrapped = len(heads.unique("depth")) == 1
+    if len(heads.unique("depth")) > 1:
+        return [(t, tiles, []) for t, maps in heads.groups("token") for tiles in tile_table(maps)]
     return [
-        (token, tiles, maps.unique("head") if wrapped else [])
+        (token, _wrapped(tile_table(maps)[0]), maps.unique("head"))
         for token, maps in heads.groups("token")
-        for tiles in _tiles(maps, wrapped)
     ]
 
 
-def _tiles(maps: Table, wrapped: bool) -> list[Tiles]:
-    """The heads' maps of one image and query; one layer's heads in lines of about equal length."""
-    entries = list(cut_maps(maps))
-    sizes = dict.fromkeys(entry[3].shape for entry in entries)
-    found = []
-    for size in sizes:
-        same = [entry for entry in entries if entry[3].shape == size]
-        if wrapped:
-            n_columns = math.ceil(math.sqrt(len(same)))
-            n_rows = -(-len(same) // n_columns)
-            placed = {divmod(i, n_columns): entry[3] for i, entry in enumerate(same)}
-            found.append(Tiles(placed, [""] * n_rows, [""] * n_columns))
-            continue
-        depths = list(dict.fromkeys(entry[0] for entry in same))
-        heads = sorted({entry[1] for entry in same})
-        names = {entry[0]: shorten(site_words(entry[2]), 18) for entry in same}
-        placed = {(depths.index(d), heads.index(h)): values for d, h, _, values in same}
-        found.append(Tiles(placed, [names[d] for d in depths], [str(h) for h in heads]))
-    return found
+def _wrapped(tiles: Tiles) -> Tiles:
+    """One layer's heads in lines of about equal length."""
+    n_columns = math.ceil(math.sqrt(len(tiles.maps)))
+    placed = {divmod(i, n_columns): values for i, values in enumerate(tiles.maps.values())}
+    return Tiles(placed, [""] * -(-len(placed) // n_columns), [""] * n_columns)
 
 
 def picture_of(table: Table, store: str, image: str) -> NDArray[np.uint8] | None:
     """The image as a store's model saw it, from the notes; None where it could not be read."""
     own = table.notes.get("stores", {}).get(store, {})
     encoded = own.get("pictures", table.notes.get("pictures", {})).get(image)
-    if encoded is None:
-        return None
-    return decode(encoded)
+    return None if encoded is None else decode(encoded)
 
 
-def _plain(axes: Axes) -> None:
+def _plain(axes: Axes, title: str) -> None:
     map_axes(axes)
     axes.set_frame_on(False)
+    axes.set_title(title)
 
 
 def show_picture(axes: Axes, picture: NDArray[np.uint8] | None, title: str) -> None:
     """Draw a picture, or that there is none."""
-    _plain(axes)
-    axes.set_title(title)
+    _plain(axes, title)
     if picture is None:
         axes.text(0.5, 0.5, "no picture", ha="center", va="center", color=GREY)
         axes.set_aspect("equal")
@@ -129,20 +115,17 @@ def show_picture(axes: Axes, picture: NDArray[np.uint8] | None, title: str) -> N
 def show_rollout(axes: Axes, rows: Table, picture: NDArray[np.uint8] | None, title: str) -> None:
     """The rollout over the grey picture, enlarged smoothly: its smallest value dark, its largest
     bright."""
-    _plain(axes)
+    _plain(axes, title)
     ((_, _, _, values),) = cut_maps(rows)
     low, high = float(values.min()), float(values.max())
-    axes.set_title(title)
     axes.set_xlabel(f"{low:.3g} to {high:.3g}", fontsize=small())
     height, width = values.shape if picture is None else picture.shape[:2]
     extent = (-0.5, width - 0.5, height - 0.5, -0.5)
     look: dict[str, Any] = {"origin": "upper", "extent": extent}
     if picture is not None:
         axes.imshow(picture.mean(-1), cmap="gray", vmin=0, vmax=255, **look)
-    axes.imshow(
-        values, cmap="inferno", interpolation="bilinear", alpha=0.65 if picture is not None else 1,
-        **look,
-    )  # fmt: skip
+    look |= {"interpolation": "bilinear", "alpha": 0.65 if picture is not None else 1}
+    axes.imshow(values, cmap="inferno", **look)
 
 
 def _number_heads(axes: Axes, tiles: Tiles, heads: list[int]) -> None:
@@ -150,21 +133,8 @@ def _number_heads(axes: Axes, tiles: Tiles, heads: list[int]) -> None:
     from matplotlib.patheffects import withStroke
 
     height, width = tiles.size
+    outline = [withStroke(linewidth=1.2, foreground="black")]
+    look: dict[str, Any] = {"color": "white", "fontsize": small(), "va": "top"}
     for (row, column), head in zip(tiles.maps, heads, strict=True):
         y, x = tiles.centre(row, column)
-        axes.text(
-            x - width * 0.46,
-            y - height * 0.46,
-            str(head),
-            color="white",
-            fontsize=small(),
-            va="top",
-            path_effects=[withStroke(linewidth=1.2, foreground="black")],
-        )
-
-
-def _show_heads(axes: Axes, tiles: Tiles, token: str, scale: str) -> None:
-    image = draw_tiles(axes, tiles, scale=scale, limits=value_range([tiles]))
-    if (cell := parse_cell(token)) is not None:
-        mark_cell(axes, tiles, cell)
-    add_bar(axes, image, "attention", scale)
+        axes.text(x - width * 0.46, y - height * 0.46, str(head), path_effects=outline, **look)

@@ -37,10 +37,7 @@ log = logging.getLogger(__name__)
 
 Array = NDArray[Any]
 
-COLUMNS = (
-    *(*SITE, "token", "row", "col", "head", "image"),
-    *("metric", "value"),
-)
+COLUMNS = (*(*SITE, "token", "row", "col", "head", "image"), *("metric", "value"))
 ROLLOUTS = {"rollout": True, "rollout_no_residual": False}
 HEAD_MEAN = "head mean"
 

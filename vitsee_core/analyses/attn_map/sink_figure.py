@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.analyses.attn_map.head_numbers import (
+    beside_each_other,
+    draw_layer_means,
+    layer_means,
+)
+from vitsee_core.analyses.attn_map.sinks import PATCHES, THRESHOLD
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.log_ticks import plain_log_ticks
 from vitsee_core.figures.panels import em, handles_of, legend_below, note_count, panels
-from vitsee_core.figures.plotting import (
-    COLOURS,
-    GREY,
-    ink,
-    integer_ticks,
-    reference_line,
-)
+from vitsee_core.figures.plotting import COLOURS, GREY, integer_ticks, reference_line
 from vitsee_core.tables.groups import groups_of
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
@@ -25,12 +25,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PATCHES, CLS = "patches", "cls"
+CLS = "cls"
 COLOUR_OF = {PATCHES: COLOURS[1], CLS: COLOURS[0]}
 OTHERS = (COLOURS[2], COLOURS[3], COLOURS[4], COLOURS[5])
 MOST_STORES = 6  # with panels of their own
 MEANS = ("sink_max", "sink_share", "qk_nmi")
-EVEN, TIMES = 1.0, 10.0
 
 
 def draw_sinks(table: Table) -> Figure:
@@ -98,33 +97,25 @@ def _colours(table: Table) -> dict[str, str]:
 
 
 def _limits(table: Table) -> tuple[float, float]:
-    """The colours' range: from even attention (or below, for medians) to above the threshold."""
+    """From even attention (or below, for medians) to above the threshold."""
     rows = table.where(metric="sink_max")
     high = np.nanmax(np.append(rows["high"].astype(float), rows["value"].astype(float)), initial=0)
-    return 0.85 * EVEN, 1.25 * max(float(high), TIMES)
-
-
-def _spread_out(rows: Table) -> Any:
-    """The x of every head: side by side within the block."""
-    n = int(rows["head"].max()) + 1
-    return rows["depth"] + (rows["head"] - (n - 1) / 2) * 0.6 / max(n, 1)
+    return 0.85, 1.25 * max(float(high), THRESHOLD)
 
 
 def _draw_scores(axes: Axes, rows: Table, colours: dict[str, str]) -> None:
     of_heads = rows.where(metric="sink_max")
     axes.set_yscale("log")
     plain_log_ticks(axes.yaxis)
-    reference_line(axes, TIMES, "ten times its share")
+    reference_line(axes, THRESHOLD, "ten times its share")
     tints = _tints(rows, of_heads, colours)
-    x, y = _spread_out(of_heads), of_heads["value"].astype(float)
+    x, y = beside_each_other(of_heads), of_heads["value"].astype(float)
     for tint in dict.fromkeys(tints):
         own = np.array([other == tint for other in tints], bool)
         low, high = (of_heads[name][own].astype(float) for name in ("low", "high"))
         error = np.nan_to_num(np.abs(np.stack([y[own] - low, high - y[own]])))
-        axes.errorbar(
-            x[own], y[own], yerr=error, fmt="o", color=tint, elinewidth=0.8,
-            alpha=0.85,
-        )  # fmt: skip
+        look: dict[str, Any] = {"fmt": "o", "color": tint, "elinewidth": 0.8, "alpha": 0.85}
+        axes.errorbar(x[own], y[own], yerr=error, **look)
     axes.set_ylabel(metric_words("sink_max"))
 
 
@@ -150,9 +141,7 @@ def _draw_shares(axes: Axes, rows: Table, colours: dict[str, str]) -> None:
     depths = np.unique(rows["depth"])
     base = np.zeros(len(depths))
     for kind, tint in colours.items():
-        own = shares.where(token=kind)
-        values = [own["value"][own["depth"] == depth].astype(float) for depth in depths]
-        heights = np.array([v[~np.isnan(v)].mean() if (~np.isnan(v)).any() else 0 for v in values])
+        heights = layer_means(shares.where(token=kind), depths, empty=0.0)
         axes.bar(depths, heights, bottom=base, width=0.7, color=tint, linewidth=0)
         base = base + heights
     if not len(shares):
@@ -162,33 +151,20 @@ def _draw_shares(axes: Axes, rows: Table, colours: dict[str, str]) -> None:
 
 def _draw_information(axes: Axes, rows: Table) -> None:
     own = rows.where(metric="qk_nmi")
-    values = own["value"].astype(float)
-    axes.scatter(
-        _spread_out(own),
-        values,
-        s=em(72) ** 2 * 0.13,
-        color=GREY,
-        alpha=0.6,
-        linewidth=0,
-        label="head",
-    )
-    depths = np.unique(own["depth"])
-    layers = [values[own["depth"] == depth] for depth in depths]
-    means = [v[~np.isnan(v)].mean() if (~np.isnan(v)).any() else np.nan for v in layers]
-    axes.plot(depths, means, color=ink(), label="layer mean")
+    look: dict[str, Any] = {"color": GREY, "alpha": 0.6, "linewidth": 0, "label": "head"}
+    axes.scatter(beside_each_other(own), own["value"].astype(float), em(72) ** 2 * 0.13, **look)
+    draw_layer_means(axes, own)
     axes.set_ylabel(metric_words("qk_nmi"))
 
 
 def _add_legend(figure: Figure, lines: Any, colours: dict[str, str]) -> None:
     from matplotlib.patches import Patch
 
+    words = {PATCHES: "a patch", CLS: "the class token"}
     handles: list[Any] = [
-        Patch(color=tint, label=f"sink at {_spoken(kind)}") for kind, tint in colours.items()
+        Patch(color=tint, label=f"sink at {words.get(kind, kind)}")
+        for kind, tint in colours.items()
     ]
     handles.append(Patch(color=GREY, label="no sink in most images"))
     found = {handle.get_label(): handle for handle in handles}
     legend_below(figure, found | handles_of([lines[0][0], lines[0][2]]))
-
-
-def _spoken(kind: str) -> str:
-    return {PATCHES: "a patch", CLS: "the class token"}.get(kind, kind)

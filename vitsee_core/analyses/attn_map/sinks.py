@@ -49,10 +49,7 @@ log = logging.getLogger(__name__)
 THRESHOLD = 10.0
 ROWS = "received_rows"
 PATCHES = "patches"
-COLUMNS = (
-    *(*SITE, "token", "head"),
-    *("metric", "value", "std", "low", "high", "n_images"),
-)
+COLUMNS = (*(*SITE, "token", "head"), *("metric", "value", "std", "low", "high", "n_images"))
 Key = tuple[str, str, str]  # metric, group, token
 
 

@@ -15,10 +15,9 @@ from vitsee_core.figures.patch_sheets import (
     layer_name,
     place_values,
     shown_sites,
+    thinned,
 )
-from vitsee_core.figures.plotting import (
-    styled,
-)
+from vitsee_core.figures.plotting import styled
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.types import Float
@@ -117,7 +116,6 @@ def _caption(table: Table, sites: dict[str, list[str]]) -> list[str]:
     lines = ["cosine of the framed patch with every patch"]
     if "query" in table.columns and (table["query"] != table["image"]).any():
         lines.append("in ...: the patch above with those of another image")
-    if any(len(rows.unique("site")) > len(sites[of]) for of, rows in table.groups("store")):
-        lines.append("evenly spaced layers; the table has all")
+    lines += thinned(table, sites)
     names = [str(name) for name in table.unique("store")]
     return lines if len(names) > 1 else [f"{shorten(names[0], 24)}: {lines[0]}", *lines[1:]]

@@ -22,7 +22,7 @@ from vitsee_core.images.placement import place
 from vitsee_core.labels.labelled_rows import in_split
 from vitsee_core.masks.class_maps import ClassMaps
 from vitsee_core.masks.depth_maps import DepthMaps
-from vitsee_core.masks.mask_truth import check_size, cut, match_rows
+from vitsee_core.masks.mask_truth import cut_to_image, match_rows
 from vitsee_core.runtime.streaming import Rows
 from vitsee_core.types import Mask
 from vitsee_stores import Store, open_store
@@ -203,11 +203,9 @@ class Truth:
         if self.eigen:
             found = eigen_crop(where, found)
         box = self.store.samples.box
-        if box is not None and np.isfinite(box[row]).all():
-            found = cut(where, found, box[row])
-        height, width = self.store.sizes[row].tolist()
-        check_size(where, found.shape, str(self.store.samples.file[row]), (height, width))
-        return found
+        name, (height, width) = str(self.store.samples.file[row]), self.store.sizes[row].tolist()
+        part = None if box is None else box[row]
+        return cut_to_image(where, found, name, (height, width), part)
 
     def pixels(self, row: int) -> dict[str, Pixels]:
         """The labelled pixels of an image for each grid; raises as `labels`."""

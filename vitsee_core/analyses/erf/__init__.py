@@ -31,9 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.analyses.erf.field_pictures import draw_fields
-from vitsee_core.figures.plotting import (
-    styled,
-)
+from vitsee_core.figures.plotting import styled
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.machine import counted
@@ -95,10 +93,7 @@ AT_A_GLANCE = ""
 
 RADII = {"radius50_px": 0.5, "radius90_px": 0.9}
 METRICS = (*RADII, "offset_px", "gradient")
-COLUMNS = (
-    *(*SITE, "row", "col"),
-    *("metric", "value", "std", "low", "high", "n_images"),
-)
+COLUMNS = (*(*SITE, "row", "col"), *("metric", "value", "std", "low", "high", "n_images"))
 MOST_CELLS = 56  # of a map's side in the table
 LEAST_SLABS = 10
 INTERVAL = (

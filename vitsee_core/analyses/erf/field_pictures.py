@@ -8,26 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.figures.curve_looks import (
-    site_kind,
-)
+from vitsee_core.figures.curve_looks import site_kind
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
-from vitsee_core.figures.depth_curves import (
-    add_curve_legend,
-    draw_depth_curves,
-)
+from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.figures.panels import (
     Grid,
     bars_at_ends,
+    evenly,
     map_axes,
     map_title,
     name_part,
     small_maps,
     stack,
 )
-from vitsee_core.figures.plotting import (
-    GREY,
-)
+from vitsee_core.figures.plotting import GREY
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import PARTS, site_words
 from vitsee_core.types import Float
@@ -123,11 +117,8 @@ def _picture(rows: Table, radius: float) -> Picture:
 
 
 def _shown(line: Line) -> list[str]:
-    """The blocks that are drawn: all, or evenly spaced ones with the first and the last."""
-    blocks = list(line.pictures)
-    most = small_maps(99).across
-    places = np.linspace(0, len(blocks) - 1, min(len(blocks), most)).round().astype(int)
-    return [blocks[k] for k in places]
+    """The blocks that are drawn."""
+    return evenly(list(line.pictures), small_maps(99).across)
 
 
 def _draw_line(line: Line, grid: Grid, part: Any) -> None:

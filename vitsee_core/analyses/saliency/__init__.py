@@ -34,9 +34,7 @@ from vitsee_core.analyses.saliency.saliency_figure import draw_saliency
 from vitsee_core.analyses.saliency.scoring import TOKENS, Overlaps, Wanted, overlaps
 from vitsee_core.attention.head_maps import blocks_of_each, check_class_token
 from vitsee_core.attention.heads import StoredAttention
-from vitsee_core.figures.plotting import (
-    styled,
-)
+from vitsee_core.figures.plotting import styled
 from vitsee_core.masks import RULES, MaskTruth, ground_truth, open_masks
 from vitsee_core.masks.options import BACKGROUND, PANOPTIC, VOID, objects
 from vitsee_core.models.provenance import Provenance

@@ -7,20 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.figures.curve_looks import (
-    DASHES,
-    store_looks,
-)
+from vitsee_core.figures.curve_looks import DASHES, store_looks
 from vitsee_core.figures.curve_panels import CurveGrid
-from vitsee_core.figures.depth_curves import (
-    DEPTH_LABEL,
-    add_curve_legend,
-    draw_depth_curves,
-)
+from vitsee_core.figures.depth_curves import DEPTH_LABEL, add_curve_legend, draw_depth_curves
 from vitsee_core.figures.panels import em, note_count, panels, stack
-from vitsee_core.figures.plotting import (
-    GREY,
-)
+from vitsee_core.figures.plotting import GREY
 from vitsee_core.tables.groups import groups_of
 from vitsee_core.tables.words import baseline_words
 

@@ -75,11 +75,7 @@ class Overlaps:
     blocks of images; to be filled by `streaming.fold` or with `add`."""
 
     def __init__(
-        self,
-        wanted: Wanted,
-        labels: Mapping[str, Labels],
-        mass: float,
-        block_of: NDArray[np.int64],
+        self, wanted: Wanted, labels: Mapping[str, Labels], mass: float, block_of: NDArray[np.int64]
     ) -> None:
         """labels: group -> (images, tokens), as `MaskTruth` has them; block_of: (images,)."""
         self._wanted, self._labels, self._mass = wanted, labels, mass

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from vitsee_core.images.decoding import FileOpener
-from vitsee_core.images.folders import walk
 from vitsee_core.masks.class_maps.maps import IGNORED, ClassMap
+from vitsee_core.masks.png_files import png_files, read_numbers
 from vitsee_stores.errors import VitseeError, reason
 
 REFUSED = -1  # in a table of values: a file with this one is damaged, or of another data set
@@ -59,24 +58,16 @@ class PngMaps:
 
     @property
     def rules(self) -> dict[str, str]:
-        """How pixels become classes."""
         ignored = [str(value) for value, own in enumerate(self.table) if own == IGNORED]
         return {"layout": self.layout, "ignored values": ", ".join(ignored)}
 
     def where(self, i: int) -> str:
-        """The file."""
         return str(Path(self.folder, self.files[i]))
 
     def read(self, i: int) -> ClassMap:
         """(height, width); see `ClassMaps`."""
-        image, _ = FileOpener(self.folder).load(self.files[i])
-        bands = len(image.getbands())
-        if bands > 1 or image.mode == "F":
-            raise VitseeError(
-                f"{self.where(i)} holds colours (mode {image.mode}); expected one channel of class "
-                "numbers (a palette image as its authors distribute it, not its colours)"
-            )
-        values = np.asarray(image)
+        hint = " (a palette image as its authors distribute it, not its colours)"
+        values = read_numbers(self.folder, self.files[i], hint)
         if values.size and (int(values.max()) >= VALUES or int(values.min()) < 0):
             raise VitseeError(
                 f"{self.where(i)} has the value {int(values.max())}; expected classes up to "
@@ -102,16 +93,12 @@ def open_png_maps(path: Path, ignore: Sequence[str]) -> PngMaps:
     Raises:
         VitseeError: there are none, or an ignored class that is none.
     """
-    for candidate in (_cityscapes, _ade20k, _voc):
-        if (found := candidate(path)) is not None:
-            break
-    else:
-        found = _plain(path)
+    found = _cityscapes(path) or _ade20k(path) or _voc(path)
+    if found is None:
+        found = _maps(path, path, range(VALUES - 1), (), "a folder of PNG files")
     ignored = {_value_of(word, found) for word in ignore}
-    table = [IGNORED if value in ignored else own for value, own in enumerate(found.table)]
-    return PngMaps(
-        str(path), found.folder, found.files, found.keys, tuple(table), found.classes, found.layout
-    )
+    table = (IGNORED if value in ignored else own for value, own in enumerate(found.table))
+    return replace(found, table=tuple(table))
 
 
 def _value_of(word: str, maps: PngMaps) -> int:
@@ -124,26 +111,19 @@ def _value_of(word: str, maps: PngMaps) -> int:
     raise VitseeError(f"--ignore {word}: no class of {maps.name}; expected a pixel value, {known}")
 
 
-def _plain(path: Path) -> PngMaps:
-    values = [*range(VALUES - 1), IGNORED]
-    return _maps(path, path, values, (), "a folder of PNG files")
-
-
 def _voc(path: Path) -> PngMaps | None:
     folder = path / "SegmentationClass"
     folder = folder if folder.is_dir() else path
     if folder.name != "SegmentationClass":
         return None
-    values = [*range(len(VOC_CLASSES)), *[REFUSED] * (VALUES - 1 - len(VOC_CLASSES)), IGNORED]
-    return _maps(path, folder, values, VOC_CLASSES, "Pascal VOC")
+    return _maps(path, folder, range(len(VOC_CLASSES)), VOC_CLASSES, "Pascal VOC")
 
 
 def _ade20k(path: Path) -> PngMaps | None:
     for root, folder in ((path, path / "annotations"), (path.parent, path)):
         if (root / ADE_NAMES).is_file() and folder.is_dir():
             names = _ade20k_names(root / ADE_NAMES)
-            n = len(names)
-            values = [IGNORED, *range(n), *[REFUSED] * (VALUES - 2 - n), IGNORED]
+            values = (IGNORED, *range(len(names)))
             return _maps(path, folder, values, names, "ADE20K (SceneParsing)")
     return None
 
@@ -170,12 +150,10 @@ def _cityscapes(path: Path) -> PngMaps | None:
         return None
     order = {value: number for number, value in enumerate(CITYSCAPES)}
     values = [order.get(value, IGNORED) for value in range(CITYSCAPES_VALUES)]
-    values += [REFUSED] * (VALUES - 1 - len(values)) + [IGNORED]
-    return _maps(
-        path, folder, values, tuple(CITYSCAPES.values()), "Cityscapes",
-        wanted=lambda name: _CITYSCAPES_FILE.search(name) is not None,
-        key=lambda name: _CITYSCAPES_FILE.sub("_leftImg8bit.png", name),
-    )  # fmt: skip
+    found = _maps(path, folder, values, tuple(CITYSCAPES.values()), "Cityscapes")
+    files = tuple(filter(_CITYSCAPES_FILE.search, found.files))
+    keys = tuple(_CITYSCAPES_FILE.sub("_leftImg8bit.png", name) for name in files)
+    return replace(found, files=files, keys=keys)
 
 
 def _any_labelled(folder: Path) -> bool:
@@ -187,19 +165,9 @@ def _any_labelled(folder: Path) -> bool:
 
 
 def _maps(
-    path: Path,
-    folder: Path,
-    values: Sequence[int],
-    classes: tuple[str, ...],
-    layout: str,
-    *,
-    wanted: Callable[[str], bool] = lambda name: name.lower().endswith(".png"),
-    key: Callable[[str], str] = str,
+    path: Path, folder: Path, values: Sequence[int], classes: tuple[str, ...], layout: str
 ) -> PngMaps:
-    files = tuple(name for name in walk(str(folder)) if wanted(name))
-    if not files:
-        raise VitseeError(
-            f"no .png files below {folder}; expected one class map per image, named as the image is"
-        )
-    keys = tuple(map(key, files))
-    return PngMaps(str(path), str(folder), files, keys, tuple(values), classes, layout)
+    """Those below a folder. values: the classes of 0, 1, ...; further ones are refused."""
+    files = tuple(png_files(folder, "class map"))
+    table = (*values, *[REFUSED] * (VALUES - 1 - len(values)), IGNORED)
+    return PngMaps(str(path), str(folder), files, files, table, classes, layout)

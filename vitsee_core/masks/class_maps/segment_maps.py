@@ -29,12 +29,10 @@ class SegmentMaps:
 
     @property
     def name(self) -> str:
-        """The file."""
         return self.source.name
 
     @property
-    def keys(self) -> list[str]:
-        """The images' file names."""
+    def keys(self) -> Sequence[str]:
         return self.source.keys
 
     @cached_property
@@ -44,12 +42,10 @@ class SegmentMaps:
 
     @property
     def layout(self) -> str:
-        """Which kind of file."""
         return "COCO panoptic" if self._panoptic else "COCO objects or stuff"
 
     @property
     def rules(self) -> dict[str, str]:
-        """How pixels become classes."""
         rest = "no class" if self._panoptic else f"the class {BACKGROUND}"
         return {
             "layout": self.layout,
@@ -58,7 +54,6 @@ class SegmentMaps:
         }
 
     def where(self, i: int) -> str:
-        """The image's entry, or its PNG file."""
         return self.source.where(i)
 
     def read(self, i: int) -> ClassMap:

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.images.sources.nyu import is_hdf5
 from vitsee_core.masks.depth_maps.nyu_file import NyuFile
 from vitsee_core.masks.depth_maps.png_depths import PngDepths
+from vitsee_core.masks.labels import PixelSource
 from vitsee_core.types import Float32
 from vitsee_stores.errors import VitseeError
 
@@ -27,37 +27,19 @@ MIN_DEPTH = 0.001
 NYU_MAX = 10.0
 
 
-class DepthFiles(Protocol):
-    """Depths by number, each with the name of an image.
+class DepthFiles(PixelSource, Protocol):
+    """Depths in metres, as they are in the files.
 
     Attributes:
-        name: of the source, as the user gave it.
-        keys: the maps' names, matched with the images'.
         layout: whose files these are, in words.
         deepest: metres, the most that a value stands for.
     """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def keys(self) -> Sequence[str]: ...
 
     @property
     def layout(self) -> str: ...
 
     @property
     def deepest(self) -> float: ...
-
-    def where(self, i: int) -> str:
-        """The map's file, or its place in one, for a message."""
-
-    def metres(self, i: int) -> NDArray[Any]:
-        """(height, width), as they are in the file.
-
-        Raises:
-            VitseeError: the map cannot be read; names the file.
-        """
 
 
 @dataclass(frozen=True)
@@ -82,7 +64,6 @@ class DepthMaps:
         return {"layout": self.files.layout, "pixels with a depth": between}
 
     def where(self, i: int) -> str:
-        """The map's file, or its place in one, for a message."""
         return self.files.where(i)
 
     def read(self, i: int) -> DepthMap:
@@ -91,7 +72,7 @@ class DepthMaps:
         Raises:
             VitseeError: the map cannot be read, or no pixel of it has a depth; names the file.
         """
-        found = self.files.metres(i).astype(np.float32)
+        found = self.files.read(i).astype(np.float32)
         there = np.isfinite(found) & (found > MIN_DEPTH) & (found < self.max_depth)
         if not there.any():
             raise VitseeError(

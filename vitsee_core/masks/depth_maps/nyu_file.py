@@ -55,8 +55,8 @@ class NyuFile:
     def where(self, i: int) -> str:
         return f"depth map {i + 1} of {self.name}"
 
-    def metres(self, i: int) -> NDArray[Any]:
-        """See `DepthFiles`."""
+    def read(self, i: int) -> NDArray[Any]:
+        """(height, width) metres; see `DepthFiles`."""
         with open_hdf5(self.name) as file:
             try:
                 return np.asarray(file[DEPTHS][i]).T

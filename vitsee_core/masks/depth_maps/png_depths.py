@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.images.decoding import FileOpener
-from vitsee_core.images.folders import walk
+from vitsee_core.masks.png_files import png_files
 from vitsee_stores.errors import VitseeError
 
 NYU_SCALE = 1000.0
@@ -42,17 +42,12 @@ class PngDepths:
         Raises:
             VitseeError: there are none, or nothing says their scale.
         """
-        files = [name for name in walk(str(path)) if name.lower().endswith(".png")]
+        files = png_files(path, "16-bit depth map")
         nyu = [name for name in files if _NYU_FILE.search(name)]
         if nyu:
             keys = [_NYU_FILE.sub(r"\1rgb_\2.png", name) for name in nyu]
             layout = "NYU Depth V2, sync_depth_*.png"
             return cls(str(path), tuple(nyu), tuple(keys), scale or NYU_SCALE, layout)
-        if not files:
-            raise VitseeError(
-                f"no .png files below {path}; expected one 16-bit depth map per image, named as "
-                "the image is"
-            )
         if scale is None:
             raise VitseeError(
                 f"nothing in {path} says how many units of its PNG files are a metre; give "
@@ -67,8 +62,8 @@ class PngDepths:
     def where(self, i: int) -> str:
         return str(Path(self.name, self.files[i]))
 
-    def metres(self, i: int) -> NDArray[Any]:
-        """See `DepthFiles`."""
+    def read(self, i: int) -> NDArray[Any]:
+        """(height, width) metres; see `DepthFiles`."""
         image, _ = FileOpener(self.name).load(self.files[i])
         if len(image.getbands()) > 1 or image.mode not in ("I", "I;16", "I;16B"):
             raise VitseeError(

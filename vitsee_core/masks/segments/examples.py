@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.features import SiteFeatures, choose_features
-from vitsee_core.labels.labelled_rows import (
-    LabelledRows,
-    check_label_spaces,
-    labelled_rows,
-)
+from vitsee_core.labels.labelled_rows import LabelledRows, check_label_spaces, labelled_rows
 from vitsee_core.masks.segments.choice import WEIGHTS, Segmentation
 from vitsee_core.masks.segments.rows import LabelledSegments, find_segments
 from vitsee_core.masks.segments.vectors import patches_of, segment_features
@@ -58,7 +54,6 @@ class SegmentExamples(Examples):
     found: dict[Key, LabelledSegments] = field(default_factory=dict)
 
     def rows(self, store: Store, split: str | None = None) -> LabelledRows:
-        """The segments of a store's images."""
         return self.found[_key(store, split)]
 
     def features(
@@ -75,9 +70,8 @@ class SegmentExamples(Examples):
         return segment_features(data.store, site, data.weights)
 
     def check_classes(self, train: LabelledRows, test: LabelledRows) -> list[str]:
-        """Nothing: the segments of all stores have one space of classes."""
         del train, test
-        return []
+        return []  # the segments of all stores have one space of classes
 
 
 def examples_of(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from vitsee_core.images.placement import place
 from vitsee_core.labels.labelled_rows import LabelledRows, in_split
 from vitsee_core.masks import MaskSource
-from vitsee_core.masks.mask_truth import check_size, cut, match_rows
+from vitsee_core.masks.mask_truth import cut_to_image, match_rows
 from vitsee_core.masks.segments.choice import Segmentation
 from vitsee_core.masks.segments.token_weights import Sparse, Weigher
 from vitsee_core.masks.segments.vectors import SegmentFeatures, Weights
@@ -63,11 +63,9 @@ class LabelledSegments(LabelledRows):
 
     @property
     def n_images(self) -> int:
-        """Number of images with one of the segments."""
         return len(np.unique(self.rows))
 
     def describe(self) -> dict[str, Any]:
-        """For a sidecar."""
         about = {"images": self.n_images, "segments": len(self), "chosen": self.how}
         remarks = {"remarks": list(self.remarks)} if self.remarks else {}
         return {**about, **self.counts, **self.source, **remarks}
@@ -92,19 +90,16 @@ class LabelledSegments(LabelledRows):
     def ends(
         self, value: float, n: int, right: int | None, replicates: Float | None
     ) -> tuple[float, float]:
-        """The interval of an accuracy; see `INTERVAL`."""
         del n, right
         if replicates is None:
             return np.nan, np.nan
         return jackknife_share(value, replicates, self.n_images)
 
     def counted(self, among: Mask | None = None) -> dict[str, int]:
-        """Numbers of images and of segments, of these segments only."""
         rows = self.rows if among is None else self.rows[among]
         return {"n_images": len(np.unique(rows)), "n_segments": len(rows)}
 
     def subset(self, keep: Mask, how: str) -> Self:
-        """Those (n,) to keep; how: in words."""
         return replace(super().subset(keep, how), numbers=self.numbers[keep])
 
     def held_out(self, share: float, rng: np.random.Generator) -> Mask:
@@ -226,13 +221,11 @@ class _SegmentFinder:
         row, number = pair
         size = (int(self.sizes[row, 0]), int(self.sizes[row, 1]))
         where, transform = self.source.where(number), self.store.manifest.transform
+        name, box = self.store.samples.id[row], None if self.boxes is None else self.boxes[row]
         found, left = [], Counter[str]()
         weighers: list[Weigher] = []
         for one in self.source.segments(number):
-            pixels = one.mask
-            if self.boxes is not None and np.isfinite(self.boxes[row]).all():
-                pixels = cut(where, pixels, self.boxes[row])
-            check_size(where, pixels.shape, self.store.samples.id[row], size)
+            pixels = cut_to_image(where, one.mask, name, size, box)
             if one.crowd and not self.choice.crowd:
                 left["crowds"] += 1
                 continue

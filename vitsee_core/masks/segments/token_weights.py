@@ -81,27 +81,19 @@ class Weigher:
             return np.zeros(self.grid)
         rows, cols = (slice(where[0], where[-1] + 1) for where in on)
         inside = mask[rows, cols].astype(np.float64)
-        found: Float = self._rows[:, rows] @ inside @ self._cols[:, cols].T
-        return found
+        return self._rows[:, rows] @ inside @ self._cols[:, cols].T
 
     def _resized(self, mask: Mask) -> Float:
         """The same by Pillow's default resize of the visible part to the cells that it lies on."""
-        down, across = (
-            self._visible(first, last, n, axis)
-            for axis, (first, last, n) in enumerate(
-                (
-                    (self._place.top, self._place.bottom, self._size[0]),
-                    (self._place.left, self._place.right, self._size[1]),
-                )
-            )
-        )
+        place, (height, width) = self._place, self._size
+        down = self._visible(place.top, place.bottom, height, 0)
+        across = self._visible(place.left, place.right, width, 1)
         whole = np.zeros(self.grid)
         cells = whole[down.cells, across.cells]
         if cells.size:
             box = (across.first, down.first, across.last, down.last)
             image = Image.fromarray(mask.astype(np.uint8) * np.uint8(255)).crop(box)
-            height, width = cells.shape
-            cells[...] = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+            cells[...] = np.asarray(image.resize(cells.shape[::-1], Image.Resampling.BICUBIC))
         return whole
 
     def _visible(self, first: float, last: float, n: int, axis: int) -> _Visible:
@@ -137,5 +129,4 @@ def _overlaps(pixels: Float, cells: Float) -> Float:
     """(cells, pixels) the length that each cell has in common with each pixel, from their edges."""
     first = np.maximum(cells[:-1, None], pixels[None, :-1])
     last = np.minimum(cells[1:, None], pixels[None, 1:])
-    overlaps: Float = np.maximum(last - first, 0)
-    return overlaps
+    return np.maximum(last - first, 0)

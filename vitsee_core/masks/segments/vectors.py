@@ -70,22 +70,18 @@ class SegmentFeatures:
 
     @property
     def store(self) -> Store:
-        """The store of the images."""
         return self.patches.store
 
     @property
     def site(self) -> SiteSpec:
-        """Whose tokens are averaged."""
         return self.patches.site
 
     @property
     def layout(self) -> TokenLayout | None:
-        """The layout of the site's tokens."""
         return self.patches.layout
 
     @property
     def dim(self) -> int:
-        """Channels of a vector."""
         return self.patches.dim
 
     @property
@@ -94,7 +90,6 @@ class SegmentFeatures:
         return [Token("")]
 
     def groups(self, n_tokens: int) -> list[slice]:
-        """The one vector."""
         del n_tokens
         return [slice(0, 1)]
 
