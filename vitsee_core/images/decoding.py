@@ -84,8 +84,8 @@ class Opener(ABC):
         for k in range(n):
             work(k)
 
-    @abstractmethod
-    def _load(self, location: Any) -> tuple[Image.Image, int]: ...
+    def _load(self, location: Any) -> tuple[Image.Image, int]:
+        return decode(str(location), self._bytes(location))
 
     @abstractmethod
     def _bytes(self, location: Any) -> bytes:
@@ -100,9 +100,6 @@ class FileOpener(Opener):
     """Image files; a location is a path, relative ones below `root`."""
 
     root: str
-
-    def _load(self, location: str) -> tuple[Image.Image, int]:
-        return decode(location, self._bytes(location))
 
     def _bytes(self, location: str) -> bytes:
         return read_regular(os.path.join(self.root, location), MOST_BYTES)
@@ -125,9 +122,6 @@ class FilesOpener(Opener):
     def each(self, work: Callable[[int], None], n: int) -> None:
         self.files.each_small(work, range(n))
 
-    def _load(self, location: Any) -> tuple[Image.Image, int]:
-        return decode(str(location), self._bytes(location))
-
     def _bytes(self, location: Any) -> bytes:
         return self.files.read(location, MOST_BYTES)
 
@@ -137,9 +131,6 @@ class TarOpener(FilesOpener):
     """Members of uncompressed tar files; a location is (tar, member's name, offset, size)."""
 
     tars: Sequence[str]
-
-    def _load(self, location: tuple[int, str, int, int]) -> tuple[Image.Image, int]:
-        return decode(location[1], self._bytes(location))
 
     def _bytes(self, location: tuple[int, str, int, int]) -> bytes:
         tar, name, offset, size = location
@@ -157,9 +148,6 @@ class ZipOpener(Opener):
     and unpacked, whether it is deflated, crc32)."""
 
     zips: tuple[str, ...]
-
-    def _load(self, location: ZipMember) -> tuple[Image.Image, int]:
-        return decode(location[1], self._bytes(location))
 
     def _bytes(self, location: ZipMember) -> bytes:
         which, name, offset, packed, size, deflated, crc = location
@@ -206,22 +194,15 @@ class ArrayOpener(Opener):
         return self.images.shape[1], self.images.shape[2]
 
 
-@dataclass(frozen=True)
-class _SharedArrayOpener(Opener):
-    block: SharedBlock
-    shape: tuple[int, ...]
+class _SharedArrayOpener(ArrayOpener):
+    """Of an array in shared memory, whose place is what is pickled."""
 
-    def _load(self, location: int) -> tuple[Image.Image, int]:
-        return self._here().load(location)
+    def __init__(self, block: SharedBlock, shape: tuple[int, ...]) -> None:
+        super().__init__(block.array(shape))
+        self.__dict__["_place"] = block, shape
 
-    def _bytes(self, location: int) -> bytes:
-        return self._here()._bytes(location)
-
-    def _size(self, location: int) -> Size:
-        return self._here()._size(location)
-
-    def _here(self) -> ArrayOpener:
-        return ArrayOpener(self.block.array(self.shape))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.__dict__["_place"]
 
 
 @dataclass(frozen=True)
@@ -230,9 +211,6 @@ class RowOpener(Opener):
 
     dataset: Any
     column: str
-
-    def _load(self, location: int) -> tuple[Image.Image, int]:
-        return decode(f"row {location}", self._bytes(location))
 
     def _bytes(self, location: int) -> bytes:
         image = self.dataset[location][self.column] or {}
@@ -255,16 +233,13 @@ class JointOpener(Opener):
         return JointOpener(tuple(heir for heir, _ in heirs)), sum((fds for _, fds in heirs), ())
 
     def _load(self, location: tuple[int, Any]) -> tuple[Image.Image, int]:
-        part, inner = location
-        return self.parts[part].load(inner)
+        return self.parts[location[0]].load(location[1])
 
     def _bytes(self, location: tuple[int, Any]) -> bytes:
-        part, inner = location
-        return self.parts[part]._bytes(inner)
+        return self.parts[location[0]]._bytes(location[1])
 
     def _size(self, location: tuple[int, Any]) -> Size:
-        part, inner = location
-        return self.parts[part]._size(inner)
+        return self.parts[location[0]]._size(location[1])
 
 
 @contextmanager

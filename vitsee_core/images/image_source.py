@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -66,10 +67,8 @@ class ImageSource:
         Raises:
             ImageError: the image is missing, damaged, or not an image.
         """
-        try:
+        with self._named(index):
             return self.opener.load(self.locations[index])
-        except ImageError as error:
-            raise ImageError(self.ids[index], error.reason) from None
 
     def hash(self, index: int) -> int:
         """The hash that `read` returns, without decoding the image.
@@ -77,10 +76,8 @@ class ImageSource:
         Raises:
             ImageError: the image is missing or truncated.
         """
-        try:
+        with self._named(index):
             return self.opener.hash(self.locations[index])
-        except ImageError as error:
-            raise ImageError(self.ids[index], error.reason) from None
 
     def size(self, index: int) -> tuple[int, int]:
         """Height and width of the result of `read`, from the image's header if possible.
@@ -88,8 +85,14 @@ class ImageSource:
         Raises:
             ImageError: the image is missing, or not an image.
         """
-        try:
+        with self._named(index):
             return self.opener.size(self.locations[index])
+
+    @contextmanager
+    def _named(self, index: int) -> Iterator[None]:
+        """Errors name the image by its id."""
+        try:
+            yield
         except ImageError as error:
             raise ImageError(self.ids[index], error.reason) from None
 

@@ -75,7 +75,8 @@ def batches(
         raise DataError(f"{workers} workers; expected 0 or more")
     ranges = [_range(part, len(selection)) for part in rows]
     recipe = make_recipe(transform)
-    return _batches(selection, recipe, ranges, min(workers, _n_images(ranges)), on_error)
+    n_images = sum(part.stop - part.start for part in ranges)
+    return _batches(selection, recipe, ranges, min(workers, n_images), on_error)
 
 
 def _batches(
@@ -175,7 +176,3 @@ def _range(part: slice | tuple[int, int], n: int) -> slice:
     if not 0 <= start < stop <= n:
         raise DataError(f"rows {start}:{stop} are outside the {n} samples of the selection")
     return slice(int(start), int(stop))
-
-
-def _n_images(ranges: Sequence[slice]) -> int:
-    return sum(part.stop - part.start for part in ranges)

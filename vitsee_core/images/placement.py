@@ -1,4 +1,5 @@
-"""The position of an image on a model's input, and with it of everything drawn on it."""
+"""The position of an image on a model's input, and with it of everything drawn on it; and the
+pixels of a grid's cells."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from vitsee_core.images.boxes import box_pixels
 from vitsee_core.images.errors import DataError
@@ -21,8 +23,12 @@ from vitsee_core.images.sides import (
     resized_keep_ratio,
     trimmed,
 )
-from vitsee_core.images.transform import Recipe, make_recipe
+from vitsee_core.images.transform import Step, make_recipe
+from vitsee_core.types import Integers
+from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout
+
+Edges = Integers
 
 _RESIZES: dict[str, Callable[..., Size]] = {
     "resize": lambda size, edges, _: resized(size, edges),
@@ -30,15 +36,8 @@ _RESIZES: dict[str, Callable[..., Size]] = {
     "corner": lambda size, _, short, multiple, __: corner_size(size, short, multiple),
 }
 _DECIDING = (
-    "input_size",
-    "interpolation",
-    "crop_pct",
-    "crop_mode",
-    "crop_border_pixels",
-    "mean",
-    "short_side",
-    "multiple",
-    "processor",
+    *("input_size", "interpolation", "crop_pct", "crop_mode", "crop_border_pixels", "mean"),
+    *("short_side", "multiple", "processor"),
 )
 
 
@@ -131,9 +130,14 @@ def _no_place(size: Size) -> DataError:
     return DataError(f"an image of {size[1]} x {size[0]} pixels has no place on the input")
 
 
-def _steps(transform: Mapping[str, Any]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+def _steps(transform: Mapping[str, Any]) -> tuple[Step, ...]:
     deciding = {name: transform[name] for name in _DECIDING if transform.get(name) is not None}
-    recipe = _recipe(json.dumps(deciding, default=str, sort_keys=True))
+    return _steps_of(json.dumps(deciding, default=str, sort_keys=True))
+
+
+@functools.lru_cache(maxsize=64)
+def _steps_of(transform: str) -> tuple[Step, ...]:
+    recipe = make_recipe(json.loads(transform))
     if recipe.whole is not None:
         raise DataError(
             f"points cannot follow the images' transform: {recipe.whole}; expected only resize and "
@@ -142,6 +146,32 @@ def _steps(transform: Mapping[str, Any]) -> tuple[tuple[str, tuple[Any, ...]], .
     return recipe.steps
 
 
-@functools.lru_cache(maxsize=64)
-def _recipe(transform: str) -> Recipe:
-    return make_recipe(json.loads(transform))
+def cell_edges(layout: TokenLayout, size: tuple[int, ...]) -> tuple[Edges, Edges]:
+    """The edges of the rows and of the columns of cells, (rows + 1,) and (cols + 1,).
+
+    Cell (r, c) is the pixels from round(offset_px + (r, c) stride_px) to round(offset_px + (r + 1,
+    c + 1) stride_px), clipped to an image of `size` (height, width), and may be empty there. Pixels
+    outside all cells belong to none.
+
+    Raises:
+        VitseeError: the layout has no grid, or an unknown position.
+    """
+    if layout.grid is None or layout.stride_px is None:
+        raise VitseeError("these tokens do not say which pixels are theirs: no grid, or no stride")
+    rows, cols = (
+        np.clip(np.rint(start + step * np.arange(n + 1)), 0, length).astype(np.int64)
+        for n, length, start, step in zip(
+            layout.grid, size, layout.offset_px, layout.stride_px, strict=True
+        )
+    )
+    return rows, cols
+
+
+def nearest_places(n: int, n_out: int, low: float, high: float) -> Integers:
+    """(n_out,) which of n places contains the middle of each of `n_out` equal parts of `low` to
+    `high`, by Pillow's nearest resize, its rounding included; below 0 or at least n beyond them."""
+    begin, end = min(0, int(np.floor(low))), max(n, int(np.ceil(high)))
+    ramp = Image.fromarray(np.arange(begin, end, dtype=np.int32)[None])
+    box = (low - begin, 0, high - begin, 1)
+    resized = ramp.resize((n_out, 1), Image.Resampling.NEAREST, box)
+    return np.asarray(resized)[0].astype(np.int64)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitsee_core.images import ImageError
-from vitsee_core.images.cell_edges import Edges, cell_edges
+from vitsee_core.images.placement import Edges, cell_edges
 from vitsee_core.images.transform import Recipe, make_recipe
 from vitsee_core.masks.labels import FOREGROUND, VOID, Labels
 from vitsee_stores.errors import VitseeError

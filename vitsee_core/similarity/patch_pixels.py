@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.images.cell_edges import cell_edges
+from vitsee_core.images.placement import cell_edges
 from vitsee_core.kernels.compiled import compiled
 from vitsee_core.models.provenance import Pictures
 from vitsee_core.runtime.machine import free_disk_bytes, human_bytes

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.images.cell_edges import cell_edges
-from vitsee_core.images.nearest import nearest_places
+from vitsee_core.images.placement import cell_edges, nearest_places
 from vitsee_core.masks.class_maps import IGNORED, ClassMap
 from vitsee_core.types import Float, Integers, Mask
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.images.nearest import nearest_places
+from vitsee_core.images.placement import nearest_places
 from vitsee_core.types import Float, Float32, Integers, Mask
 from vitsee_stores.errors import SiteError, VitseeError
 

@@ -14,10 +14,9 @@ from vitsee_core.images.decoding import FilesOpener
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.folders import classify, is_image, open_folder, walk
 from vitsee_core.images.image_source import ImageSource
-from vitsee_core.images.sources.arrays import open_npz
+from vitsee_core.images.sources.arrays import open_demo, open_npz
 from vitsee_core.images.sources.base import Asked, Found, found_paths
 from vitsee_core.images.sources.braces import expand_braces
-from vitsee_core.images.sources.demo import open_demo
 from vitsee_core.images.sources.libraries import (
     ITERABLE,
     RANDOM_ACCESS,

@@ -1,15 +1,18 @@
-"""Arrays in an .npz file: images, and optionally labels, class names, splits."""
+"""Arrays in an .npz file: images, and optionally labels, class names, splits; the images that ship
+with vitsee are such."""
 
 from __future__ import annotations
 
 import logging
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core import demo
 from vitsee_core.images.decoding import ArrayOpener, one_line
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.image_source import ImageSource
@@ -46,6 +49,17 @@ def open_npz(path: Path, name: str) -> ImageSource:
     labels = _labels(arrays, n, class_names, name)
     ids = [f"{split}/{row}" if split else str(row) for row, split in enumerate(splits)]
     return ImageSource(name, ArrayOpener(images), range(n), ids, labels, splits, class_names)
+
+
+def open_demo(data: str, split: str | None) -> ImageSource:
+    """demo:train, demo:test, demo:all. Raises DataError: no such part of it."""
+    expression = data.partition(":")[2]
+    if expression and split is not None:
+        raise DataError(f"{data} names a split already; leave --split {split} out")
+    if expression.removeprefix("demo:") in demo.models():
+        known = ", ".join(f"demo:{name}" for name in demo.SPLITS)
+        raise DataError(f"{data} is a model; the demo's data: {known}")
+    return replace(open_npz(demo.data_file(), "demo").part(expression or split or "all"), name=data)
 
 
 def _channels_last(images: NDArray[Any], name: str) -> NDArray[Any]:

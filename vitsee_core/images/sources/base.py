@@ -12,9 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.images.errors import DataError
+from vitsee_core.images.folders import class_labels
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_stores.files import Files, NoAnswer
 from vitsee_stores.folder import Folder
+
+Coded = tuple[NDArray[np.int32], list[str]]  # (images,) index into the texts, -1 for none
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,20 @@ def found_paths(paths: Sequence[str]) -> Found:
 def strings(values: Iterable[str]) -> NDArray[Any]:
     """Packed text: an item is a str again, a million take a fifth of a list's memory."""
     return np.array(list(values), np.dtypes.StringDType())
+
+
+def labels_of(files: Iterable[Coded]) -> tuple[NDArray[np.int64], list[str] | None]:
+    """(images,) labels of all files, and class names, as `class_labels` has them. files: of each
+    (images,) codes, and the texts that they count."""
+    coded = list(files)
+    known = list(dict.fromkeys(text for _, texts in coded for text in texts))
+    numbers, class_names = class_labels(known)
+    number = dict(zip(known, numbers.tolist(), strict=True))
+    # A code of -1 is the last.
+    parts = [
+        np.array([*(number[text] for text in texts), -1], np.int64)[codes] for codes, texts in coded
+    ]
+    return np.concatenate(parts), class_names
 
 
 def no_answer(place: object, error: NoAnswer) -> DataError:

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +73,7 @@ def open_list(path: Path, name: str) -> ImageSource:
         raise DataError(f"{name} has {width} columns and no header; expected {expected}")
     fields: dict[str, list[str]] = {key: [] for key in columns}
     lines: list[int] = []
-    for line, row in rows if header else _chain(first, rows):
+    for line, row in rows if header else chain([first], rows):
         if len(row) != width:
             raise DataError(f"line {line} of {name} has {len(row)} fields; expected {width}")
         lines.append(line)
@@ -150,9 +151,6 @@ def _source(path: Path, name: str, fields: dict[str, list[str]], lines: list[int
 
 
 def _boxes(texts: Sequence[str], lines: Sequence[int], name: str) -> list[Box | None]:
-    """Raises:
-    DataError: one that is none, or empty; with its line.
-    """
     boxes: list[Box | None] = []
     for line, text in zip(lines, texts, strict=True):
         try:
@@ -188,20 +186,13 @@ def _header(row: list[str]) -> dict[str, int] | None:
     names = _names(row)
     if names == _SOLUTION:
         return {"path": 0, "label": 1}
-    columns = {}
-    for key, known in _COLUMNS.items():
-        found = next((names.index(name) for name in known if name in names), None)
-        if found is not None:
-            columns[key] = found
+    found = {key: [n for n in known if n in names] for key, known in _COLUMNS.items()}
+    columns = {key: names.index(own[0]) for key, own in found.items() if own}
     return columns if "path" in columns else None
 
 
 def _rows(path: Path, name: str) -> Iterator[Row]:
-    """Line number and fields of every line that is not blank.
-
-    Raises:
-        DataError: the file cannot be read, is not UTF-8, or has broken quotes.
-    """
+    """Line number and fields of every line that is not blank."""
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
     try:
         if path.suffix.lower() == ".txt":
@@ -226,8 +217,3 @@ def _text_rows(text: str) -> Iterator[Row]:
         yield from parts
     else:
         yield from ((k, [line]) for k, line in lines)
-
-
-def _chain(first: Row, rest: Iterator[Row]) -> Iterator[Row]:
-    yield first
-    yield from rest

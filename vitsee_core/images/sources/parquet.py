@@ -22,11 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.images import splits as split_rules
-from vitsee_core.images.decoding import MOST_BYTES, Opener, decode, one_line
+from vitsee_core.images.decoding import MOST_BYTES, Opener, one_line
 from vitsee_core.images.errors import DataError, ImageError
 from vitsee_core.images.image_source import ImageSource
-from vitsee_core.images.sources.base import Asked, Found, no_answer, strings
-from vitsee_core.images.sources.labels import Coded, labels_of
+from vitsee_core.images.sources.base import Asked, Coded, Found, labels_of, no_answer, strings
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.progress import counting
 from vitsee_stores.errors import reason
@@ -127,9 +126,8 @@ def open_parquet(asked: Asked, found: Found) -> ImageSource:
         split_names = [""] * len(stems)
     splits = [split for split, n in zip(split_names, lengths, strict=True) for _ in range(n)]
     ids = _ids(np.concatenate([own.paths for own in files]), stems, lengths)
-    locations = cast(Sequence[Any], places)
-    named_rows = cast(Sequence[str], ids)
-    return ImageSource(asked.data, opener, locations, named_rows, labels, splits, class_names)
+    locations, rows = cast(Sequence[Any], places), cast(Sequence[str], ids)
+    return ImageSource(asked.data, opener, locations, rows, labels, splits, class_names)
 
 
 def _ids(paths: NDArray[Any], stems: Sequence[str], lengths: Sequence[int]) -> NDArray[Any]:
@@ -168,10 +166,8 @@ def _read(asked: Asked, files: Files, name: str) -> _Rows:
     columns = _columns(asked, schema)
     about = [file.metadata.row_group(k) for k in range(file.num_row_groups)]
     rows = np.array([group.num_rows for group in about], np.int64)
-    leaf = next(
-        k for k in range(file.metadata.num_columns)
-        if file.metadata.schema.column(k).path.startswith(columns.encoded)
-    )  # fmt: skip
+    leaves = [file.metadata.schema.column(k).path for k in range(file.metadata.num_columns)]
+    leaf = next(k for k, path in enumerate(leaves) if path.startswith(columns.encoded))
     largest = max((group.column(leaf).total_uncompressed_size for group in about), default=0)
     paths: NDArray[Any] = strings([""]).repeat(int(rows.sum()))
     if columns.nested and schema.field(columns.image).type.get_field_index("path") >= 0:
@@ -193,18 +189,14 @@ def _columns(asked: Asked, schema: Any) -> _Columns:
         return bool(types.is_binary(kind) or types.is_large_binary(kind))
 
     def nested(kind: Any) -> bool:
-        return bool(types.is_struct(kind)) and any(
-            field.name == "bytes" and of_bytes(field.type) for field in kind
-        )
+        fields = kind if types.is_struct(kind) else ()
+        return any(field.name == "bytes" and of_bytes(field.type) for field in fields)
 
     kinds = {field.name: field.type for field in schema}
     listed = ", ".join(f"{name} ({str(kind)[:40]})" for name, kind in kinds.items())
-    for option, given in (
-        ("--image-column", asked.image_column),
-        ("--label-column", asked.label_column),
-    ):
+    for which, given in (("image", asked.image_column), ("label", asked.label_column)):
         if given is not None and given not in kinds:
-            raise DataError(f"has no column {given!r} ({option}); it has: {listed}")
+            raise DataError(f"has no column {given!r} (--{which}-column); it has: {listed}")
     structs = [name for name, kind in kinds.items() if nested(kind)]
     candidates = structs or [name for name, kind in kinds.items() if of_bytes(kind)]
     if asked.image_column is None and len(candidates) != 1:
@@ -270,29 +262,23 @@ class ParquetOpener(Opener):
     names: tuple[str, ...]
     column: str
 
-    def _load(self, location: tuple[int, int, int]) -> Any:
-        return decode(self._name(location), self._bytes(location))
-
     def _bytes(self, location: tuple[int, int, int]) -> bytes:
         from pyarrow import ArrowException
 
         file, group, row = location
+        name = f"row {row} of group {group} of {self.names[file]}"
         try:
             with _reading:  # a file is read in one thread, and each group once
                 found = _group(self.files, self.names[file], self.column, group)[row]
         except ArrowException as error:
             why = f"the parquet file is damaged: {one_line(error)}"
-            raise ImageError(self._name(location), why) from None
+            raise ImageError(name, why) from None
         if not found.is_valid:
-            raise ImageError(self._name(location), "the row has no image")
+            raise ImageError(name, "the row has no image")
         encoded = found.as_buffer()
         if encoded.size > MOST_BYTES:
-            raise ImageError(self._name(location), f"has {encoded.size} bytes")
+            raise ImageError(name, f"has {encoded.size} bytes")
         return encoded.to_pybytes()
-
-    def _name(self, location: tuple[int, int, int]) -> str:
-        file, group, row = location
-        return f"row {row} of group {group} of {self.names[file]}"
 
 
 @functools.lru_cache(FILES)

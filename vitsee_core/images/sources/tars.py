@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
@@ -25,8 +26,7 @@ from vitsee_core.images.decoding import TarOpener
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.folders import classify
 from vitsee_core.images.image_source import ImageSource
-from vitsee_core.images.sources.base import Asked, Found, no_answer, strings
-from vitsee_core.images.sources.labels import labels_of
+from vitsee_core.images.sources.base import Asked, Found, labels_of, no_answer, strings
 from vitsee_core.images.sources.tar_index import MEMBERS, TarIndex, index_tar, key_of
 from vitsee_core.runtime.machine import TAR_INDEX, user_caches
 from vitsee_core.runtime.progress import counting
@@ -107,11 +107,9 @@ def _in_order(paths: NDArray[Any]) -> NDArray[np.int64] | None:
 
 def _check_keys(paths: Sequence[str]) -> None:
     """Raises DataError: two images of one key, which are neighbours in this order."""
-    before = path = ""
-    for path in paths:
-        if before and key_of(path) == key_of(before):
+    for before, path in pairwise(paths):
+        if key_of(path) == key_of(before):
             raise DataError(f"{before} and {path} are images of one key; expected one")
-        before = path
 
 
 @dataclass(frozen=True)
