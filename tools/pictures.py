@@ -55,8 +55,14 @@ class Picture:
     name: str
     result: str
     commands: tuple[str, ...] = ()
-    size: tuple[float, float] | None = None
     dpi: int = DPI
+
+
+def _made(name: str, *commands: str, dpi: int = DPI) -> Picture:
+    """Of a table of its own, which the last command makes."""
+    *before, last = commands
+    table = f"more/{name}.csv"
+    return Picture(name, table, (*before, f"{last} -o {table} --force"), dpi)
 
 
 def _shots(label: str) -> str:
@@ -64,96 +70,56 @@ def _shots(label: str) -> str:
     return f"probe {stores} --shots 10 -o more/shots-{label}.csv --force"
 
 
+_EXTRACT = "extract demo:vit --data demo:test --images 500"
 PICTURES = (
     Picture("cka-vit", "results/cka-vit.csv"),
     Picture("cka-vit-resnet", "results/cka-vit-resnet.csv"),
     Picture("attn-dist", "results/attn-dist.csv"),
-    Picture(
+    _made(
         "similarity",
-        "more/similarity.csv",
-        (
-            f"similarity {VIT} {RESNET} --pairs same-depth --sites-a !embed,blocks --sites-b "
-            "layer[123].*.out --measure mutual-knn --measure procrustes --measure cka "
-            "--calibrate 99 -o more/similarity.csv --force",
-        ),
+        f"similarity {VIT} {RESNET} --pairs same-depth --sites-a !embed,blocks --sites-b "
+        "layer[123].*.out --measure mutual-knn --measure procrustes --measure cka --calibrate 99",
     ),
-    Picture(
+    _made(
         "cka-heads",
-        "more/cka-heads.csv",
-        (
-            "extract demo:vit --data demo:test --images 500 --sites blocks.0.attn.heads "
-            "-o stores/heads.zarr",
-            f"cka-heads vit=stores/heads.zarr {RESNET} --window 1 -o more/cka-heads.csv --force",
-        ),
+        f"{_EXTRACT} --sites blocks.0.attn.heads -o stores/heads.zarr",
+        f"cka-heads vit=stores/heads.zarr {RESNET} --window 1",
     ),
-    Picture(
-        "head-types",
-        "more/head-types.csv",
-        ("head-types stores/vit.zarr -o more/head-types.csv --force",),
-    ),
+    _made("head-types", "head-types stores/vit.zarr"),
     Picture("saliency", "results/saliency.csv"),
     Picture("weights", "results/weights.csv"),
     Picture("attn-map-aligned", "results/attn-map-aligned-vit.csv"),
-    Picture(
+    _made(
         "attn-sinks",
-        "more/sinks.csv",
-        (
-            "extract demo:vit --random-init 0 --data demo:test --images 500 --tokens pooled "
-            "-o stores/untrained.zarr",
-            "attn-map trained=stores/vit.zarr untrained=stores/untrained.zarr --kind sink "
-            "-o more/sinks.csv --force",
-        ),
+        f"{_EXTRACT} --random-init 0 --tokens pooled -o stores/untrained.zarr",
+        "attn-map trained=stores/vit.zarr untrained=stores/untrained.zarr --kind sink",
     ),
-    Picture(
+    _made(
         "normratio",
-        "more/normratio.csv",
-        (
-            f"normratio {VIT} {RESNET} --tokens patches --tokens cls --metric norm_ratio "
-            "-o more/normratio.csv --force",
-        ),
+        f"normratio {VIT} {RESNET} --tokens patches --tokens cls --metric norm_ratio",
     ),
     Picture("localize-depth", "results/localize.csv"),
     Picture("erf", "results/erf.csv"),
     Picture("norms", "results/norms.csv"),
     Picture("spatial", "results/spatial.csv"),
     Picture("spectrum", "results/spectrum.csv"),
-    Picture("lens", "more/lens.csv", (f"lens {VIT} {RESNET} --patches -o more/lens.csv --force",)),
-    Picture(
+    _made("lens", f"lens {VIT} {RESNET} --patches"),
+    _made(
         "effect",
-        "more/effect.csv",
-        (
-            *(
-                f"extract demo:vit {change} --data demo:test --images 500 --attention none "
-                f"--no-residual -o stores/{name}.zarr"
-                for name, change in CHANGES.items()
-            ),
-            f"effect {VIT} {' '.join(f'stores/{name}.zarr' for name in CHANGES)} "
-            "-o more/effect.csv --force",
+        *(
+            f"{_EXTRACT} {change} --attention none --no-residual -o stores/{name}.zarr"
+            for name, change in CHANGES.items()
         ),
+        f"effect {VIT} {' '.join(f'stores/{name}.zarr' for name in CHANGES)}",
     ),
-    Picture(
+    _made(
         "logit-attribution",
-        "more/logit-attribution.csv",
-        (
-            "extract demo:vit --data demo:test --images 500 --sites blocks --sites head "
-            "--sites residual --sites heads --tokens pooled -o stores/branches.zarr",
-            "logit-attribution vit=stores/branches.zarr --heads -o more/logit-attribution.csv "
-            "--force",
-        ),
+        f"{_EXTRACT} --sites blocks --sites head --sites residual --sites heads --tokens pooled "
+        "-o stores/branches.zarr",
+        "logit-attribution vit=stores/branches.zarr --heads",
     ),
-    Picture(
-        "head-importance",
-        "more/head-importance.csv",
-        (f"head-importance {VIT} -o more/head-importance.csv --force",),
-    ),
-    Picture(
-        "cosine-map",
-        "more/cosine-map.csv",
-        (
-            f"cosine-map {VIT} {RESNET} --image 1 --image 2 --at 12,14px -o more/cosine-map.csv "
-            "--force",
-        ),
-    ),
+    _made("head-importance", f"head-importance {VIT}"),
+    _made("cosine-map", f"cosine-map {VIT} {RESNET} --image 1 --image 2 --at 12,14px"),
     Picture("propagate", "results/propagate.csv"),
     Picture("retrieve", "results/retrieve-buildings.csv"),
     Picture("keypoints", "results/keypoints.csv"),
@@ -167,64 +133,46 @@ PICTURES = (
         ),
     ),
     Picture("objects", "results/cluster-objects.csv"),
-    Picture(
-        "knn",
-        "more/knn.csv",
-        (
-            "best-layer results/knn-vit.csv results/knn-resnet.csv --metric top1 -o more/knn.csv "
-            "--force",
-        ),
-    ),
-    Picture(
+    _made("knn", "best-layer results/knn-vit.csv results/knn-resnet.csv --metric top1"),
+    _made(
         "probe",
-        "more/shots.csv",
-        (
-            _shots("vit"),
-            _shots("resnet"),
-            "best-layer more/shots-vit.csv more/shots-resnet.csv --metric top1 -o more/shots.csv "
-            "--force",
-        ),
+        _shots("vit"),
+        _shots("resnet"),
+        "best-layer more/shots-vit.csv more/shots-resnet.csv --metric top1",
     ),
 )
 
+# Of the stores of `vitsee demo --real`.
 REAL_VIT, LITE = "vit=stores/vit-saliency.zarr", "lite0=stores/lite0.zarr"
-
-
-def _of_real(name: str, words: str, dpi: int = DPI) -> Picture:
-    """By a command of its own on the stores of `vitsee demo --real`."""
-    table = f"more/{name}.csv"
-    return Picture(name, table, (f"{words} -o {table} --force",), dpi=dpi)
-
-
 REAL = (
-    _of_real("real-attn-dist", f"attn-dist {REAL_VIT}"),
-    _of_real(
+    _made("real-attn-dist", f"attn-dist {REAL_VIT}"),
+    _made(
         "real-attn-aligned",
         f"attn-map {REAL_VIT} --kind aligned --sites blocks.1,blocks.3,blocks.6,blocks.11",
         dpi=100,
     ),
-    _of_real(
+    _made(
         "real-attn-cls",
         f"attn-map {REAL_VIT} --image chelsea.png --sites blocks.0,blocks.3,blocks.8,blocks.10 "
         "--scale head --trust-store",
         dpi=100,
     ),
-    _of_real(
+    _made(
         "real-pca",
         f"pca {REAL_VIT} {LITE} --image chelsea.png --image coffee.png --image flower.jpg",
         dpi=120,
     ),
-    _of_real(
+    _made(
         "real-cosine-map",
         f"cosine-map {REAL_VIT} {LITE} --image chelsea.png --image flower.jpg --scale map",
         dpi=120,
     ),
-    _of_real("real-norms", f"norms {REAL_VIT} {LITE} --metric norm --metric norm_histogram"),
-    _of_real(
+    _made("real-norms", f"norms {REAL_VIT} {LITE} --metric norm --metric norm_histogram"),
+    _made(
         "real-normratio", f"normratio {REAL_VIT} --tokens patches --tokens cls --metric norm_ratio"
     ),
-    _of_real("real-erf", f"erf {REAL_VIT} {LITE} --sites blocks", dpi=100),
-    _of_real("real-cka", f"cka {REAL_VIT} {LITE} --sites blocks"),
+    _made("real-erf", f"erf {REAL_VIT} {LITE} --sites blocks", dpi=100),
+    _made("real-cka", f"cka {REAL_VIT} {LITE} --sites blocks"),
 )
 
 
@@ -233,7 +181,7 @@ def drawn(picture: Picture, folder: Path) -> bytes:
     result = folder / picture.result
     if result.suffix == ".png":
         return result.read_bytes()
-    full = figure_bytes(redraw(result, size=picture.size), ".png", picture.dpi)
+    full = figure_bytes(redraw(result), ".png", picture.dpi)
     few, out = Image.open(io.BytesIO(full)).convert("RGB").quantize(COLOURS, METHOD), io.BytesIO()
     few.save(out, "png", optimize=True)
     return out.getvalue()

@@ -32,6 +32,7 @@ import timm
 import torch
 from click.testing import CliRunner
 from PIL import Image
+from try_transformers import table_lines
 
 from tests.models_helpers import Keeper, redraw
 from vitsee_cli.main import main as vitsee
@@ -50,6 +51,11 @@ UNEVEN = (101, 229)
 # What makes the smallest one of a family small enough, and changes nothing of how it works.
 SIZES = {"hieradet_sam2": 256, "mobilenetv5": 256, "qwen3_vit": 256, "vision_transformer_sam": 256}
 SMALLER: dict[str, dict[str, Any]] = {"deepseek_vit": {"depth": 2}, "gemma4_vit": {"depth": 2}}
+COLUMNS = {
+    **{"module": "module", "architecture": "architecture", "n_params": "M", "input": "input"},
+    **{"outcome": "outcome", "sites": "block sites", "grids": "grids", "attention": "attention"},
+    **{"residual": "residual", "notes": "left out, refused"},
+}
 TOLERANCE = 2e-4  # of the largest value: other batches, other order of sums
 
 
@@ -218,11 +224,6 @@ def plant(folder: Path) -> Path:
     return folder
 
 
-def cell(text: str) -> str:
-    """Text that stays within one cell of a Markdown table."""
-    return " ".join(str(text).replace("|", "\\|").split())
-
-
 def table(rows: list[dict[str, Any]]) -> str:
     """The page."""
     failures = sum(row["outcome"] == "FAILURE" for row in rows)
@@ -244,23 +245,19 @@ def table(rows: list[dict[str, Any]]) -> str:
         "Input: pixels. Grids: of the block outputs, cells, stride and offset in pixels, prefix",
         "tokens. Attention: blocks whose attention is kept, or why none is. Residual: sublayers.",
         "",
-        "| module | architecture | M | input | outcome | block sites | grids | attention "
-        "| residual | left out, refused |",
-        "|---|---|---|---|---|---|---|---|---|---|",
     ]
+    shown = []
     for row in rows:
         notes = [row["reason"], *row.get("left_out", [])]
         if row.get("no_grid"):
             notes.append(f"no grid: {len(row['no_grid'])} sites ({row['no_grid'][0]}, ...)")
-        cells = (
-            *(row["module"], row["architecture"], f"{row['n_params'] / 1e6:.1f}"),
-            *(row.get("input") or row["size"] or "default", row["outcome"]),
-            *(row.get("sites", ""), "; ".join(row.get("grids", []))),
-            *(row.get("attention", ""), row.get("residual", "")),
-            "; ".join(note for note in notes if note),
-        )
-        lines.append(f"| {' | '.join(map(cell, cells))} |")
-    return "\n".join(lines) + "\n"
+        shown.append(row | {
+            "n_params": f"{row['n_params'] / 1e6:.1f}",
+            "input": row.get("input") or row["size"] or "default",
+            "grids": "; ".join(row.get("grids", [])),
+            "notes": "; ".join(note for note in notes if note),
+        })  # fmt: skip
+    return "\n".join([*lines, *table_lines(shown, COLUMNS)]) + "\n"
 
 
 def main() -> int:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ import torch
 from timm.models import create_model, model_entrypoint
 from torch import Tensor, nn
 from torch.nn import functional
-from try_transformers import ATTENTION, described, table_lines
+from try_transformers import compare_attention, described, failed, same_tokens, table_lines
 
 from tests.models_helpers import Keeper, images, redraw
 from vitsee_core.models.capture import Capture
@@ -114,12 +113,8 @@ def attempt(trial: Trial) -> dict[str, Any]:
         redraw(model.module)
         table = site_table(model)
         row |= described(table) | compare(model, table)
-    except ModelError as error:
-        return {**row, "outcome": "refused", "reason": str(error)}
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        reason = f"{type(error).__name__}: {str(error)[:150]} ({Path(where.filename).name})"
-        return {**row, "outcome": "FAILURE", "reason": reason}
+        return row | failed(error)
     if row["wrong"]:
         row |= {"outcome": "FAILURE", "reason": row["wrong"]}
     return row
@@ -149,16 +144,11 @@ def compare(model: LoadedModel, table: SiteTable) -> dict[str, Any]:
         found = {"outputs": f"{sum(same)} of {len(same)}", "eager": "", "wrong": ""}
         if not all(same):
             found["wrong"] = f"{outs[same.index(False)].name} is not what its module gives"
-        gaps = []
         explicit = explicit_attention(module, [*table.attention_modules.values()], x)
-        for block in table.attention:
-            kept = keeper.scores[block.name].softmax(-1)
-            (weights,) = explicit[table.attention_modules[block.name]]
-            gaps.append(float((kept - weights.reshape(kept.shape)).abs().max()))
-    if gaps:
-        found["eager"] = f"{max(gaps):.0e}"
-        if not max(gaps) <= ATTENTION:
-            found["wrong"] = f"attention differs from the explicit one by {max(gaps):.2g}"
+        modules = {block.name: table.attention_modules[block.name] for block in table.attention}
+        if modules:
+            expected = {name: explicit[path][0] for name, path in modules.items()}
+            found |= compare_attention(keeper, expected)
     return found
 
 
@@ -188,13 +178,6 @@ def outputs_of(module: nn.Module, paths: list[str], x: Tensor) -> dict[str, Tens
     for handle in handles:
         handle.remove()
     return found
-
-
-def same_tokens(own: Tensor, given: Tensor) -> bool:
-    """Whether (images, tokens, dim) are what a module gives, tokens first or last, or as a map."""
-    maps = [given.flatten(2).mT, given.flatten(1, 2)] if given.ndim == 4 else []
-    readings = maps or [given, given.transpose(0, 1)]
-    return any(own.shape == one.shape and torch.equal(own, one) for one in readings)
 
 
 def explicit_attention(module: nn.Module, paths: list[str], x: Tensor) -> dict[str, list[Tensor]]:

@@ -165,16 +165,21 @@ def compare(model: LoadedModel, table: SiteTable) -> dict[str, Any]:
         except (RuntimeError, TypeError, ValueError):
             weights, found["eager"] = None, "its own eager pass fails"
         if weights and len(weights) == len(outs):
-            gaps = []
-            for block in table.attention:
-                own = keeper.scores[block.name].softmax(-1)
-                # SAM has images and heads in one dimension.
-                gaps.append(float((own - weights[block.index].reshape(own.shape)).abs().max()))
-            gap = max(gaps)
-            found["eager"] = f"{gap:.0e}"
-            if not gap <= ATTENTION:
-                found["wrong"] = f"attention differs from eager's by {gap:.2g}"
+            own = {block.name: weights[block.index] for block in table.attention}
+            found |= compare_attention(keeper, own)
     return found
+
+
+def compare_attention(keeper: Keeper, expected: dict[str, Tensor]) -> dict[str, str]:
+    """`eager` of a row, and `wrong` where it is too large; expected: block -> attention."""
+    gaps = []
+    for name, weights in expected.items():
+        own = keeper.scores[name].softmax(-1)
+        # SAM has images and heads in one dimension.
+        gaps.append(float((own - weights.reshape(own.shape)).abs().max()))
+    gap = max(gaps)
+    wrong = {} if gap <= ATTENTION else {"wrong": f"attention differs from eager's by {gap:.2g}"}
+    return {"eager": f"{gap:.0e}", **wrong}
 
 
 def hidden_states(states: list[Tensor], outs: list[str], keeper: Keeper) -> dict[str, Any]:
@@ -183,13 +188,10 @@ def hidden_states(states: list[Tensor], outs: list[str], keeper: Keeper) -> dict
         return {}
     captured = {name: keeper.tokens(name) for name in (*outs, "norm") if name in keeper.sites}
 
-    def same(name: str, state: Tensor) -> bool:
-        own = captured[name]
-        reading = [state, state.flatten(2).mT] if state.ndim == 4 else [state]
-        reading += [state.flatten(1, 2)] if state.ndim == 4 else []
-        return any(own.shape == x.shape and torch.equal(own, x) for x in reading)
-
-    places = {name: [i for i, s in enumerate(states) if same(name, s)] for name in captured}
+    places = {
+        name: [i for i, state in enumerate(states) if same_tokens(own, state)]
+        for name, own in captured.items()
+    }
     n_found = sum(bool(places[name]) for name in outs)
     last = len(states) - 1
     end = "before the norm" if last in places[outs[-1]] else ""
@@ -200,6 +202,13 @@ def hidden_states(states: list[Tensor], outs: list[str], keeper: Keeper) -> dict
     missing = [name for name in outs if not places[name]]
     wrong = "" if whole or n_found or end else f"no hidden state equals {missing[0]}"
     return {"hidden": f"{n_found} of {len(outs)}; last {end or 'in another shape'}", "wrong": wrong}
+
+
+def same_tokens(own: Tensor, given: Tensor) -> bool:
+    """Whether (images, tokens, dim) are what a module gives, tokens first or last, or as a map."""
+    maps = [given.flatten(2).mT, given.flatten(1, 2)] if given.ndim == 4 else []
+    readings = maps or [given, given.transpose(0, 1)]
+    return any(own.shape == one.shape and torch.equal(own, one) for one in readings)
 
 
 def attempt(name: str) -> dict[str, Any]:
@@ -217,17 +226,23 @@ def attempt(name: str) -> dict[str, Any]:
         if not any(site.block for site in table.sites):
             return {**row, "outcome": "refused", "reason": "no blocks that give one tensor"}
         row |= compare(model, table)
-    except ModelError as error:
-        return {**row, "outcome": "refused", "reason": str(error)}
     except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        reason = f"{type(error).__name__}: {str(error)[:150]} ({Path(where.filename).name})"
-        ours = "vitsee" in where.filename or "tools" in where.filename
-        return {**row, "outcome": "FAILURE" if ours else "refused", "reason": reason}
+        file = traceback.extract_tb(error.__traceback__)[-1].filename
+        ours = "vitsee" in file or "tools" in file
+        return row | failed(error) | ({} if ours else {"outcome": "refused"})
     row |= described(table)
     if row["wrong"]:
         row |= {"outcome": "FAILURE", "reason": row["wrong"]}
     return row
+
+
+def failed(error: Exception) -> dict[str, str]:
+    """outcome and reason of a row."""
+    if isinstance(error, ModelError):
+        return {"outcome": "refused", "reason": str(error)}
+    file = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    reason = f"{type(error).__name__}: {str(error)[:150]} ({file.name})"
+    return {"outcome": "FAILURE", "reason": reason}
 
 
 def described(table: SiteTable) -> dict[str, str]:

@@ -58,11 +58,8 @@ def shown_rows(
     if first is not None:
         names = [str(name) for name in first.store.samples.id[first.rows]]
     elif not names:
-        return [int(row) for row in np.flatnonzero(execution.rows(store).mask & store.valid)][
-            :SHOWN
-        ]
-    found = find_rows(store, list(dict.fromkeys(names)))
-    return [int(row) for row in dict.fromkeys(found.tolist())]
+        return np.flatnonzero(execution.rows(store).mask & store.valid).tolist()[:SHOWN]
+    return list(dict.fromkeys(find_rows(store, list(dict.fromkeys(names))).tolist()))
 
 
 def describe_sheet(parts: Sequence[Shown], data: str | None) -> dict[str, Any]:
@@ -79,10 +76,8 @@ def describe_sheet(parts: Sequence[Shown], data: str | None) -> dict[str, Any]:
     photos = photographs(first, frames, data)
     images = {}
     for name, row, frame in zip(names, first.rows, frames, strict=True):
-        aspect = aspect_of(first.view, row, frame)
-        images[name] = {"frame": list(frame), "aspect": aspect}
-        if row in photos:
-            photo = photos[row]
+        images[name] = {"frame": list(frame), "aspect": aspect_of(first.view, row, frame)}
+        if photo := photos.get(row):
             images[name] |= {"picture": encode(photo.pixels), "edges": list(photo.edges)}
     grids: dict[str, dict[str, Any]] = {}
     for part in parts:
@@ -91,10 +86,8 @@ def describe_sheet(parts: Sequence[Shown], data: str | None) -> dict[str, Any]:
             layout = part.store.site(site.name).layout
             assert layout is not None and layout.grid is not None
             edges = [list(part.view.grid_edges(layout, row)) for row in part.rows]
-            own[site.name] = {
-                "shape": list(layout.grid),
-                "edges": dict(zip(names, edges, strict=True)),
-            }
+            places = dict(zip(names, edges, strict=True))
+            own[site.name] = {"shape": list(layout.grid), "edges": places}
     return {"images": images, "grids": grids}
 
 
@@ -148,7 +141,8 @@ def photographs(
         return found
     except VitseeError as error:
         log.debug("%s: %s", store.label, error)
-        return _inputs(part, data)
+        inputs = model_inputs(store, part.rows, data)
+        return {row: Photograph(own, view.input_edges(row)) for row, own in inputs.items()}
 
 
 def _cut(image: Image.Image, frame: Edges, most_pixels: int) -> Photograph:
@@ -162,19 +156,15 @@ def _cut(image: Image.Image, frame: Edges, most_pixels: int) -> Photograph:
     return Photograph(np.asarray(part), edges)
 
 
-def _inputs(part: Shown, data: str | None) -> Mapping[int, Photograph]:
-    """The same of what the model saw, where the originals cannot be had."""
-    rows = np.array(part.rows, np.int64)
+def model_inputs(
+    store: Store, rows: Sequence[int], data: str | None
+) -> dict[int, NDArray[np.uint8]]:
+    """Row -> (height, width, 3), or without the last axis: the pixels that the model saw; empty
+    where these cannot be had any more, which is logged. data: where the images are now."""
     try:
-        pixels = Pictures(part.store, data)(rows)
+        pixels = Pictures(store, data)(np.array(rows, np.int64))
     except VitseeError as error:
         log.warning("the figure will lack the pictures: %s", error)
         return {}
-    return {
-        row: Photograph(_channels_last(picture), part.view.input_edges(row))
-        for row, picture in zip(part.rows, pixels, strict=True)
-    }
-
-
-def _channels_last(picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return picture[0] if len(picture) == 1 else picture.transpose(1, 2, 0)
+    last = [one[0] if len(one) == 1 else one.transpose(1, 2, 0) for one in pixels]
+    return dict(zip(rows, last, strict=True))

@@ -192,10 +192,7 @@ def run(
     for store, blocks in selected.members:
         own = blocks if sites or kind is not None else blocks[-1:]
         if kind is None:
-            tables[store.label] = map_images(
-                store, image, own, heads, query,
-                device=execution.device, origin=origin, progress=execution.progress,
-            )  # fmt: skip
+            tables[store.label] = map_images(store, image, own, heads, query, origin, execution)
         else:
             tables[store.label] = _of_store(
                 store, own, kind, heads, coverage, residual, origin, execution
@@ -235,11 +232,8 @@ def _of_store(
         return Table(_rollout_columns(store, block, summary, metric), notes)
     picked = check_heads(store, blocks, heads)
     if kind == "sink":
-        notes |= {
-            "interval": INTERVAL_METHOD,
-            "sink_share_interval": SHARES,
-            "threshold": sinks.THRESHOLD,
-        }
+        notes |= {"interval": INTERVAL_METHOD, "sink_share_interval": SHARES}
+        notes["threshold"] = sinks.THRESHOLD
         found = sinks.sink_rows(store, blocks, picked, chosen, execution)
         return Table.from_rows(found, sinks.COLUMNS, notes)
     if kind in NUMBERS:
@@ -270,9 +264,7 @@ def _means(
     for block, heads in zip(blocks, picked, strict=True):
         sums = total.sums[SUMS[kind], block.group][0, block.row, heads]
         maps, n = mean_maps(sums, int(total.n_images[0]), block.layout, kind)
-        if corrected:
-            maps = per_query(maps)
-        found.append((block, heads, maps, n))
+        found.append((block, heads, per_query(maps) if corrected else maps, n))
     return found
 
 
@@ -289,13 +281,7 @@ def _rollout(
             folded = execution.fold(store, make, rows)
         return folded.result()[key], blocks[-1]
     counted = np.flatnonzero(rows.mask & store.valid)
-    found = mean_rollout(
-        *(store, counted, blocks),
-        device=execution.device,
-        origin=origin,
-        progress=execution.progress,
-    )
-    return found, blocks[-1]
+    return mean_rollout(store, counted, blocks, origin, execution), blocks[-1]
 
 
 def _rollout_columns(
@@ -328,20 +314,18 @@ def _numbers(
     found = []
     for block, heads in zip(blocks, picked, strict=True):
         summary = summaries[metric, block.group]
+        place = site_columns(store, block) | {"metric": metric}
         for head in heads.tolist():
-            at = (block.row, head)
-            found.append(
-                {**site_columns(store, block), "head": head, "metric": metric, **summary.cells(at)}
-            )
+            found.append(place | {"head": head} | summary.cells((block.row, head)))
     return Table.from_rows(found, NUMBER_COLUMNS, notes)
 
 
 @styled
 def plot(table: Table, scale: str = "shared", coverage: bool = True) -> Figure:
     """A grid of maps, layers in rows and heads in columns, each token grid of a model separately,
-    several models side by side;
-    for single images their pictures, maps and rollouts; for one number per head, or sinks, the
-    heads against depth. From the table alone (a single image's picture is in its notes).
+    several models side by side; for single images their pictures, maps and rollouts; for one number
+    per head, or sinks, the heads against depth. From the table alone (a single image's picture is
+    in its notes).
 
     Args:
         table: from `run`.

@@ -7,24 +7,25 @@ with the manifest's model.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.attention.head_maps import check_heads, spatial
+from vitsee_core.attention.head_maps import check_heads, map_columns, spatial
 from vitsee_core.attention.heads import StoredAttention, attention_blocks
 from vitsee_core.attention.recompute import attention_of_images, find_rows, has_full
 from vitsee_core.images.embedded_pictures import encode
-from vitsee_core.models.provenance import Pictures, Provenance
-from vitsee_core.runtime.progress import SILENT, Progress
+from vitsee_core.models.provenance import Provenance
+from vitsee_core.patch_maps.photos import model_inputs
+from vitsee_core.runtime.execution import Execution
 from vitsee_core.statistics.moments import Moments, Summary
-from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.columns import SITE
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float
-from vitsee_stores.errors import VitseeError
 from vitsee_stores.token_selection import TokenSelection
 
 if TYPE_CHECKING:
@@ -46,12 +47,10 @@ def map_images(
     store: Store,
     names: Sequence[str],
     shown: Sequence[StoredAttention],
-    heads: Sequence[int] = (),
-    query: Sequence[tuple[int, int]] = (),
-    *,
-    device: str = "auto",
-    origin: Provenance | None = None,
-    progress: Progress = SILENT,
+    heads: Sequence[int],
+    query: Sequence[tuple[int, int]],
+    origin: Provenance | None,
+    execution: Execution,
 ) -> Table:
     """One row per cell of each map of each image.
 
@@ -67,16 +66,16 @@ def map_images(
         shown: the blocks whose heads are shown.
         heads: of each block; by default all.
         query: cells (row, col) of the grid.
-        device: on which what the store lacks is computed.
-        origin: where data and weights are now, for the same purpose.
-        progress: advanced by the images computed.
+        origin: where data and weights are now, to compute what the store lacks.
+        execution: on which device, and the progress.
 
     Raises:
         VitseeError: no such image, block, head or cell; images or weights are gone.
     """
     every = attention_blocks(store)
     picked = dict(zip([b.site for b in shown], check_heads(store, shown, heads), strict=True))
-    _check_cells(shown, query)
+    for block, cell in itertools.product(shown, query):
+        TokenSelection.parse(cell).require(block.layout, block.site)
     rows = find_rows(store, list(dict.fromkeys(names)))
     rolled = store.plan.rollout
     if not rolled:
@@ -91,11 +90,11 @@ def map_images(
         return found | ({HEAD_MEAN: a.mean(1)} if rolled else {})
 
     origin = origin or Provenance()
-    parts: list[dict[str, Array]] = []
     blocks = every if rolled else shown
     found = attention_of_images(
-        store, rows, take, blocks=blocks, origin=origin, device=device, progress=progress
-    )
+        store, rows, take, blocks=blocks, origin=origin, device=execution.device,
+        progress=execution.progress,
+    )  # fmt: skip
     by_row: dict[int, list[dict[str, Array]]] = {}
     for some in found:
         for i, row in enumerate(some.rows.tolist()):
@@ -108,14 +107,20 @@ def map_images(
             ]
             if rolled:
                 means = [some.values[block.site][HEAD_MEAN][i : i + 1] for block in every]
-                own += _rollouts(store, name, every[-1], means)
+                last = every[-1]
+                token = "mean" if last.layout.cls is None else "cls"
+                for metric, residual in ROLLOUTS.items():
+                    values = roll(means, last.layout, residual)
+                    own.append(_columns(store, name, last, token, None, values, metric))
             by_row[row] = own
-    for row in rows.tolist():
-        parts += by_row[row]
+    parts = [part for row in rows.tolist() for part in by_row[row]]
     notes = {
         "images": [str(store.samples.id[row]) for row in rows],
         "attention": "stored (float16)" if has_full(store, blocks) else "recomputed",
-        "pictures": _pictures(store, rows, origin),
+        "pictures": {
+            str(store.samples.id[row]): encode(pixels)
+            for row, pixels in model_inputs(store, rows.tolist(), origin.data).items()
+        },
     }
     return Table({name: np.concatenate([p[name] for p in parts]) for name in COLUMNS}, notes)
 
@@ -124,22 +129,19 @@ def mean_rollout(
     store: Store,
     rows: NDArray[np.int64],
     blocks: Sequence[StoredAttention],
-    *,
-    device: str,
     origin: Provenance | None,
-    progress: Progress,
+    execution: Execution,
 ) -> Summary:
     """Moments over these images of the rollout without residual term, (tokens,)."""
     moments = Moments()
+
+    def take(_: StoredAttention, a: Tensor) -> dict[str, Tensor]:
+        return {HEAD_MEAN: a.mean(1)}
+
     found = attention_of_images(
-        store,
-        rows,
-        lambda _, a: {HEAD_MEAN: a.mean(1)},
-        blocks=blocks,
-        origin=origin,
-        device=device,
-        progress=progress,
-    )
+        store, rows, take, blocks=blocks, origin=origin, device=execution.device,
+        progress=execution.progress,
+    )  # fmt: skip
     for some in found:
         means = [some.values[block.site][HEAD_MEAN] for block in blocks]
         moments.add(roll(means, blocks[0].layout, residual=False))
@@ -154,12 +156,6 @@ def roll(head_means: Sequence[Array], layout: TokenLayout, residual: bool) -> Fl
 
     tensors = [torch.from_numpy(mean.astype(np.float64)) for mean in head_means]
     return rollout(tensors, layout, residual).numpy()
-
-
-def _check_cells(blocks: Sequence[StoredAttention], query: Sequence[tuple[int, int]]) -> None:
-    for block in blocks:
-        for cell in query:
-            TokenSelection.parse(cell).require(block.layout, block.site)
 
 
 def _tokens(
@@ -186,47 +182,10 @@ def _columns(
     values: Array,
     metric: str = "attention",
 ) -> dict[str, Array]:
-    """The rows of one block's maps of one token; `values`: (heads, keys), or (keys,) without
-    heads."""
-    if heads is None:
-        maps, numbers = spatial(values[None], block.layout), [None]
-    else:
-        maps, numbers = spatial(values[heads], block.layout), heads.tolist()
-    n_maps, height, width = maps.shape
-    constants: Mapping[str, Any] = {
-        **site_columns(store, block),
-        "image": image,
-        "token": token,
-        "metric": metric,
-    }
-    return {
-        **{name: np.full(maps.size, value) for name, value in constants.items()},
-        "head": np.repeat(np.array(numbers, object), height * width),
-        "row": np.tile(np.repeat(np.arange(height), width), n_maps),
-        "col": np.tile(np.arange(width), n_maps * height),
-        "value": maps.ravel().astype(np.float64),
-    }
-
-
-def _rollouts(
-    store: Store, image: str, last: StoredAttention, head_means: Sequence[Array]
-) -> list[dict[str, Array]]:
-    token = "mean" if last.layout.cls is None else "cls"
-    return [
-        _columns(store, image, last, token, None, roll(head_means, last.layout, on)[0], metric)
-        for metric, on in ROLLOUTS.items()
-    ]
-
-
-def _pictures(store: Store, rows: NDArray[np.int64], origin: Provenance) -> dict[str, str]:
-    """Image -> PNG in base64, without unreadable ones, which are logged."""
-    try:
-        pixels = Pictures(store, origin.data)(rows)
-    except VitseeError as error:
-        log.warning("the figure will lack the pictures: %s", error)
-        return {}
-    found = {}
-    for row, picture in zip(rows.tolist(), pixels, strict=True):
-        channels_last = picture[0] if len(picture) == 1 else picture.transpose(1, 2, 0)
-        found[str(store.samples.id[row])] = encode(channels_last)
-    return found
+    """The rows of one block's maps of one token; `values`: (heads, keys), or (1, keys) of no
+    head."""
+    maps = spatial(values if heads is None else values[heads], block.layout)
+    numbers = np.array([None] if heads is None else heads.tolist(), object)
+    uncounted = np.zeros(len(maps), np.int64)
+    columns = map_columns(store, block, numbers, maps.astype(np.float64), uncounted, metric)
+    return columns | {"image": np.full(maps.size, image), "token": np.full(maps.size, token)}

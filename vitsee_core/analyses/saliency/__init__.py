@@ -270,15 +270,8 @@ def _blind(
 def _row(
     store: Store, block: StoredAttention, summary: Summary, at: int | tuple[()], **own: Any
 ) -> dict[str, Any]:
-    return {
-        **site_columns(store, block),
-        "token": "",
-        "metric": "iou",
-        "baseline": "",
-        "best": "",
-        **summary.cells(at),
-        **own,
-    }
+    plain = {"token": "", "metric": "iou", "baseline": "", "best": ""}
+    return site_columns(store, block) | plain | summary.cells(at) | own
 
 
 def _rules(source: MaskSource, foreground: str) -> dict[str, str]:

@@ -93,8 +93,9 @@ def _draw_heads(axes: Axes, rows: Table, table: Table) -> None:
 def _draw_blind(axes: Axes, drawn: Table, table: Table) -> None:
     """Each baseline of the stores that are drawn, in grey where it is the same for all of them,
     else in their colours."""
-    baselines = _baselines(table.where(store=drawn.unique("store")))
-    for (name, rows), dashes in zip(baselines.items(), DASHES, strict=False):
+    own = table.where(store=drawn.unique("store"))
+    blind = [(name, rows) for name, rows in own.groups("baseline") if name]
+    for (name, rows), dashes in zip(blind, DASHES, strict=False):
         values = rows["value"][~np.isnan(rows["value"])]
         shared = len(values) == 0 or values.max() - values.min() < ALIKE
         for label, own in rows.groups("store"):
@@ -108,10 +109,6 @@ def _draw_blind(axes: Axes, drawn: Table, table: Table) -> None:
         axes.plot(
             [], [], color=GREY, linestyle=dashes, linewidth=1, label=baseline_words(name, "iou")
         )
-
-
-def _baselines(table: Table) -> dict[str, Table]:
-    return {name: rows for name, rows in table.groups("baseline") if name}
 
 
 def _curves(table: Table) -> Table:
