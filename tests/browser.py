@@ -7,8 +7,8 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -47,12 +47,7 @@ class Browser:
     def __enter__(self) -> Browser:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
         self._out.close()
@@ -91,7 +86,7 @@ class Browser:
             self.errors.append(about["entry"]["text"])
         elif method == "Runtime.consoleAPICalled" and about["type"] in ("error", "warning"):
             self.errors.append(json.dumps(about["args"])[:500])
-        elif method == "Network.requestWillBeSent":
+        elif method == "Network.requestWillBeSent" and about["request"]["url"] != "about:blank":
             self.requests.append(about["request"]["url"])
 
     def look(self, width: int, *, dark: bool = False, height: int = 900) -> None:
@@ -103,10 +98,22 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
 
-    def open(self, page: Path) -> None:
-        """Load a file, and wait until it is there."""
-        self.ask("Page.navigate", url=page.absolute().as_uri())
-        self.run("new Promise(r => document.readyState === 'complete' ? r() : onload = () => r())")
+    def open(self, page: Path, state: str = "") -> None:
+        """Load a file anew, and wait until it is there. state: what follows its address."""
+        self.errors.clear()
+        self.requests.clear()
+        self.ask("Page.navigate", url="about:blank")
+        self.ask("Page.navigate", url=f"{page.absolute().as_uri()}{state}")
+        self.wait("document.readyState === 'complete'")
+
+    def wait(self, condition: str, seconds: float = 60) -> None:
+        """Wait until an expression is true in the page. Fails with the page's errors as soon as it
+        has one, and after so many seconds."""
+        until = time.monotonic() + seconds
+        while not self.run(condition):
+            assert not self.errors, self.errors
+            assert time.monotonic() < until, f"not within {seconds:g} s: {condition}"
+            time.sleep(0.02)
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page; a promise is waited for."""

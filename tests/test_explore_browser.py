@@ -15,9 +15,10 @@ from tests.test_explore import HOSTILE, hostile_store, page_of
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=NONE)
 
-READY = """new Promise(done => { const look = () =>
-  performance.getEntriesByName('explore:whole').length || !document.getElementById('trouble').hidden
-    ? done(true) : setTimeout(look, 20); look(); })"""
+READY = """performance.getEntriesByName('explore:whole').length > 0
+  || document.getElementById('trouble')?.hidden === false"""
+OPEN_ALL = "document.querySelectorAll('details').forEach(d => d.open = true)"
+VIEWS = ("cosine", "attention", "pca", "norms", "lens")
 DRAWN = "new Promise(r => requestAnimationFrame(() => requestAnimationFrame(() => r())))"
 BEYOND = """[...document.querySelectorAll('body *')].filter(e =>
   e.getBoundingClientRect().right > innerWidth + 1 &&
@@ -57,13 +58,24 @@ def two(everything: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_page(browser: Browser, place: Path, state: str = "") -> None:
-    browser.errors.clear()
-    browser.requests.clear()
-    browser.ask("Page.navigate", url="about:blank")
-    browser.ask("Page.navigate", url=f"{place.absolute().as_uri()}{state}")
-    browser.run("new Promise(r => document.readyState === 'complete' ? r() : onload = () => r())")
-    browser.run(READY)
+    browser.open(place, state)
+    browser.wait(READY)
     browser.run("scrollTo(0, 0)")
+
+
+def after(browser: Browser, script: str) -> None:
+    """Run it, and wait for what it changes to be drawn."""
+    browser.run(script)
+    browser.run(DRAWN)
+
+
+def test_a_script_that_fails_ends_the_wait(browser: Browser, tmp_path: Path) -> None:
+    (tmp_path / "p.html").write_text("<script>throw new Error('no such thing')</script>")
+    with pytest.raises(AssertionError, match="no such thing"):
+        open_page(browser, tmp_path / "p.html")
+    (tmp_path / "p.html").write_text("<p>nothing is marked here")
+    with pytest.raises(AssertionError, match=r"not within 0\.1 s: false"):
+        browser.wait("false", 0.1)
 
 
 def viridis(t: float) -> np.ndarray[Any, Any]:
@@ -73,11 +85,20 @@ def viridis(t: float) -> np.ndarray[Any, Any]:
     return np.asarray(low + (high - low) * (x - i))
 
 
-def photo_at(browser: Browser, row: int, col: int, grid: tuple[int, int] = (4, 4)) -> list[float]:
-    box = browser.run("(r => [r.x, r.y, r.width, r.height])(document.getElementById('photo')"
-                      ".getBoundingClientRect())")  # fmt: skip
-    x, y, w, h = box
-    return [x + (col + 0.5) / grid[1] * w, y + (row + 0.5) / grid[0] * h]
+def photo_at(browser: Browser, row: int, col: int) -> list[float]:
+    """The middle of a cell of 4 x 4 on the photograph."""
+    x, y, w, h = browser.run(
+        "(r => [r.x, r.y, r.width, r.height])"
+        "(document.getElementById('photo').getBoundingClientRect())"
+    )
+    return [x + (col + 0.5) / 4 * w, y + (row + 0.5) / 4 * h]
+
+
+def scroll_through(browser: Browser) -> None:
+    """So that panels that are drawn when they are seen are there."""
+    for panel in ("others", "heads", "depths"):
+        browser.run(f"document.getElementById('{panel}').scrollIntoView()")
+        after(browser, "new Promise(r => setTimeout(r, 150))")
 
 
 def click(browser: Browser, x: float, y: float) -> None:
@@ -93,15 +114,14 @@ def test_nothing_overflows_and_nothing_fails(
     browser: Browser, two: Path, width: int, dark: bool
 ) -> None:
     browser.look(width, dark=dark)
-    for view in ("cosine", "attention", "pca", "norms", "lens"):
+    for view in VIEWS:
         open_page(browser, two, f"#view={view}")
-        browser.run("document.querySelectorAll('details').forEach(d => d.open = true)")
-        browser.run(DRAWN)
+        after(browser, OPEN_ALL)
         assert browser.run(BEYOND) == []
         assert browser.run("document.documentElement.scrollWidth <= innerWidth")
         assert browser.run("document.querySelectorAll('#stage canvas').length") in (2, 3)
         assert browser.errors == []
-        asked = [url for url in browser.requests if url[:5] not in ("data:", "about")]
+        asked = [url for url in browser.requests if not url.startswith("data:")]
         assert [url.partition("#")[0] for url in asked] == [two.as_uri()]
     background = browser.run("getComputedStyle(document.body).backgroundColor")
     red = int(background.split("(")[1].split(",")[0])
@@ -178,19 +198,16 @@ def test_an_address_leads_to_what_it_names(browser: Browser, page: Page, place: 
     norm = float(page.sites[0][1].norms[3, 9])
     shown = browser.run("document.querySelectorAll('#stage .value')[0].textContent")
     assert shown.endswith(f"this patch: {float(f'{norm:.3g}'):.6g}"), shown
-    browser.run("document.querySelectorAll('#film button')[5].click()")
-    browser.run(DRAWN)
+    after(browser, "document.querySelectorAll('#film button')[5].click()")
     assert browser.run("location.hash").startswith("#image=5&")
-    browser.run("location.hash = '#image=1&patch=2&view=lens'")
-    browser.run(DRAWN)
+    after(browser, "location.hash = '#image=1&patch=2&view=lens'")
     assert browser.run(pressed)[1] == "true"
-    browser.run("location.hash = '#def-cosine'")
-    browser.run(DRAWN)
+    after(browser, "location.hash = '#def-cosine'")
     assert browser.run("document.getElementById('def-cosine').open")
     assert browser.run("document.querySelector('[name=view]:checked').value") == "lens"
 
 
-def test_heads_are_marked_in_the_block_that_is_shown(browser: Browser, page: Page) -> None:
+def test_heads_are_marked_in_the_block_that_is_shown(page: Page) -> None:
     """Attention has the depth of its block's output."""
     for sites, blocks in zip(page.sites, page.blocks, strict=True):
         ends = {one.about["name"].removesuffix(".out"): one.about["rel_depth"] for one in sites}
@@ -204,11 +221,9 @@ def test_a_screen_reader_has_a_name_for_everything(browser: Browser, two: Path) 
     browser.look(1280)
     spoken = {"button", "slider", "radio", "checkbox", "link", "image", "img", "region",
               "Canvas", "DisclosureTriangle", "application", "table"}  # fmt: skip
-    for view in ("cosine", "attention", "pca", "norms", "lens"):
+    for view in VIEWS:
         open_page(browser, two, f"#view={view}")
-        for panel in ("others", "heads", "depths"):
-            browser.run(f"document.getElementById('{panel}').scrollIntoView()")
-            browser.run("new Promise(r => setTimeout(r, 150))")
+        scroll_through(browser)
         nodes = browser.ask("Accessibility.getFullAXTree")["nodes"]
         seen = [node for node in nodes if not node["ignored"] and node["role"]["value"] in spoken]
         nameless = [n["role"]["value"] for n in seen if not n.get("name", {}).get("value")]
@@ -228,9 +243,8 @@ def test_on_paper_nothing_is_cut_off(browser: Browser, two: Path) -> None:
         browser.run("document.getElementById('main').style.width = '680px'")
         wide = browser.run("""[...document.querySelectorAll('#main canvas')].filter(c =>
           c.checkVisibility() && c.getBoundingClientRect().width > 680).length""")
-        assert wide == 0 and not browser.run(
-            "document.getElementById('controls').checkVisibility()"
-        )
+        shown = browser.run("document.getElementById('controls').checkVisibility()")
+        assert wide == 0 and not shown
     finally:
         browser.ask("Emulation.setEmulatedMedia", media="")
 
@@ -241,10 +255,7 @@ def test_heads_other_images_and_numbers(browser: Browser, two: Path) -> None:
     browser.look(1280)
     open_page(browser, two, "#image=0&patch=5")
     assert browser.run("document.querySelectorAll('#elsewhere canvas, #curves svg').length") == 0
-    for panel in ("others", "heads", "depths"):
-        browser.run(f"document.getElementById('{panel}').scrollIntoView()")
-        browser.run("new Promise(r => setTimeout(r, 150))")
-        browser.run(DRAWN)
+    scroll_through(browser)
     assert "softmax" in browser.run("document.getElementById('matrices').textContent")
     assert browser.run("document.querySelectorAll('#elsewhere canvas').length") == 2
     assert "most similar: " in browser.run("document.getElementById('elsewhere').textContent")
@@ -267,10 +278,10 @@ def test_the_view_as_a_picture(browser: Browser, page: Page, place: Path) -> Non
     open_page(browser, place)
     browser.run("HTMLAnchorElement.prototype.click = function () { window.saved = this; }")
     browser.run("document.getElementById('save').click()")
-    size = browser.run("""new Promise(done => { const look = async () => {
-      if (!window.saved) return setTimeout(look, 20);
+    browser.wait("window.saved !== undefined")
+    size = browser.run("""(async () => {
       const image = new Image(); image.src = window.saved.href; await image.decode();
-      done([image.naturalWidth, window.saved.download]); }; look(); })""")
+      return [image.naturalWidth, window.saved.download]; })()""")
     assert size[0] > 2000 and size[1].startswith("explore-cosine-0-") and browser.errors == []
 
 
@@ -279,8 +290,7 @@ def test_hostile_names_run_nothing(browser: Browser, tmp_path: Path) -> None:
     page_of(out, f"<b>x={hostile_store(tmp_path)}", "--title", HOSTILE)
     browser.look(360)
     open_page(browser, out)
-    browser.run("document.querySelectorAll('details').forEach(d => d.open = true)")
-    browser.run(DRAWN)
+    after(browser, OPEN_ALL)
     assert browser.run("window.pwned === undefined && document.title.startsWith('<script>')")
     assert browser.run("document.querySelectorAll('[onerror], iframe, body img, h1 b').length") == 0
     assert browser.errors == [] and browser.run(BEYOND) == []
@@ -291,12 +301,7 @@ def test_without_script_a_line_says_so(browser: Browser, page: Page, place: Path
     try:
         browser.look(1280)
         browser.ask("Page.navigate", url=place.as_uri())
-        seen = ""
-        for _ in range(50):
-            found = browser.ask("DOM.getDocument", depth=-1)
-            seen = str(found)
-            if "without it there are no maps" in seen:
-                break
-        assert "without it there are no maps" in seen
+        seen = (str(browser.ask("DOM.getDocument", depth=-1)) for _ in range(50))
+        assert any("without it there are no maps" in text for text in seen)
     finally:
         browser.ask("Emulation.setScriptExecutionDisabled", value=False)

@@ -308,7 +308,7 @@ def test_a_store_of_a_file_and_what_it_may_not_do(folder: Path, tmp_path: Path) 
     assert store.manifest.model["name"] == f"{folder}/mine.py:build"
     again = CliRunner().invoke(main, [*words, "--random-init", "0"])
     assert again.exit_code == 0 and "complete" in again.output
-    with pytest.raises(Exception, match="--trust-store if it is your own"):
+    with pytest.raises(Exception, match="repeat the command with --trust-store"):
         model_of(store)
     assert (
         model_of(store, trust=True).weights["sha256"] == store.manifest.model["weights"]["sha256"]

@@ -92,9 +92,15 @@ def test_nothing_of_a_strangers_runs(made: Path, trap: Path) -> None:
         ({"args": {"depth": 10**9}}, "depth=1000000000"),
         ({"args": {"embed_dim": 2**16, "depth": 512, "num_heads": 1}}, "more than the memory"),
         ({"args": {"mlp_ratio": [[1.0]]}}, "mlp_ratio=[[1.0]]"),
-        ({"name": f"local-dir:{trap}", "weights": pretrained}, "may not choose by itself"),
-        ({"name": "hf-hub:evil/model", "weights": pretrained}, "may not choose by itself"),
-        ({"name": "local-dir:trap"}, "may not choose by itself"),
+        (
+            {"name": f"local-dir:{trap}", "weights": pretrained},
+            "with --trust-store",
+        ),
+        (
+            {"name": "hf-hub:evil/model", "weights": pretrained},
+            "with --trust-store",
+        ),
+        ({"name": "local-dir:trap"}, "with --trust-store"),
         ({"weights": pretrained}, "nothing is fetched for a store (--trust-store allows it)"),
         ({"name": "demo:../../x"}, "no demo model '../../x'"),
         (

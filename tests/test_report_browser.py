@@ -46,8 +46,6 @@ def page(everything: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_nothing_overflows_and_nothing_fails(
     browser: Browser, page: Path, width: int, dark: bool
 ) -> None:
-    browser.errors.clear()
-    browser.requests.clear()
     browser.look(width, dark=dark)
     browser.open(page)
     browser.run(SETTLED)
@@ -159,8 +157,6 @@ def test_tables_sort_by_number_and_by_name(browser: Browser, page: Path) -> None
 def test_hostile_names_run_nothing(browser: Browser, tmp_path: Path, everything: Path) -> None:
     folder = hostile_folder(everything, tmp_path)
     vitsee("report", folder, "--title", HOSTILE)
-    browser.errors.clear()
-    browser.requests.clear()
     browser.look(360)
     browser.open(folder / "report.html")
     browser.run(SETTLED)

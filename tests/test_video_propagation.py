@@ -16,8 +16,7 @@ from vitsee_core.analyses.propagate import propagation
 from vitsee_core.analyses.propagate.frame_map import FrameMap, frame_map
 from vitsee_core.analyses.propagate.propagation import Enlarged, Propagation, Window
 from vitsee_core.analyses.propagate.propagation_settings import PropagationSettings, choose_settings
-from vitsee_core.images.placement import nearest_places
-from vitsee_core.images.placement import Placement
+from vitsee_core.images.placement import Placement, nearest_places
 from vitsee_stores.errors import SiteError, VitseeError
 from vitsee_stores.layout import TokenLayout
 

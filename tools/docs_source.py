@@ -97,7 +97,6 @@ def build(folder: Path) -> None:
 
 
 def page_of(file: str) -> str:
-    """A page of the repository, with links of the site."""
     return relinked((ROOT / file).read_text(), (ROOT / file).parent)
 
 
@@ -169,7 +168,6 @@ def readings(module: ModuleType) -> list[str]:
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """(name, what `--help` prints) of every command."""
     root = click.Context(vitsee_command, info_name="vitsee", max_content_width=100)
     for name in vitsee_command.list_commands(root):
         command = vitsee_command.get_command(root, name)
@@ -234,7 +232,6 @@ def _plain(one: inspect.Parameter) -> inspect.Parameter:
 
 
 def gallery() -> str:
-    """All pictures, each with how to read it and the command that made it."""
     made = drawn_with()
     parts = [
         "# Gallery",
@@ -277,7 +274,6 @@ def drawn_with() -> dict[str, str]:
 
 
 def folded(line: str) -> str:
-    """A command in lines that a page has room for."""
     lines = textwrap.wrap(line, 84, break_long_words=False, break_on_hyphens=False)
     return " \\\n    ".join(lines)
 

@@ -23,6 +23,7 @@ from tests.explored_pages import read_page
 
 WIDTH, HEIGHT = 1120, 800
 IMAGE, PATCH, LAYER = "chelsea", 101, 18
+WHOLE = "performance.getEntriesByName('explore:whole').length > 0"
 
 
 def main() -> None:
@@ -48,11 +49,8 @@ def picture(page: Path, state: str) -> bytes:
         browser.look(WIDTH, height=HEIGHT)
         browser.ask("Emulation.setScrollbarsHidden", hidden=True)
         whole = Path(folder) / "whole.png"
-        browser.ask("Page.navigate", url=f"{page.absolute().as_uri()}{state}")
-        browser.run(
-            "new Promise(done => { const look = () => performance.getEntriesByName("
-            "'explore:whole').length ? done() : setTimeout(look, 50); look(); })"
-        )
+        browser.open(page, state)
+        browser.wait(WHOLE)
         height = browser.run(
             "document.querySelector('.how:not([hidden])').getBoundingClientRect().top + scrollY"
         )

@@ -160,12 +160,10 @@ def measured(row: Row, suffix: str = "") -> str:
 
 
 def models(row: Row) -> str:
-    """`demo:vit`, `demo:resnet`."""
     return ", ".join(f"demo:{name}" for name in row["models"].split())
 
 
 def number(text: str) -> str:
-    """With its sign, three digits after the point."""
     return f"{float(text):+.3f}"
 
 

@@ -87,7 +87,6 @@ class Family(ModelTables):
         return effect.run(whole, changed, sites=())
 
     def importance(self, model: str) -> Table:
-        """Of every head, over all images."""
         return self._keep(("heads", model), lambda: head_importance.run(self.store(model)))
 
     def _extract(self, model: str, data: str, suffix: str, **options: Any) -> Store:

@@ -31,7 +31,6 @@ def main() -> None:
 
 
 def page() -> str:
-    """The page."""
     parts = [
         "# Figures of the papers",
         "<!-- Written by python tools/papers_page.py; do not edit it. -->",
@@ -50,7 +49,6 @@ def page() -> str:
 
 
 def section(paper: RecipeFile) -> str:
-    """A paper: its stores, its figures, what is left out."""
     extractions = "\n".join(wrapped(extraction(*item)) for item in paper.stores.items())
     rows = ["| figure | command | |", "|---|---|---|", *map(row, paper.figures)]
     about = prose(f"`vitsee study {paper.name}`. {paper.note}")
@@ -59,18 +57,15 @@ def section(paper: RecipeFile) -> str:
 
 
 def extraction(name: str, made: StoreRecipe) -> str:
-    """The command that makes a store."""
     return f"vitsee extract {shlex.quote(made.model)} {made.options} -o {name}.zarr"
 
 
 def row(figure: FigureRecipe) -> str:
-    """A row of the table."""
     commands = "<br>".join(f"`vitsee {command}`" for command in figure.commands)
     return f"| {figure.names} | {commands} | {figure.note} |"
 
 
 def prose(text: str) -> str:
-    """A paragraph."""
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 

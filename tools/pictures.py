@@ -188,7 +188,6 @@ def drawn(picture: Picture, folder: Path) -> bytes:
 
 
 def main() -> None:
-    """Draw them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="what vitsee demo --quick -o made")
     parser.add_argument("--only", nargs="+", choices=[p.name for p in (*PICTURES, *REAL)],

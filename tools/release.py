@@ -106,7 +106,6 @@ def lacks(about: dict[str, Any], tag: str) -> list[str]:
 
 
 def recipe(about: dict[str, Any], sha256: str) -> str:
-    """conda-forge's recipe."""
     repository = about["urls"]["Repository"]
     return RECIPE.format(
         version=about["version"],

@@ -20,7 +20,6 @@ EXTRACT += ["--device", "cpu"]
 
 
 def vitsee(*arguments: str) -> str:
-    """stdout of a command that has to succeed."""
     command = [sys.executable, "-m", "vitsee_cli", *arguments]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout
@@ -36,7 +35,6 @@ def digest(store: Path) -> str:
 
 
 def jobs() -> list[str]:
-    """Running jobs of this user: number, state, name."""
     listed = subprocess.run(
         ["squeue", "--me", "--noheader", "--format=%i %T %j"], capture_output=True, text=True
     )

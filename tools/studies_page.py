@@ -78,7 +78,6 @@ def main() -> None:
 
 
 def page(rate: float) -> str:
-    """The page."""
     lines = [
         "# Real studies",
         "",
@@ -125,7 +124,6 @@ def page(rate: float) -> str:
 
 
 def cells(model: Studied, rate: float) -> list[str]:
-    """A row of the table."""
     listing = list_sites(model.name)
     hidden = any("hidden" in site.groups for site in listing.table.sites)
     layers = RAGHU if hidden else CNN
@@ -139,18 +137,15 @@ def cells(model: Studied, rate: float) -> list[str]:
 
 
 def prose(text: str) -> str:
-    """A paragraph."""
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def amount(size: float) -> str:
-    """In the unit that fits, three digits."""
     unit, scale = next(((u, s) for u, s in (("TB", 1e12), ("GB", 1e9)) if size >= s), ("MB", 1e6))
     return f"{size / scale:.3g} {unit}"
 
 
 def duration(seconds: float) -> str:
-    """In the unit that fits, two digits."""
     unit, scale = next(((u, s) for u, s in (("h", 3600), ("min", 60)) if seconds >= s), ("s", 1))
     return f"{seconds / scale:.2g} {unit}"
 

@@ -169,7 +169,6 @@ def facts(store: Store) -> dict[str, Any]:
 
 
 def attempt(name: str, size: int | None, smaller: dict[str, Any], data: Path) -> dict[str, Any]:
-    """One row of the table."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "s.zarr"
         outcome, reason = extract(name, size, smaller, data, out)
@@ -225,7 +224,6 @@ def plant(folder: Path) -> Path:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The page."""
     failures = sum(row["outcome"] == "FAILURE" for row in rows)
     modules = len({row["module"] for row in rows})
     lines = [
@@ -261,7 +259,6 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Try what is missing, write the table, 1 if anything failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("work", type=Path)
     parser.add_argument("page", type=Path)

@@ -63,7 +63,6 @@ class Trial:
 
 
 def of_torchvision() -> Iterator[Trial]:
-    """All its classifiers."""
     for full in source_of("torchvision:*").matching():
         module = source_of(full).without_weights({})
         yield Trial(full, {}, sum(p.numel() for p in module.parameters()))
@@ -103,7 +102,6 @@ def tiny(name: str) -> dict[str, Any]:
 
 
 def attempt(trial: Trial) -> dict[str, Any]:
-    """One row of the table."""
     same = f" and {trial.others} more of its build" if trial.others else ""
     row: dict[str, Any] = {"name": trial.name + same, "outcome": "ok", "reason": ""}
     if trial.n_params > MOST:
@@ -224,7 +222,6 @@ def slow_path() -> Iterator[None]:
 
 
 def page(rows: list[dict[str, Any]]) -> str:
-    """The page."""
     import torchvision
 
     counts = {kind: sum(r["outcome"] == kind for r in rows) for kind in ("ok", "FAILURE")}
@@ -250,7 +247,6 @@ def page(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Try all, write the page, 1 if anything failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("page", type=Path)
     parser.add_argument("--only", nargs="*", help="these models alone")

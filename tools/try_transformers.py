@@ -138,7 +138,6 @@ def naflex(x: Tensor, patch: int) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def n_patches(x: Tensor, patch: int) -> int:
-    """How many patches an image has."""
     return int((x.shape[-2] // patch) * (x.shape[-1] // patch))
 
 
@@ -212,7 +211,6 @@ def same_tokens(own: Tensor, given: Tensor) -> bool:
 
 
 def attempt(name: str) -> dict[str, Any]:
-    """One row of the table."""
     row: dict[str, Any] = {"class": name, "outcome": "ok", "reason": ""}
     try:
         args = smaller(getattr(library(), name).config_class())
@@ -332,7 +330,6 @@ def page(rows: list[dict[str, Any]], others: dict[str, Any] | None = None) -> st
 
 
 def main() -> int:
-    """Try all, write the table, 1 if anything failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("page", type=Path, nargs="?")
     parser.add_argument("--rows", type=Path, help="write what was found as JSON, for --beside")

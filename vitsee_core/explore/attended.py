@@ -94,7 +94,6 @@ def query_cells(grid: tuple[int, int]) -> list[int]:
 
 
 def query_step(grid: tuple[int, int]) -> int:
-    """The s of `query_cells`."""
     return -(-max(grid) // QUERIES)
 
 

@@ -28,7 +28,6 @@ class Scores:
 
     @property
     def counted(self) -> Float:
-        """(patches, 3)."""
         found: Float = self.of[~np.isnan(self.of[..., 0])]
         return found
 

@@ -113,7 +113,6 @@ class StoreContents:
         return found
 
     def classes(self) -> set[int]:
-        """All that the classifier answers."""
         if isinstance(self.answers, str):
             return set()
         return {int(c) for own in self.answers.values() for c in np.unique(own.classes)}

@@ -102,7 +102,6 @@ def _classes(contents: Sequence[StoreContents]) -> list[dict[str, str]]:
 
 
 def _labels(contents: Sequence[StoreContents]) -> dict[str, str]:
-    """Label -> name, of the shown images."""
     store, rows = contents[0].shown.store, contents[0].shown.rows
     names = store.class_names or []
     own = {int(label) for label in store.samples.label[rows]}

@@ -42,7 +42,6 @@ def describe_images(
 
 
 def address(photo: Photograph) -> str:
-    """A data URL: JPEG, or PNG of what is small."""
     from PIL import Image
 
     image, buffer = Image.fromarray(photo.pixels).convert("RGB"), io.BytesIO()

@@ -54,14 +54,12 @@ class CurveGrid:
 
     @property
     def grids(self) -> list[Grid]:
-        """Those of each line of metrics."""
         if len(self.groups) == 1:
             return [Grid(self.n, height=self.height)]
         return [Grid(len(self.groups), height=self.height)] * self.n
 
     @property
     def size(self) -> tuple[float, float]:
-        """Width and height of all in inches."""
         sizes = [grid.size for grid in self.grids]
         return max(wide for wide, _ in sizes), sum(tall for _, tall in sizes)
 
@@ -99,7 +97,6 @@ class CurveGrid:
 
 
 def of_metrics(table: Table, metrics: Sequence[str]) -> list[tuple[str, Table]]:
-    """Each metric with its rows."""
     return [(metric, table.where(metric=metric)) for metric in metrics]
 
 

@@ -108,12 +108,10 @@ def add_curve_legend(figure: Figure, every: Sequence[Axes]) -> None:
 
 
 def head_words(site: str) -> str:
-    """A site outside the blocks as the axis names it."""
     return shorten(site_words(site), 16)
 
 
 def _real(table: Table) -> Any:
-    """(rows,) whether a row is no baseline's."""
     return np.array([not baseline_name(name) for name in cells_of(table, "baseline")], bool)
 
 

@@ -42,12 +42,10 @@ class Tiles:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width of a map in cells."""
         height, width = next(iter(self.maps.values())).shape
         return height, width
 
     def gaps(self) -> tuple[int, int]:
-        """Cells between neighbouring tiles."""
         height, width = self.size
         gap = max(1, round(GAP * max(height, width)))
         return gap, gap
@@ -58,7 +56,6 @@ class Tiles:
         return row * (height + down) + (height - 1) / 2, column * (width + across) + (width - 1) / 2
 
     def shape(self) -> tuple[int, int]:
-        """Cells of the whole picture."""
         (height, width), (down, across) = self.size, self.gaps()
         n_rows, n_columns = len(self.row_labels), len(self.column_labels)
         return n_rows * (height + down) - down, n_columns * (width + across) - across
@@ -207,7 +204,6 @@ def mark_cell(axes: Axes, tiles: Tiles, cell: tuple[int, int]) -> None:
 
 
 def add_bar(axes: Axes, image: AxesImage, unit: str, scale: str) -> None:
-    """A colour bar beside tiles."""
     bar = colour_bar(axes, image, bar_label(unit, scale, image.get_clim()[0]))
     if scale == "head":
         bar.set_ticks([0, 1])

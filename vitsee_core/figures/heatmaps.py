@@ -153,7 +153,6 @@ def with_range(label: str, span: tuple[float, float]) -> str:
 def _add_bar(
     axes: Axes, image: AxesImage, span: tuple[float, float], of: Sequence[Panel], label: str
 ) -> None:
-    """A colour bar beside a panel, of the values of these."""
     values = np.concatenate([one.values.ravel() for one in of])
     # Rounding lifts the CKA of a site with itself slightly above 1.
     extend = beyond(values, span[0] - 1e-9, span[1] + 1e-9)

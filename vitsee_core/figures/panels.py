@@ -46,7 +46,6 @@ class Medium:
 
     @property
     def em(self) -> float:
-        """In inches."""
         return self.font / 72
 
 
@@ -94,7 +93,6 @@ def smaller(figure: Figure) -> Medium | None:
 
 
 def em(n: float = 1.0) -> float:
-    """Inches of so many ems."""
     return n * medium().em
 
 
@@ -104,7 +102,6 @@ def small() -> float:
 
 
 def room() -> float:
-    """Ems from the left to the right."""
     return medium().width / medium().em
 
 
@@ -140,18 +137,15 @@ class Grid:
 
     @property
     def down(self) -> int:
-        """Lines."""
         fit = max(1, min(self.most, int((room() + 1e-6) / self.width)))
         return -(-self.n // fit)
 
     @property
     def across(self) -> int:
-        """Panels on a line."""
         return -(-self.n // self.down)
 
     @property
     def size(self) -> tuple[float, float]:
-        """Width and height of all in inches."""
         wide = min(room(), max(self.across * max(self.width, self.widest), NARROWEST))
         return em(wide), em(self.down * self.height + self.extra)
 

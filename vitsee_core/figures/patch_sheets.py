@@ -111,7 +111,6 @@ class Sheet:
         return self._head(first) + max(maps, photo) + LINE_GAP
 
     def _titles(self) -> int:
-        """Lines of text above the maps of the first image."""
         texts = [tile.title for _, tiles in self.lines[0].maps for tile in tiles]
         return max((text.count("\n") + 1 for text in texts), default=0)
 

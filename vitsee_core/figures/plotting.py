@@ -177,7 +177,6 @@ def _literal(value: Any) -> Any:
 
 
 def colour(i: int) -> str:
-    """The i-th colour; they repeat after fourteen."""
     chosen = COLOURS[i % len(COLOURS)]
     return _ON_DARK.get(chosen, chosen) if _LOOK.get()[0] == "dark" else chosen
 

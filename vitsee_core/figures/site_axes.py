@@ -32,7 +32,6 @@ class Ticks:
 
     @property
     def longest(self) -> float:
-        """Ems of the longest text."""
         return 0.55 * max(map(len, self.texts))
 
     def put_on(self, axis: XAxis | YAxis) -> None:

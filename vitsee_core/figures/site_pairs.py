@@ -66,7 +66,6 @@ def _panel(
 
 
 def _cells(table: Table, side: str) -> list[tuple[str, str]]:
-    """(store, site) of one side of every row."""
     names = (table[f"{name}_{side}"].tolist() for name in ("store", "site"))
     return list(zip(*names, strict=True))
 

@@ -68,11 +68,9 @@ class MapPanel:
         )
 
     def all_values(self) -> Float:
-        """Every value, in one row."""
         return np.concatenate([self.prefix_values.ravel(), *self.bodies])
 
     def ticks(self) -> Ticks:
-        """The ticks of the columns."""
         axis = SiteAxis.of([(self.store, site) for site in self.sites], {})
         return axis.ticks(MOST_TICKS)
 

@@ -292,7 +292,6 @@ def header_size(name: str, file: IO[bytes]) -> Size:
 
 
 def _opened(name: str, file: IO[bytes]) -> Image.Image:
-    """An image with its header read, but no pixels."""
     image, most = Image.open(file), Image.MAX_IMAGE_PIXELS
     if most and image.width * image.height > most:
         size = f"{image.width} x {image.height}"

@@ -59,8 +59,6 @@ class _Worker:
 
 @dataclass
 class _Open:
-    """A batch being loaded in one slot of the shared memory."""
-
     slot: int
     pixels: NDArray[np.uint8]
     valid: NDArray[np.bool_]
@@ -163,7 +161,6 @@ def _send(worker: _Worker, message: Any) -> None:
 
 
 def _receive(workers: list[_Worker], running: dict[int, _Open]) -> None:
-    """Take the results that have arrived, waiting a moment for the first."""
     by_socket = {worker.socket: worker for worker in workers}
     for ready in wait(list(by_socket), timeout=0.1):
         worker = by_socket[ready]  # type: ignore[index]

@@ -29,7 +29,6 @@ class Selection:
 
     @property
     def class_names(self) -> list[str] | None:
-        """Names of the classes, or None."""
         return self.source.class_names
 
     def __len__(self) -> int:

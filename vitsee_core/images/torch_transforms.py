@@ -80,9 +80,6 @@ class _StepValues:
 
 
 def _steps(transform: Any) -> _StepValues:
-    """Raises:
-    DataError: a step that no configuration expresses.
-    """
     found = _StepValues()
     for step in _flat(transform):
         kind = type(step).__name__
@@ -109,7 +106,6 @@ def _steps(transform: Any) -> _StepValues:
 
 
 def _flat(transform: Any) -> Iterator[Any]:
-    """The steps of a Compose of Composes, or of a Sequential."""
     import torch
 
     inner = getattr(transform, "transforms", None)
@@ -138,9 +134,6 @@ def _floats(values: Any) -> tuple[float, ...]:
 
 
 def _from_steps(steps: _StepValues) -> dict[str, Any]:
-    """Raises:
-    DataError: the steps do not end in one size.
-    """
     resize, crop = steps.resize, steps.crop
     if resize is None or (crop is None and isinstance(resize, int)):
         raise DataError(

@@ -58,7 +58,6 @@ def log_softmax(logits: Float) -> Float:
 
 
 def top1_cells(mean: BlockMean) -> Cells:
-    """A row of accuracy."""
     return {"metric": "top1", **mean.cells_between(wilson(mean.value, mean.n))}
 
 

@@ -27,12 +27,10 @@ class Annotated:
 
     @cached_property
     def keys(self) -> list[str]:
-        """The file names of the images."""
         return [str(image["file_name"]) for image in self.images]
 
     @property
     def categories(self) -> list[str]:
-        """The categories' names, in the file's order."""
         return list(dict.fromkeys(self.names.values()))
 
 
@@ -95,7 +93,6 @@ def checked_images(images: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def size_of(image: Mapping[str, Any]) -> tuple[int, int]:
-    """Height and width of an entry."""
     return int(image["height"]), int(image["width"])
 
 

@@ -53,7 +53,6 @@ class CocoMasks(Annotated):
         return f"{self.keys[i]} in {self.name}"
 
     def read(self, i: int) -> Labels:
-        """(height, width); see `MaskSource`."""
         size = size_of(self.images[i])
         labels = np.zeros(size, np.uint8)
         # Objects last: they lie over crowd regions.
@@ -62,7 +61,6 @@ class CocoMasks(Annotated):
         return labels
 
     def segments(self, i: int) -> list[Segment]:
-        """The annotations in the file's order; see `MaskSource`."""
         size, where = size_of(self.images[i]), self.where(i)
         return [
             Segment(category_of(one, self.names, where), self._inside(i, one, size), _is_crowd(one))

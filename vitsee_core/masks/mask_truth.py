@@ -227,6 +227,5 @@ def _last(name: str) -> str:
 
 
 def _only(names: Sequence[str]) -> dict[str, int]:
-    """Name -> its place, of names that occur once."""
     times = Counter(names)
     return {name: i for i, name in enumerate(names) if times[name] == 1}

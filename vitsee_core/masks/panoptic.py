@@ -53,7 +53,6 @@ class PanopticMasks(Annotated):
         return str(Path(self.folder, self.annotations[i]["file_name"]))
 
     def read(self, i: int) -> Labels:
-        """(height, width); see `MaskSource`."""
         numbers = self._numbers(i)
         labels = np.full(numbers.shape, VOID, np.uint8)
         for one in self.annotations[i]["segments_info"]:
@@ -62,7 +61,6 @@ class PanopticMasks(Annotated):
         return labels
 
     def segments(self, i: int) -> list[Segment]:
-        """The segments in the file's order; see `MaskSource`."""
         numbers, where = self._numbers(i), self.where(i)
         return [
             Segment(
@@ -94,7 +92,6 @@ class PanopticMasks(Annotated):
 
 
 def is_panoptic(found: dict[str, Any]) -> bool:
-    """Whether the content of an annotation file is panoptic."""
     annotations = found["annotations"]
     first = annotations[0] if isinstance(annotations, list) and annotations else None
     return isinstance(first, dict) and "segments_info" in first

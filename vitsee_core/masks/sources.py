@@ -114,7 +114,6 @@ class MaskFolder:
         return str(Path(self.name, self.keys[i]))
 
     def read(self, i: int) -> Labels:
-        """(height, width); see `MaskSource`."""
         values = read_numbers(self.name, self.keys[i])
         labels = np.where(np.isin(values, self.background), BACKGROUND, FOREGROUND)
         if self.void_value is not None:

@@ -32,7 +32,6 @@ class Colours:
 
     @classmethod
     def of(cls, scores: Float, turned_by: Float | None = None, n_aligned: int = 0) -> Colours:
-        """From the scores (tokens, 3) of a layer."""
         rotation = np.eye(CHANNELS) if turned_by is None else turned_by
         turned = scores @ rotation
         middle = np.median(turned, axis=0)

@@ -145,14 +145,12 @@ class View:
 
 
 def _end(layout: TokenLayout) -> tuple[float, float]:
-    """The pixel (y, x) of the input at which a grid ends."""
     assert layout.grid is not None and layout.stride_px is not None
     y, x = (layout.offset_px[i] + layout.grid[i] * layout.stride_px[i] for i in (0, 1))
     return y, x
 
 
 def union(edges: Sequence[Edges]) -> Edges:
-    """The smallest frame around several."""
     tops, lefts, bottoms, rights = zip(*edges, strict=True)
     return min(tops), min(lefts), max(bottoms), max(rights)
 

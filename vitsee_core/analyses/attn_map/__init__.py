@@ -256,7 +256,6 @@ def _means(
     rows: Rows,
     execution: Execution,
 ) -> list[tuple[StoredAttention, NDArray[np.int64], Float, NDArray[np.int64]]]:
-    """(block, heads, maps, images counted) of each block."""
     keys = list(dict.fromkeys((SUMS[kind], block.group) for block in blocks))
     with counting(execution.progress, rows.n):
         total = sum_slabs(store, keys, rows, execution)

@@ -82,6 +82,5 @@ def layer_means(rows: Table, depths: Any, empty: float = np.nan) -> Any:
 
 
 def draw_layer_means(axes: Axes, rows: Table) -> None:
-    """A line over depth."""
     depths = np.unique(rows["depth"])
     axes.plot(depths, layer_means(rows, depths), color=ink(), label="layer mean")

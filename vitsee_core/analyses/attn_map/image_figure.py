@@ -103,7 +103,6 @@ def _plain(axes: Axes, title: str) -> None:
 
 
 def show_picture(axes: Axes, picture: NDArray[np.uint8] | None, title: str) -> None:
-    """Draw a picture, or that there is none."""
     _plain(axes, title)
     if picture is None:
         axes.text(0.5, 0.5, "no picture", ha="center", va="center", color=GREY)

@@ -201,8 +201,6 @@ def plot(
 
 @dataclass(frozen=True)
 class _Query:
-    """A selected patch."""
-
     row: int  # of its image
     spot: Spot  # as requested
     cell: dict[str, int]  # by site
@@ -281,7 +279,6 @@ class _Store:
         return Table.concat([*maps, Table.from_rows(numbers, COLUMNS)])
 
     def _units(self, site: SiteSpec, row: int) -> Float:
-        """(cells, dim) of one image."""
         features = self.features[site.name]
         assert features.layout is not None
         x = features.load(slice(row, row + 1), slice(0, len(features.tokens)))[0]
@@ -294,7 +291,6 @@ class _Store:
 
 
 def _cells(about: dict[str, Any], values: Float, counts: Any, grid: tuple[int, int]) -> Table:
-    """A row for each patch that counts."""
     cells = np.flatnonzero(counts)
     constants = about | {"metric": "cosine"}
     columns: dict[str, Any] = {

@@ -103,7 +103,6 @@ def _stretched(values: Float, cell: tuple[int, int] | None) -> Float:
 
 
 def _look(lines: Sequence[SheetLine], scale: str) -> tuple[dict[str, Any], str]:
-    """Colours of all maps, and the label of their bar."""
     if scale == "map":
         return {"vmin": 0.0, "vmax": 1.0, "cmap": "viridis"}, "each map over its own range"
     values = [tile.values for line in lines for _, tiles in line.maps for tile in tiles]

@@ -167,7 +167,6 @@ def run(
 
 @styled
 def plot(table: Table) -> Figure:
-    """From the table alone; see `field_pictures.draw_fields`."""
     return draw_fields(table)
 
 

@@ -50,7 +50,6 @@ class Picture:
 
     @property
     def size(self) -> tuple[int, int]:
-        """(rows, cols) in pixels, up to the squares that are cut."""
         return self.cells.shape[0] * self.step, self.cells.shape[1] * self.step
 
 
@@ -117,7 +116,6 @@ def _picture(rows: Table, radius: float) -> Picture:
 
 
 def _shown(line: Line) -> list[str]:
-    """The blocks that are drawn."""
     return evenly(list(line.pictures), small_maps(99).across)
 
 

@@ -28,7 +28,6 @@ ALIKE = 0.01  # baselines this near to one another are drawn once, for all store
 
 
 def draw_saliency(table: Table) -> Figure:
-    """See `analyses.saliency.plot`; to be called below `styled`."""
     tokens = [token for token in WHOSE if token in table.unique("token")]
     if len(groups_of(table.unique("store"))) > 1:
         return _draw_groups(table, tokens)
@@ -112,11 +111,9 @@ def _draw_blind(axes: Axes, drawn: Table, table: Table) -> None:
 
 
 def _curves(table: Table) -> Table:
-    """The rows whose curves get a colour, so that a store keeps its own in every panel."""
     return table.where(best="head")
 
 
 def _look(table: Table, label: str) -> dict[str, Any]:
-    """Colour and marker of a store's curve."""
     look = store_looks(_curves(table))[label]
     return {"color": look["color"], "marker": look["marker"]}

@@ -87,7 +87,6 @@ class Overlaps:
         self.oracle = {key: Moments() for key in keys}
 
     def update(self, slab: Slab) -> None:
-        """Add a slab's images."""
         valid = slab.valid
         rows = np.arange(slab.rows.start, slab.rows.stop)[valid]
         held: dict[tuple[str, str], NDArray[Any]] = {}
@@ -128,7 +127,6 @@ class Overlaps:
         return means_without(*self._sums[key]) if key in self._sums else None
 
     def merge(self, other: Overlaps) -> None:
-        """Add the moments of `other`."""
         for key in self.heads:
             self.heads[key].merge(other.heads[key])
             self.oracle[key].merge(other.oracle[key])

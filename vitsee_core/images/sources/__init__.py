@@ -103,7 +103,6 @@ def placed(data: str, folder: Path) -> str:
 
 
 def _open(asked: Asked) -> ImageSource:
-    """Files of this machine, or at URLs."""
     data = asked.data
     path = Path(data).expanduser()
     if is_url(data):
@@ -168,7 +167,6 @@ def _by_ending(asked: Asked, found: Found) -> ImageSource:
 
 
 def _open_folder(asked: Asked, path: Path) -> ImageSource:
-    """A folder of images, or one of archives without any."""
     packed = [*path.glob("*.tar*"), *path.glob("*.tgz"), *path.glob("*.zip")]
     packed += [*path.glob("*.parquet"), *path.glob("*/*.parquet")]
     names = sorted(str(file) for file in packed if file.is_file())

@@ -66,7 +66,6 @@ class Found:
     given: bool = True
 
     def shown(self, name: str) -> str:
-        """One of the files, as the user knows it."""
         return f"{self.root}/{name}" if self.root else name
 
     @property

@@ -34,7 +34,6 @@ def expand_braces(text: str) -> list[str]:
 
 
 def _choices(inner: str, text: str) -> list[str]:
-    """What stands between two braces, one by one."""
     if match := _RANGE.fullmatch(inner):
         first, last = int(match[1]), int(match[2])
         padded = any(len(end) > 1 and end.startswith("0") for end in match.groups())

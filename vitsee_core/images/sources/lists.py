@@ -182,7 +182,6 @@ def _names(row: list[str]) -> tuple[str, ...]:
 
 
 def _header(row: list[str]) -> dict[str, int] | None:
-    """Column numbers by meaning, if the row names a path column."""
     names = _names(row)
     if names == _SOLUTION:
         return {"path": 0, "label": 1}

@@ -55,8 +55,6 @@ class _Columns:
 
 @dataclass(frozen=True)
 class _Rows:
-    """What one file has beside its images."""
-
     columns: _Columns
     paths: NDArray[Any]  # "" for none
     labels: Coded
@@ -142,7 +140,6 @@ def _ids(paths: NDArray[Any], stems: Sequence[str], lengths: Sequence[int]) -> N
 
 
 def _check_images(asked: Asked, opener: ParquetOpener, places: _Places, column: str) -> None:
-    """Raises DataError: there are no rows, or none of the first is an image."""
     if not len(places):
         raise DataError(f"{asked.data} has no rows; expected images")
     first = None
@@ -160,7 +157,6 @@ def _check_images(asked: Asked, opener: ParquetOpener, places: _Places, column: 
 
 
 def _read(asked: Asked, files: Files, name: str) -> _Rows:
-    """Raises DataError: the file has no such columns."""
     file = _opened(files, name)
     schema = file.schema_arrow
     columns = _columns(asked, schema)
@@ -182,7 +178,6 @@ def _read(asked: Asked, files: Files, name: str) -> _Rows:
 
 
 def _columns(asked: Asked, schema: Any) -> _Columns:
-    """Raises DataError: no such column, or of another type."""
     from pyarrow import types
 
     def of_bytes(kind: Any) -> bool:
@@ -290,7 +285,6 @@ def _opened(files: Files, name: str) -> Any:
 
 @functools.lru_cache(GROUPS)
 def _group(files: Files, name: str, column: str, group: int) -> Any:
-    """The encoded images of a row group."""
     return _column(_opened(files, name), column, group)
 
 
@@ -307,8 +301,6 @@ def _column(file: Any, name: str, group: int | None = None) -> Any:
 
 
 class _Ranged(io.RawIOBase):
-    """A file as pyarrow reads it, by ranges."""
-
     def __init__(self, files: Files, name: str) -> None:
         self._files, self._name, self._at = files, name, 0
         self._size, _ = files.stamp(name)

@@ -56,7 +56,6 @@ class TarIndex:
     label_texts: list[str]
 
     def at(self, rows: NDArray[Any]) -> TarIndex:
-        """These images of it."""
         offset, size, label = self.offset[rows], self.size[rows], self.label[rows]
         return TarIndex(self.paths[rows], offset, size, label, self.whole[rows], self.label_texts)
 
@@ -100,15 +99,12 @@ def key_of(path: str) -> str:
 
 
 class _Window:
-    """Reads a file forwards, some of it ahead."""
-
     def __init__(self, files: Files, name: str, size: int) -> None:
         self._files, self._name, self._size = files, name, size
         self._least = WINDOW if isinstance(files, Folder) else WINDOW_FAR
         self._at, self._data = 0, b""
 
     def read(self, at: int, length: int) -> bytes:
-        """Bytes within the file."""
         start = at - self._at
         if start < 0 or start + length > len(self._data):
             ahead = min(max(length, self._least), self._size - at)
@@ -158,7 +154,6 @@ def _members(window: _Window, at: int, stop: int, prefix: str) -> Iterator[tuple
 
 
 def _size(head: bytes, at: int) -> int:
-    """A member's size. Raises ValueError: the block is no header."""
     try:
         matches = sum(head) - sum(head[148:156]) + 8 * ord(" ") == _number(head[148:156])
         size = _number(head[124:136])
@@ -201,8 +196,6 @@ def _text(name: bytes) -> str:
 
 
 class _Packed:
-    """Text that grows, as an array."""
-
     def __init__(self) -> None:
         self._parts: list[NDArray[Any]] = []
         self._fresh: list[str] = []
@@ -213,7 +206,6 @@ class _Packed:
             self.array()
 
     def array(self) -> NDArray[Any]:
-        """All of it so far."""
         self._parts = [np.concatenate([*self._parts, strings(self._fresh)])]
         self._fresh = []
         return self._parts[0]
@@ -280,7 +272,6 @@ class _Seen:
         return made
 
     def _join(self, made: TarIndex, label_keys: NDArray[Any]) -> None:
-        """Labels of the images, by equal keys."""
         packed = _Packed()
         for path in made.paths:
             packed.add(key_of(path))

@@ -161,7 +161,6 @@ def _indexes(asked: Asked, found: Found) -> list[TarIndex]:
 
 
 def _cache_file(asked: Asked, found: Found) -> Path:
-    """Where the index of these tars is kept, as read with these options."""
     place = found.files.place.absolute()
     names = json.dumps([_VERSION, str(place), asked.label_key, *found.names])
     digest = hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()

@@ -65,7 +65,6 @@ class PngMaps:
         return str(Path(self.folder, self.files[i]))
 
     def read(self, i: int) -> ClassMap:
-        """(height, width); see `ClassMaps`."""
         hint = " (a palette image as its authors distribute it, not its colours)"
         values = read_numbers(self.folder, self.files[i], hint)
         if values.size and (int(values.max()) >= VALUES or int(values.min()) < 0):
@@ -102,7 +101,6 @@ def open_png_maps(path: Path, ignore: Sequence[str]) -> PngMaps:
 
 
 def _value_of(word: str, maps: PngMaps) -> int:
-    """The pixel value of an ignored class."""
     if word.isdigit() and int(word) < VALUES:
         return int(word)
     if word in maps.classes:

@@ -57,7 +57,6 @@ class SegmentMaps:
         return self.source.where(i)
 
     def read(self, i: int) -> ClassMap:
-        """(height, width); see `ClassMaps`."""
         numbers = {name: number for number, name in enumerate(self.classes)}
         segments = self.source.segments(i)
         shape = segments[0].mask.shape if segments else self.source.read(i).shape

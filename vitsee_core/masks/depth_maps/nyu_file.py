@@ -56,7 +56,6 @@ class NyuFile:
         return f"depth map {i + 1} of {self.name}"
 
     def read(self, i: int) -> NDArray[Any]:
-        """(height, width) metres; see `DepthFiles`."""
         with open_hdf5(self.name) as file:
             try:
                 return np.asarray(file[DEPTHS][i]).T

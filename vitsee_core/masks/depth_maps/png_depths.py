@@ -63,7 +63,6 @@ class PngDepths:
         return str(Path(self.name, self.files[i]))
 
     def read(self, i: int) -> NDArray[Any]:
-        """(height, width) metres; see `DepthFiles`."""
         image, _ = FileOpener(self.name).load(self.files[i])
         if len(image.getbands()) > 1 or image.mode not in ("I", "I;16", "I;16B"):
             raise VitseeError(

@@ -112,7 +112,6 @@ def examples_of(
 
 
 def _in_order(name: str) -> tuple[int, str]:
-    """Numbers by their size, after them names by the alphabet."""
     return (int(name), "") if name.isdecimal() else (sys.maxsize, name)
 
 

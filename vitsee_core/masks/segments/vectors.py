@@ -86,7 +86,6 @@ class SegmentFeatures:
 
     @property
     def tokens(self) -> list[Token]:
-        """One nameless vector."""
         return [Token("")]
 
     def groups(self, n_tokens: int) -> list[slice]:
@@ -130,7 +129,6 @@ class SegmentFeatures:
         return self.layout.grid[1]
 
     def _groups(self) -> list[slice]:
-        """The tokens in whole rows of the grid."""
         row_bytes = 4 * self.store.plan.slab * self._n_cols * self.dim
         return self.patches.groups(max(1, GROUP_BYTES // row_bytes) * self._n_cols)
 

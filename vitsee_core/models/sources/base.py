@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.sources.errors import one_line
+from vitsee_core.models.sources.errors import foreign_place, one_line
 
 BACKENDS = ("pil", "torchvision")  # of image processors
 OWN_TRANSFORM = "timm"  # of --transform: vitsee's own, which is timm's
@@ -104,10 +104,7 @@ class Source(ABC):
         Raises:
             ModelError: it may not.
         """
-        raise ModelError(
-            f"{where} names the model {self.name[:80]}, a place that a store may not choose by "
-            "itself (--trust-store if it is your own)"
-        )
+        raise foreign_place(self.name, where)
 
     def placed(self, folder: Path) -> str:
         """The name that means the same in any working folder, if this one is taken from

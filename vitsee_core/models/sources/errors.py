@@ -28,6 +28,15 @@ def near_names(name: str, known: Sequence[str]) -> str:
     return f"; near names: {', '.join(near)}" if near else ""
 
 
+def foreign_place(name: str, where: str) -> ModelError:
+    """The line for a model of a folder or a repository that a store's manifest names. where: the
+    store's name."""
+    return ModelError(
+        f"{where} names the model {name[:80]}: a folder or a repository is not opened because a "
+        "store names it; if the store is your own, repeat the command with --trust-store"
+    )
+
+
 def missing_extra(package: str, extra: str) -> ModelError:
     """The line for a library that an extra of vitsee's brings."""
     return ModelError(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.sources.errors import foreign_place
 
 # What timm loads, from where and onto what; each has an option of its own here, or none.
 LOADING = {
@@ -73,10 +74,7 @@ def check_foreign(name: str, args: Mapping[str, Any], where: str) -> None:
             layer's.
     """
     if ":" in name and not name.startswith("demo:"):
-        raise ModelError(
-            f"{where} names the model {name[:80]}, a place that a store may not choose by itself "
-            "(--trust-store if it is your own)"
-        )
+        raise foreign_place(name, where)
     for key, value in args.items():
         if key not in KNOWN:
             raise ModelError(
