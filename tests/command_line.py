@@ -18,3 +18,15 @@ def said(folder: Path, *words: str, code: int = 0) -> str:
         found = CliRunner().invoke(main, [*words])
     assert found.exit_code == code, found.output
     return found.stdout if code == 0 else found.stderr
+
+
+def refused(*words: object, code: int = 1) -> str:
+    """What is said of a command that prints nothing: its last line, or click's text where the
+    `code` is 2."""
+    found = CliRunner().invoke(main, [str(word) for word in words])
+    assert (found.exit_code, found.stdout) == (code, ""), found.output
+    if code == 2:
+        return " ".join(found.stderr.split())
+    line = found.stderr.splitlines()[-1]
+    assert line.startswith(f"vitsee {words[0]}: "), found.stderr
+    return line

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import itertools
 import json
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tests.attention_maps import Attention, aligned, layout, random_attention, rollout, write
+from tests.command_line import refused
 from tests.extractions import VIT, extracted, plant_images
 from tests.manifests import edited
 from tests.printed_text import colour_bars, flat, flaws
@@ -29,7 +29,7 @@ from vitsee_cli.main import main
 from vitsee_core.analyses.attn_map import KINDS, MAP_COLUMNS, NUMBER_COLUMNS, plot, run
 from vitsee_core.attention import recompute
 from vitsee_core.attention.recompute import attention_of_images, find_rows
-from vitsee_core.figures.head_tiles import SCALES, Tiles, tile_table
+from vitsee_core.figures.head_tiles import SCALES, tile_table
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.tables.results import Table
 from vitsee_stores import open_store
@@ -392,9 +392,8 @@ def test_computed_attention_equals_the_stored(extractions: Path) -> None:
     # one store keeps the pixels, the other's are read again: the same pictures
     assert computed.notes["pictures"] == stored.notes["pictures"]
     rolled = run(summary, kind="rollout", residual=False)
-    assert rolled["value"] == pytest.approx(
-        run(full, kind="rollout", residual=False)["value"], rel=2e-3
-    )
+    expected = run(full, kind="rollout", residual=False)["value"]
+    assert rolled["value"] == pytest.approx(expected, rel=2e-3)
     row = int(np.flatnonzero(full.samples.id == image)[0])
     own = computed.where(image=image, metric="rollout")
     assert own["value"] == pytest.approx(full.attention("rollout")[row, 1:], rel=1e-5)
@@ -406,21 +405,18 @@ def test_images_that_are_gone_or_changed(extractions: Path, tmp_path: Path) -> N
     shutil.copytree(extractions / "summary.zarr", tmp_path / "s.zarr")
     with edited(tmp_path / "s.zarr") as manifest:
         manifest["info"]["data"]["data"] = "/gone/data"
-    result = attn_map_cli(tmp_path / "s.zarr", "--image", "0")
-    assert (result.exit_code, result.stdout) == (1, "")
-    last = result.stderr.splitlines()[-1]
-    assert "the images of s cannot be read again" in last and "--data" in last
-    result = attn_map_cli(tmp_path / "s.zarr", "--image", "0", "--data", moved)
-    assert result.exit_code == 0, result.stderr
-    name = str(open_store(tmp_path / "s.zarr").samples.id[0])
+    store = open_store(tmp_path / "s.zarr")
+    with pytest.raises(VitseeError, match=r"images of s cannot be read again.*--data"):
+        run(store, image=["0"])
+    again = Provenance(data=moved)
+    run(store, image=["0"], origin=again)
+    name = str(store.samples.id[0])
     Image.new("RGB", (60, 50)).save(moved / name)
-    result = attn_map_cli(tmp_path / "s.zarr", "--image", "0", "--data", moved)
-    assert result.exit_code == 1
-    assert f"{name!r} in {moved} is another picture now" in result.stderr
+    with pytest.raises(VitseeError, match=f"{name!r} in {moved} is another picture now"):
+        run(store, image=["0"], origin=again)
     (moved / name).unlink()
-    result = attn_map_cli(tmp_path / "s.zarr", "--image", "0", "--data", moved)
-    assert result.exit_code == 1
-    assert f"no longer has the image {name!r}" in result.stderr
+    with pytest.raises(VitseeError, match=f"no longer has the image {name!r}"):
+        run(store, image=["0"], origin=again)
 
 
 def test_weights_that_are_others(extractions: Path, tmp_path: Path) -> None:
@@ -432,9 +428,8 @@ def test_weights_that_are_others(extractions: Path, tmp_path: Path) -> None:
     with edited(tmp_path / "s.zarr") as manifest:
         manifest["model"]["weights"] |= {"source": "checkpoint", "file": "lost.pth"}
         del manifest["model"]["weights"]["seed"]
-    with pytest.raises(
-        VitseeError, match=r"cannot be loaded again: no checkpoint at .*--checkpoint"
-    ):
+    lost = "cannot be loaded again: no checkpoint at .*--checkpoint"
+    with pytest.raises(VitseeError, match=lost):
         run(open_store(tmp_path / "s.zarr"), image=["0"])
 
 
@@ -467,18 +462,17 @@ def test_a_store_that_does_not_say_what_made_it(tmp_path: Path) -> None:
 
 
 def fake_maps(layers: int, heads: int, grid: tuple[int, int], metric: str = "mean_cls") -> Table:
-    cells = grid[0] * grid[1]
-    n = layers * heads * cells
-    depth = np.repeat(np.arange(layers), heads * cells)
+    n = layers * heads * grid[0] * grid[1]
+    depth, head, row, col = np.indices((layers, heads, *grid)).reshape(4, -1)
     columns: dict[str, Array] = {
         "store": np.full(n, "a"),
         "model": np.full(n, "m"),
         "site": np.char.add("blocks.", depth.astype(str)),
         "depth": depth,
         "rel_depth": depth / max(layers - 1, 1),
-        "head": np.tile(np.repeat(np.arange(heads), cells), layers),
-        "row": np.tile(np.repeat(np.arange(grid[0]), grid[1]), layers * heads),
-        "col": np.tile(np.arange(grid[1]), layers * heads * grid[0]),
+        "head": head,
+        "row": row,
+        "col": col,
         "metric": np.full(n, metric),
         "value": np.random.default_rng(0).random(n),
         "n_images": np.full(n, 10),
@@ -490,10 +484,8 @@ def test_tiles_stand_where_they_belong() -> None:
     table = fake_maps(3, 2, (2, 5))
     shuffled = table.take(np.random.default_rng(1).permutation(len(table)))
     (tiles,) = tile_table(shuffled)
-    assert (tiles.row_labels, tiles.column_labels) == (
-        ["block 0", "block 1", "block 2"],
-        ["0", "1"],
-    )
+    assert tiles.row_labels == ["block 0", "block 1", "block 2"]
+    assert tiles.column_labels == ["0", "1"]
     image = plot(shuffled).axes[0].images[0]
     drawn = np.asarray(image.get_array())
     for (row, column), values in tiles.maps.items():
@@ -539,19 +531,14 @@ def test_uniform_attention_has_no_bright_centre(tmp_path: Path) -> None:
 
 
 def test_colours_where_all_heads_are_near_uniform() -> None:
-    table = fake_maps(2, 2, (3, 3))
-    table = Table(table.columns | {"value": 0.1 + 0.01 * table["value"]})
-    figure = plot(table)
+    columns = fake_maps(2, 2, (3, 3)).columns
+    near = 0.1 + 0.01 * columns["value"]
+    figure = plot(Table(columns | {"value": near}))
     norm = figure.axes[0].images[0].norm
-    assert (norm.vmin, norm.vmax) == (table["value"].min(), table["value"].max())
+    assert (norm.vmin, norm.vmax) == (near.min(), near.max())
     assert "do not start at 0" in flat(colour_bars(figure)[0].get_ylabel())
-
-
-def test_constant_maps_have_one_colour() -> None:
-    table = fake_maps(2, 2, (3, 3))
-    rounding = 1e-9 * np.random.default_rng(0).random(len(table))
-    norm = plot(Table(table.columns | {"value": 0.1 + rounding})).axes[0].images[0].norm
-    assert norm.vmin == 0
+    rounding = 1e-9 * columns["value"]
+    assert plot(Table(columns | {"value": 0.1 + rounding})).axes[0].images[0].norm.vmin == 0
 
 
 def test_one_map_says_which_it_is() -> None:
@@ -595,11 +582,9 @@ def test_no_text_leaves_the_picture(
 ) -> None:
     """The long title of several stores, and what is said of colours beside one row of tiles."""
     rows = fake_maps(*size, (5, 5), "aligned")
-    values = least + rows["value"] / rows["value"].max()
-    tables = [
-        Table({**rows.columns, "value": values, "store": np.full(len(rows), f"store{i}")})
-        for i in range(stores)
-    ]
+    columns = rows.columns | {"value": least + rows["value"] / rows["value"].max()}
+    names = [np.full(len(rows), f"store{i}") for i in range(stores)]
+    tables = [Table(columns | {"store": name}) for name in names]
     figure = plot(Table.concat(tables), scale, coverage=stores > 1)
     # Of several stores the title says what the colours are.
     said = figure.get_suptitle() if stores > 1 else colour_bars(figure)[0].get_ylabel()
@@ -613,15 +598,8 @@ def test_no_text_leaves_the_picture(
 def test_a_table_from_csv_draws_the_same(tmp_path: Path) -> None:
     store = write(tmp_path / "a.zarr", [random_attention(layout(), 3, [2, 2])])
     table = run(store, kind="aligned")
-    text = io.StringIO()
-    table.to_csv(text)
-    text.seek(0)
-    rows = list(csv.DictReader(text))
-    read = {
-        name: np.array([row[name] for row in rows]).astype(table[name].dtype) for name in rows[0]
-    }
-    (a,), (b,) = tile_table(table), tile_table(Table(read))
-    assert isinstance(a, Tiles)
+    table.write(tmp_path / "r.csv")
+    (a,), (b,) = tile_table(table), tile_table(Table.read(tmp_path / "r.csv"))
     assert all(np.array_equal(a.maps[place], b.maps[place]) for place in a.maps)
 
 
@@ -664,36 +642,22 @@ def test_command_writes_files(extractions: Path, tmp_path: Path) -> None:
 def test_command_refuses_in_one_line(tmp_path: Path) -> None:
     store = write(tmp_path / "a.zarr", [random_attention(layout(), 3, [2])])
     plain = write(tmp_path / "w.zarr", [random_attention(layout(), 3, [2])], with_rollout=False)
-    (tmp_path / "r.csv").write_text("mine")
     for args, phrase in (
-        ((store.path, "--kind", "mean-cls", "-o", tmp_path / "r.csv"), "--force"),
-        ((tmp_path / "missing.zarr", "--kind", "mean-cls"), "missing.zarr"),
         ((store.path, "--kind", "mean-cls", "--sites", "blocks.7"), "no site matches"),
         ((store.path, "--kind", "mean-cls", "--heads", "7"), "no head 7"),
         ((plain.path, "--kind", "rollout"), "attention/rollout"),
         ((store.path, "--image", "9"), "no image '9'"),
     ):
-        result = attn_map_cli(*args)
-        assert (result.exit_code, result.stdout) == (1, ""), args
-        assert phrase in result.stderr
-        assert len(result.stderr.splitlines()) == 1
-    assert (tmp_path / "r.csv").read_text() == "mine"
-    assert not (tmp_path / "r.csv.json").exists()
-    wrong: tuple[tuple[object, ...], ...] = (
-        (store.path,),
-        (store.path, "--kind", "mean-cls", "--image", "0"),
-        (store.path, "--kind", "saliency"),
-        (store.path, "--image", "0", "--query", "3"),
-    )
-    assert [attn_map_cli(*args).exit_code for args in wrong] == [2] * len(wrong)
+        assert phrase in refused("attn-map", *args)
+    for words in ("", "--kind mean-cls --image 0", "--kind saliency", "--image 0 --query 3"):
+        refused("attn-map", store.path, *words.split(), code=2)
 
 
 def test_windowed_and_channel_attention_are_named(tmp_path: Path) -> None:
     reason = {"attention": "attention within windows (49 per image)"}
     path = write_attention(tmp_path / "swin.zarr", [], {}, n_images=3, left_out=reason).path
-    result = attn_map_cli(path, "--kind", "aligned")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert "attention within windows (49 per image)" in result.stderr
+    line = refused("attn-map", path, "--kind", "aligned")
+    assert "attention within windows (49 per image)" in line
 
 
 def test_blocks_that_were_left_out_are_named(

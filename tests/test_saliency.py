@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tests.attention_rows import Rows, layout, random_rows, save_mask, write
+from tests.command_line import refused, said
 from tests.extractions import VIT, extracted, plant_images
 from tests.printed_text import flat
 from tests.tables import equal
@@ -33,6 +34,7 @@ from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 Array = NDArray[Any]
 F, V = 1, 255  # values in a PNG
 GRID, SIZE = (2, 3), (8, 12)
+NUMBERS = ("value", "std", "low", "high", "best")
 
 
 def one(path: Path, maps: Any, prefix: Sequence[str] = (), **more: Any) -> Store:
@@ -176,9 +178,8 @@ def test_against_a_loop(tmp_path: Path) -> None:
                 a = rows[row].astype(np.float64)[:, :, first:]
                 ious = np.full((len(counted), a.shape[1]), np.nan)
                 for k, i in enumerate(counted):
-                    labels = (
-                        np.where(truth[i] == V, 2, truth[i]) if stride == 2 else coarse(truth[i])
-                    )
+                    fine = np.where(truth[i] == V, 2, truth[i])
+                    labels = fine if stride == 2 else coarse(truth[i])
                     for h in range(a.shape[1]):
                         ious[k, h] = slow_iou(a[i, h], labels.ravel(), 0.6)
                 ious = ious[~np.isnan(ious).any(1)]
@@ -223,13 +224,10 @@ def test_masks_in_several_places(tmp_path: Path) -> None:
     both = run(path, masks=places)
     assert equal(whole, both) and set(both["n_images"].tolist()) == set(whole["n_images"].tolist())
     given = [arg for place in places for arg in ("--masks", str(place))]
-    result = CliRunner().invoke(main, ["saliency", str(path), *given])
-    assert result.exit_code == 0, result.output
     text = io.StringIO()
     whole.to_csv(text)
-    assert result.stdout == text.getvalue()
-    twice = CliRunner().invoke(main, ["saliency", str(path), *given[:2], *given[:2]])
-    assert twice.exit_code == 1 and "give each once" in twice.stderr and not twice.stdout
+    assert said(tmp_path, "saliency", str(path), *given) == text.getvalue()
+    assert "give each once" in refused("saliency", path, *given[:2], *given[:2])
 
 
 def test_the_order_of_images_does_not_count(tmp_path: Path) -> None:
@@ -362,6 +360,7 @@ def geometry(folder: Path, n: int) -> tuple[Path, Path]:
     return images, folder / "masks"
 
 
+@pytest.mark.slow
 def test_rows_computed_once_more_are_those_kept(tmp_path: Path) -> None:
     images, masks = geometry(tmp_path, 6)
     common = [*VIT, "--data", images, "--tokens", "pooled", "--no-residual"]
@@ -387,12 +386,13 @@ def test_objects_are_found_where_they_are(tmp_path: Path, height: int, width: in
     y, x = height // 8, width // 2
     mask = np.zeros((height, width), np.uint8)
     mask[y : y + height // 3, x : x + width // 3] = F
+    truths = {"masks": mask, "across": mask[:, ::-1], "down": mask[::-1]}
+    for folder in ("images", *truths):
+        (tmp_path / folder).mkdir()
     for i in range(8):
         pixels = rng.integers(120, 256, (height, width, 3)) * mask[..., None]
-        (tmp_path / "images").mkdir(exist_ok=True)
         Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / "images" / f"{i}.png")
-        for folder, seen in (("masks", mask), ("across", mask[:, ::-1]), ("down", mask[::-1])):
-            (tmp_path / folder).mkdir(exist_ok=True)
+        for folder, seen in truths.items():
             Image.fromarray(seen).save(tmp_path / folder / f"{i}.png")
     extracted(
         *VIT, "--data", tmp_path / "images", "--tokens", "pooled", "--attention", "rows",
@@ -401,13 +401,10 @@ def test_objects_are_found_where_they_are(tmp_path: Path, height: int, width: in
     store = open_store(tmp_path / "a.zarr")
     best = {
         name: np.nanmax(heads(run(store, masks=tmp_path / name, mass=0.3))["value"])
-        for name in ("masks", "across", "down")
+        for name in truths
     }
     # half as much again, at the least: 0.50 against 0.28 and 0.30, 0.38 against 0.20 and 0.22
     assert best["masks"] > 1.5 * max(best["across"], best["down"])
-
-
-NUMBERS = ("value", "std", "low", "high", "best")
 
 
 # ---------------------------------------------------------------- what a user sees
@@ -421,13 +418,6 @@ def parsed(result: Result) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(result.stdout)))
 
 
-def refused(*args: object) -> str:
-    result = saliency_command(*args)
-    assert result.exit_code == 1, result.output
-    assert result.stdout == ""
-    return result.stderr
-
-
 def test_the_command(tmp_path: Path) -> None:
     groups, _, masks = made(tmp_path / "m")
     (masks / "7.png").unlink()
@@ -439,14 +429,12 @@ def test_the_command(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert result.stdout == ""
     assert "a: 1 of 9 images are left out: without a mask" in " ".join(result.stderr.split())
-    with table.open() as file:
-        rows = list(csv.DictReader(file))
-    assert tuple(rows[0]) == COLUMNS
+    written = Table.read(table)
+    assert tuple(written.columns) == COLUMNS
     # 2 + 3 + 4 heads and an oracle of two tokens, and three baselines a block
-    assert len(rows) == 2 * (9 + 3) + 9
-    note = json.loads(Path(f"{table}.json").read_text())
-    assert note["parameters"]["mass"] == 0.6
-    assert note["notes"]["masks"]["source"] == str(masks)
+    assert len(written) == 2 * (9 + 3) + 9
+    assert json.loads(Path(f"{table}.json").read_text())["parameters"]["mass"] == 0.6
+    assert written.notes["masks"]["source"] == str(masks)
     with Image.open(png) as image:
         assert image.width > 1000
 
@@ -457,32 +445,32 @@ def test_refusals_leave_nothing(tmp_path: Path) -> None:
     store, out = tmp_path / "a.zarr", tmp_path / "r.csv"
     (tmp_path / "other" / "x").mkdir(parents=True)
     save_mask(tmp_path / "other" / "cat.png", np.full((2, 3), F))
-    text = " ".join(refused(store, "--masks", tmp_path / "other", "-o", out).split())
+
+    def line(folder: Path) -> str:
+        return refused("saliency", store, "--masks", folder, "-o", out)
+
+    text = line(tmp_path / "other")
     assert "no image of a has a mask in" in text
     assert "images are called 0.jpg, 1.jpg and 1 more; masks cat.png;" in text
-    assert "no file or folder" in refused(store, "--masks", tmp_path / "none", "-o", out)
+    assert "no file or folder" in line(tmp_path / "none")
     for i in range(3):
         save_mask(masks / f"{i}.png", np.full((2, 3), V))
-    text = " ".join(refused(store, "--masks", masks, "-o", out).split())
+    text = line(masks)
     assert "no token is foreground in any of the 3 images" in text
     assert "--void none makes them foreground" in text
     (masks / "1.png").write_bytes(b"no picture")
-    assert "cannot read 1.png: not an image" in refused(store, "--masks", masks, "-o", out)
+    assert "cannot read 1.png: not an image" in line(masks)
     assert not out.exists()
-    bad = saliency_command(store)
-    assert bad.exit_code == 2 and "--masks" in bad.stderr
-    bad = saliency_command(store, "--masks", masks, "--void", "x")
-    assert bad.exit_code == 2 and "expected a pixel value like 255, or none" in bad.stderr
-    bad = saliency_command(store, "--masks", masks, "--mass", "1")
-    assert bad.exit_code == 2
+    assert "--masks" in refused("saliency", store, code=2)
+    wrong = refused("saliency", store, "--masks", masks, "--void", "x", code=2)
+    assert "expected a pixel value like 255, or none" in wrong
+    refused("saliency", store, "--masks", masks, "--mass", "1", code=2)
 
 
 def test_unfinished_stores(tmp_path: Path) -> None:
     groups, _, masks = made(tmp_path / "m")
     write(tmp_path / "a.zarr", groups, size=SIZE, slab=4, slabs=[0, 2])
-    assert "incomplete: 2 of 3 slabs" in " ".join(
-        refused(tmp_path / "a.zarr", "--masks", masks).split()
-    )
+    assert "incomplete: 2 of 3 slabs" in refused("saliency", tmp_path / "a.zarr", "--masks", masks)
     result = saliency_command(tmp_path / "a.zarr", "--masks", masks, "--allow-partial")
     assert result.exit_code == 0, result.output
     assert max(int(row["n_images"]) for row in parsed(result)) <= 5
@@ -496,22 +484,17 @@ def test_the_figure(tmp_path: Path) -> None:
     a = write(tmp_path / "a.zarr", groups, size=SIZE)
     b = write(tmp_path / "b.zarr", [random_rows(layout(GRID, ()), 9, [2, 2])], size=SIZE)
     table = run(a, b, masks=masks, best="image")
-    # as it comes back from a CSV file
-    text = io.StringIO()
-    table.to_csv(text)
-    rows = list(csv.DictReader(io.StringIO(text.getvalue())))
-    for row in rows:
-        row |= {c: float(row[c] or "nan") for c in ("rel_depth", "value", "low", "high")}
-        row["n_images"] = int(row["n_images"])
-    drawn = plot(Table.from_rows(rows, COLUMNS))
+    table.write(tmp_path / "r.csv")
+    drawn = plot(Table.read(tmp_path / "r.csv"))
     titles = [axes.get_title(loc="left") for axes in drawn.axes]
     assert flat(titles[0]) == "class token: best head"
     assert flat(titles[3]) == "mean over patches: all heads"
     best = table.where(store="a", token="cls", best="head")
-    lines = [line.get_xydata() for line in drawn.axes[0].get_lines()]
     wanted = np.column_stack([best["rel_depth"], best["value"]])
     assert any(
-        np.shape(line) == wanted.shape and np.allclose(line, wanted, atol=0.02) for line in lines
+        np.shape(line.get_xydata()) == wanted.shape
+        and np.allclose(line.get_xydata(), wanted, atol=0.02)
+        for line in drawn.axes[0].get_lines()
     )
     points = drawn.axes[3].collections
     assert [np.shape(p.get_offsets())[0] for p in points] == [9, 4]

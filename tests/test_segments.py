@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
+from tests.command_line import refused, said
 from tests.stores import write_labelled
-from vitsee_cli.main import main
 from vitsee_core.analyses.cluster import SEGMENT_COLUMNS, plot, run
-from vitsee_core.analyses.cluster.clusters import agreement, agreement_without
+from vitsee_core.analyses.cluster.clusters import agreement, agreement_without, k_means
 from vitsee_core.demo.coco import outlines, run_lengths
 from vitsee_core.images.placement import place
 from vitsee_core.masks.segments import LabelledSegments, Segmentation, examples_of
@@ -60,17 +58,12 @@ def dense(mask: Array, layout: TokenLayout, how: dict[str, Any], kind: str = "ar
 def test_two_cells_and_half_of_a_third() -> None:
     mask = np.zeros((8, 12), bool)
     mask[:4, :10] = True
-    assert dense(mask, GRID, transform(8, 12)) == pytest.approx(
-        np.array([[0.4, 0.4, 0.2], [0, 0, 0]])
-    )
-    assert dense(mask, GRID, transform(8, 12), "any") == pytest.approx(
-        np.array([[1, 1, 1], [0, 0, 0]]) / 3
-    )
+    shares = np.array([[0.4, 0.4, 0.2], [0, 0, 0]])
+    assert dense(mask, GRID, transform(8, 12)) == pytest.approx(shares)
+    assert dense(mask, GRID, transform(8, 12), "any") == pytest.approx((shares > 0) / 3)
     # an image of twice the size is the same
     large = mask.repeat(2, 0).repeat(2, 1)
-    assert dense(large, GRID, transform(8, 12)) == pytest.approx(
-        np.array([[0.4, 0.4, 0.2], [0, 0, 0]])
-    )
+    assert dense(large, GRID, transform(8, 12)) == pytest.approx(shares)
 
 
 def test_one_pixel_is_not_lost() -> None:
@@ -167,15 +160,11 @@ def write_coco(
     for image, of_image in enumerate(objects):
         for category, mask in of_image:
             crowd = category == 9
-            annotations.append(
-                {
-                    "id": len(annotations),
-                    "image_id": image,
-                    "category_id": 0 if crowd else category,
-                    "iscrowd": int(crowd),
-                    "segmentation": run_lengths(mask) if crowd else outlines(mask),
-                }
-            )
+            annotations.append({
+                "id": len(annotations), "image_id": image, "iscrowd": int(crowd),
+                "category_id": 0 if crowd else category,
+                "segmentation": run_lengths(mask) if crowd else outlines(mask),
+            })  # fmt: skip
     images = [
         {"id": i, "file_name": f"0-{i}.png", "height": size[0], "width": size[1]}
         for i in range(len(objects))
@@ -215,10 +204,8 @@ def random_objects(rng: np.random.Generator, n: int, size: tuple[int, int] = (8,
 
 
 def segments_of(store: Store, path: Path, **choice: Any) -> LabelledSegments:
-    found = examples_of(
-        Segmentation(path, **choice), [(store, store.select(["blocks"]))], Execution()
-    )
-    data = found.rows(store)
+    sites = [(store, store.select(["blocks"]))]
+    data = examples_of(Segmentation(path, **choice), sites, Execution()).rows(store)
     assert isinstance(data, LabelledSegments)
     return data
 
@@ -289,9 +276,8 @@ def test_turned_by_a_quarter(tmp_path: Path) -> None:
     for turns in range(4):
         turned = np.rot90(x, turns, (1, 2)).reshape(5, 9, 4)
         objects = [[(0, np.rot90(mask, turns))] for mask in masks]
-        store = store_of(
-            tmp_path / f"{turns}.zarr", turned, (12, 12), layout=layout, how=transform(12, 12)
-        )
+        more = {"layout": layout, "how": transform(12, 12)}
+        store = store_of(tmp_path / f"{turns}.zarr", turned, (12, 12), **more)
         found.append(vectors_of(store, write_coco(tmp_path / "a.json", (12, 12), objects)))
     for other in found[1:]:
         assert other == pytest.approx(found[0], abs=1e-6)
@@ -424,8 +410,6 @@ def test_the_interval_is_over_images(tmp_path: Path) -> None:
     """The clusters stay; blocks of images are left out, with all their segments."""
     store, path = by_kind(tmp_path, n=9, noise=0.9)
     table = run(store, masks=Segmentation(path), n_seeds=1, baselines=[], sites=SITE)
-    from vitsee_core.analyses.cluster.clusters import k_means
-
     data = segments_of(store, path)
     clusters = k_means(vectors_of(store, path).astype(np.float32), 3, 0)
     assert table.replicates is not None
@@ -435,8 +419,7 @@ def test_the_interval_is_over_images(tmp_path: Path) -> None:
             for image in range(9)
         ]
         assert table.replicates[m] == pytest.approx(np.array(without), abs=1e-12)
-        mean = np.mean(without)
-        error = np.sqrt(8 / 9 * sum((one - mean) ** 2 for one in without))
+        error = np.sqrt(8 * np.var(without))
         lowest = -1 if metric == "ari" else 0
         low, high = (float(table["value"][m]) + sign * 2.306004 * error for sign in (-1, 1))
         ends = float(table["low"][m]), float(table["high"][m])
@@ -453,10 +436,8 @@ def test_the_preset_is_the_published_protocol(tmp_path: Path) -> None:
     assert about["weights"] == "vit_analysis"
     assert about["crowd"] is True
     assert "of the first 999 images of the masks" in about["chosen"]
-    beside = run(
-        store, masks=Segmentation(path, weights="any", crowd=False), preset="walmer", k=2,
-        n_seeds=1, baselines=[], sites=SITE,
-    )  # fmt: skip
+    masks = Segmentation(path, weights="any", crowd=False)
+    beside = run(store, masks=masks, preset="walmer", k=2, n_seeds=1, baselines=[], sites=SITE)
     assert beside.unique("k") == [2]
     assert beside.notes["images"]["a"]["weights"] == "any"
     assert beside.notes["images"]["a"]["crowd"] is False
@@ -465,28 +446,11 @@ def test_the_preset_is_the_published_protocol(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the command
 
 
-def vitsee(*args: Any) -> Result:
-    return CliRunner().invoke(main, [str(arg) for arg in args])
-
-
-def refused(*args: Any, code: int = 1) -> str:
-    result = vitsee(*args)
-    assert result.exit_code == code, result.output
-    assert result.stdout == ""
-    if code == 1:
-        assert "Traceback" not in result.stderr
-    return " ".join(result.stderr.split())
-
-
 def test_the_command(tmp_path: Path) -> None:
     store, path = by_kind(tmp_path)
-    out = tmp_path / "r.csv"
-    result = vitsee(
-        "cluster", store.path, "--masks", path, "--seeds", 1, "-o", out, "--replicates",
-        "--png", tmp_path / "r.png",
-    )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    table = Table.read(out)
+    command = ("cluster", str(store.path), "--masks", str(path), "--seeds", "1")
+    said(tmp_path, *command, "-o", "r.csv", "--replicates", "--png", "r.png")
+    table = Table.read(tmp_path / "r.csv")
     assert value(table)["segment_nmi"] == 1
     sidecar = json.loads((tmp_path / "r.csv.json").read_text())
     assert sidecar["parameters"]["masks"]["masks"] == [str(path)]
@@ -495,10 +459,8 @@ def test_the_command(tmp_path: Path) -> None:
     figure = plot(table)
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["k = 3"] * 3
     assert [axes.get_title(loc="right") for axes in figure.axes] == ["n = 24 segments"] * 3
-    again = vitsee("cluster", store.path, "--masks", path, "--seeds", 1, "--baseline", "none")
-    rows = again.stdout.splitlines()
-    assert len(rows) == 1 + 6
-    assert io.StringIO(again.stdout).readline().strip() == ",".join(SEGMENT_COLUMNS)
+    rows = said(tmp_path, *command, "--baseline", "none").splitlines()
+    assert rows[0] == ",".join(SEGMENT_COLUMNS) and len(rows) == 1 + 6
 
 
 def test_png_folders_and_several_files(tmp_path: Path) -> None:
@@ -522,53 +484,39 @@ def test_png_folders_and_several_files(tmp_path: Path) -> None:
         some = [one for one in content["images"] if one["id"] in keep]
         parts.append(tmp_path / f"{n}.json")
         parts[-1].write_text(json.dumps(content | {"images": some}))
-    result = vitsee(
-        "cluster", store.path, "--masks", parts[0], "--masks", parts[1], "--seeds", 1,
-        "--baseline", "none",
-    )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    assert ",6,12," in result.stdout
+    masks = [word for part in parts for word in ("--masks", str(part))]
+    words = ["cluster", str(store.path), *masks, "--seeds", "1", "--baseline", "none"]
+    assert ",6,12," in said(tmp_path, *words)
 
 
 def test_refusals(tmp_path: Path) -> None:
     store, path = by_kind(tmp_path)
-    command = ("cluster", store.path, "--masks", path)
-    assert "25 clusters were asked for, but a has 24 segments" in refused(*command, "--k", 25)
-    assert "has no effect without --masks" in refused(
-        "cluster", store.path, "--weights", "any", "--segments", 3, code=2
-    )
-    assert "--preset walmer is of segments: give --masks too" in refused(
-        "cluster", store.path, "--preset", "walmer"
-    )
-    assert "no baseline 'image'" in refused("cluster", store.path, "--baseline", "image")
-    assert "with --masks there is one per segment" in refused(*command, "--tokens", "cls")
-    # all of one category
-    mask = np.ones((8, 12), bool)
-    one = write_coco(tmp_path / "one.json", (8, 12), [[(1, mask)]] * 3)
-    assert "all 3 segments of a are of one category, kind 1" in refused(
-        "cluster", store.path, "--masks", one
-    )
-    crowds = write_coco(tmp_path / "crowds.json", (8, 12), [[(9, mask)]] * 3)
-    assert "no segment but crowds (--crowd takes them)" in refused(
-        "cluster", store.path, "--masks", crowds
-    )
-    twice = json.loads(path.read_text())
-    twice["images"].append(twice["images"][0] | {"id": 99})
-    (tmp_path / "twice.json").write_text(json.dumps(twice))
-    assert "the image 0-0.png is there twice" in refused(
-        "cluster", store.path, "--masks", tmp_path / "twice.json"
-    )
-    wrong = write_coco(tmp_path / "wrong.json", (9, 12), [[(1, np.ones((9, 12), bool))]] * 3)
-    assert "is 12 x 9 pixels, its image 0-0 is 12 x 8" in refused(
-        "cluster", store.path, "--masks", wrong
-    )
-    elsewhere = json.loads(path.read_text())
-    for number, image in enumerate(elsewhere["images"]):
-        image["file_name"] = f"x{number}.png"
-    (tmp_path / "other.json").write_text(json.dumps(elsewhere))
-    assert "no image of a has a mask" in refused(
-        "cluster", store.path, "--masks", tmp_path / "other.json"
-    )
+    command, masked = ("cluster", store.path), ("cluster", store.path, "--masks", path)
+    wrong = refused(*command, "--weights", "any", "--segments", 3, code=2)
+    assert "has no effect without --masks" in wrong
+    for words, phrase in (
+        ((*masked, "--k", 25), "25 clusters were asked for, but a has 24 segments"),
+        ((*masked, "--tokens", "cls"), "with --masks there is one per segment"),
+        ((*command, "--preset", "walmer"), "--preset walmer is of segments: give --masks too"),
+        ((*command, "--baseline", "image"), "no baseline 'image'"),
+    ):
+        assert phrase in refused(*words)
+    masks = tmp_path / "other.json"
+    for size, category, phrase in (
+        ((8, 12), 1, "all 3 segments of a are of one category, kind 1"),
+        ((8, 12), 9, "no segment but crowds (--crowd takes them)"),
+        ((9, 12), 1, "is 12 x 9 pixels, its image 0-0 is 12 x 8"),
+    ):
+        write_coco(masks, size, [[(category, np.ones(size, bool))]] * 3)
+        assert phrase in refused(*command, "--masks", masks)
+    content = json.loads(path.read_text())
+    images = content["images"]
+    for others, phrase in (
+        ([*images, images[0] | {"id": 99}], "the image 0-0.png is there twice"),
+        ([i | {"file_name": f"x{i['id']}.png"} for i in images], "no image of a has a mask"),
+    ):
+        masks.write_text(json.dumps(content | {"images": others}))
+        assert phrase in refused(*command, "--masks", masks)
 
 
 def test_sites_without_a_grid(tmp_path: Path) -> None:
