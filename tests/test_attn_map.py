@@ -408,7 +408,7 @@ def test_images_that_are_gone_or_changed(extractions: Path, tmp_path: Path) -> N
     store = open_store(tmp_path / "s.zarr")
     with pytest.raises(VitseeError, match=r"images of s cannot be read again.*--data"):
         run(store, image=["0"])
-    again = Provenance(data=moved)
+    again = Provenance(data=str(moved))
     run(store, image=["0"], origin=again)
     name = str(store.samples.id[0])
     Image.new("RGB", (60, 50)).save(moved / name)

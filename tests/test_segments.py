@@ -276,7 +276,7 @@ def test_turned_by_a_quarter(tmp_path: Path) -> None:
     for turns in range(4):
         turned = np.rot90(x, turns, (1, 2)).reshape(5, 9, 4)
         objects = [[(0, np.rot90(mask, turns))] for mask in masks]
-        more = {"layout": layout, "how": transform(12, 12)}
+        more: dict[str, Any] = {"layout": layout, "how": transform(12, 12)}
         store = store_of(tmp_path / f"{turns}.zarr", turned, (12, 12), **more)
         found.append(vectors_of(store, write_coco(tmp_path / "a.json", (12, 12), objects)))
     for other in found[1:]:
