@@ -6,6 +6,8 @@
 # What is given on the command line is for this make, not for one that its tests run.
 MAKEOVERRIDES :=
 unexport PYTHON PYTHONS
+# Without bytecode on disk every process of the tests would compile what it imports anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN := .venv/bin
 STAMP := .venv/installed

@@ -235,6 +235,7 @@ def test_identity(cut_vit: Path, folder: Path) -> None:
     assert array_bytes(cut_vit) == before
 
 
+@pytest.mark.slow
 def test_info_sidecar_and_the_model_again(cut_vit: Path, folder: Path, tmp_path: Path) -> None:
     said = CliRunner().invoke(main, ["info", str(cut_vit)]).stdout
     assert "no skip in blocks.1.attn, blocks.1.mlp, blocks.3.mlp" in said

@@ -118,6 +118,7 @@ def test_what_has_no_spread(tmp_path: Path, n: int) -> None:
         np.testing.assert_array_equal(table[name], wanted)
 
 
+@pytest.mark.slow
 def test_any_jobs_or_map_give_the_same_bits(tmp_path: Path) -> None:
     store = two_blocks(tmp_path / "a.zarr", 23, slab=4)
     expected = run(store)
@@ -314,6 +315,8 @@ def test_uniform_attention_is_drawn_where_the_table_tells_it(tmp_path: Path) -> 
     assert dashed(plot(table.where(metric="distance_unit"))) == []
 
 
-@pytest.mark.parametrize(("blocks", "heads"), [(1, 1), (32, 16)])
+@pytest.mark.parametrize(
+    ("blocks", "heads"), [(1, 1), pytest.param(32, 16, marks=pytest.mark.slow)]
+)
 def test_sizes_of_models(blocks: int, heads: int) -> None:
     plot(Table.concat([made_table("a", blocks, heads), made_table("b", 4, 3)]))

@@ -433,6 +433,7 @@ def test_weights_that_are_others(extractions: Path, tmp_path: Path) -> None:
         run(open_store(tmp_path / "s.zarr"), image=["0"])
 
 
+@pytest.mark.slow
 def test_weights_of_a_checkpoint_are_found_again(tmp_path: Path) -> None:
     import torch
 

@@ -52,6 +52,7 @@ def test_border_fills_up(tmp_path: Path, fill: str | None, value: int) -> None:
         assert (seen[:, :, :5] == value).all() and (seen[:, :, 43:] == value).all()
 
 
+@pytest.mark.slow
 def test_a_store_repeats_its_pixels(tmp_path: Path) -> None:
     store = run(tmp_path, "--crop-mode", "border", "--fill", "black")
     again = store.array("input")[:]

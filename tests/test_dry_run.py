@@ -132,6 +132,7 @@ def test_refusals_that_need_no_weights(
     assert phrase in result.stderr
 
 
+@pytest.mark.slow
 def test_a_store_that_is_joined_is_compared_with_the_weights(folder: Path, tmp_path: Path) -> None:
     command = [*VIT[3:], "--data", folder, "-o", tmp_path / "s.zarr", "--sites", "embed"]
     extracted("test_vit", "--random-init", 0, *command)

@@ -601,6 +601,7 @@ def test_names_are_inert(tmp_path: Path) -> None:
     assert HOSTILE.replace("\u202e", r"\u202e") == page.about["title"]
 
 
+@pytest.mark.slow
 def test_the_report_leads_to_pages_beside_it(tmp_path: Path) -> None:
     place = hostile_store(tmp_path)
     report = ["report", str(tmp_path), "--force"]
@@ -626,6 +627,7 @@ def test_in_python(tmp_path: Path, everything: Path) -> None:
         vitsee.explore(everything / "vit.zarr", output=tmp_path / "q.html", image_ids=["0"])
 
 
+@pytest.mark.slow
 def test_what_a_store_lacks_is_computed_with_its_model(tmp_path: Path, everything: Path) -> None:
     """The same as of a store that keeps it."""
     from tests.every_command import vitsee as run

@@ -157,6 +157,7 @@ def test_a_resnet_store_holds_the_blocks_own_outputs(folder: Path, tmp_path: Pat
     assert "attention" in store.manifest.left_out
 
 
+@pytest.mark.slow
 def test_batch_size_and_workers_do_not_change_rows(
     folder: Path, vit_store: Path, tmp_path: Path
 ) -> None:
@@ -272,6 +273,7 @@ def test_a_site_that_overflows_float16_is_stored_in_float32(folder: Path, tmp_pa
     assert "is complete" in extracted(*options).stderr  # the same command still agrees
 
 
+@pytest.mark.slow
 def test_an_overflow_after_the_first_images_stops_with_the_option_that_helps(
     tmp_path: Path,
 ) -> None:

@@ -141,6 +141,7 @@ def _timed(clock: Clock, stage: str) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_stages_of_an_extraction_add_up(tmp_path: Path) -> None:
     data = DataOptions(str(plant_images(tmp_path / "images", 4)))
     model, run = ModelOptions("test_vit", random_init=0), RunOptions(tmp_path / "s.zarr")

@@ -386,6 +386,7 @@ def test_left_out_and_refused(whole: Path, folder: Path, tmp_path: Path) -> None
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_joining(whole: Path, folder: Path, tmp_path: Path) -> None:
     before = array_bytes(whole)
     command = [*VIT, "--data", folder, "-o", whole]

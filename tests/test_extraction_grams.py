@@ -249,6 +249,7 @@ def test_the_way_follows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_strategy(plain, table, cpu, None, 32) == GramStrategy(32)
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_for_the_scratch_file(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +272,7 @@ def test_a_disk_without_room_for_the_scratch_file(
     assert [p.name for p in tmp_path.iterdir()] == ["store.zarr"]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_the_held_type_stops_the_run_and_whole_slabs_go_on(
     tmp_path: Path,
 ) -> None:
@@ -303,6 +305,7 @@ def test_reading(whole: Path, folder: Path, tmp_path: Path) -> None:
         open_store(plain).grams("embed")
 
 
+@pytest.mark.slow
 def test_joining(whole: Path, folder: Path, tmp_path: Path) -> None:
     before = array_bytes(whole)
     result = extract(*options(folder, whole)[:-1], "--no-grams")

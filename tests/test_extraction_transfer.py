@@ -245,6 +245,7 @@ def test_a_store_made_with_copies_under_way(
     assert waits <= n_batches + 3 * n_slabs + 1 or not pinned
 
 
+@pytest.mark.slow
 def test_a_store_of_tiles_made_with_copies_under_way(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +287,7 @@ def test_gram_matrices_wait_for_what_is_held(
     np.testing.assert_array_equal(found, want)
 
 
+@pytest.mark.slow
 def test_sums_are_single_precision_where_the_model_is_not(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "half.zarr"
     extracted(

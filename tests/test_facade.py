@@ -96,6 +96,7 @@ def test_a_table_that_was_made_in_python_has_a_sidecar(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- extract
 
 
+@pytest.mark.slow
 def test_extract_by_name_is_the_commands(tmp_path: Path) -> None:
     data = plant_images(tmp_path / "data", 6)
     extracted(*VIT, "--data", data, "-o", tmp_path / "a.zarr", "--slab", 4, "--sites", "blocks")

@@ -357,6 +357,7 @@ def test_the_jackknife_is_that_of_the_slabs(tmp_path: Path) -> None:
     assert np.isnan(one.where(metric="same_type_slabs")["value"]).all()
 
 
+@pytest.mark.slow
 def test_slabs_and_jobs_do_not_matter(tmp_path: Path) -> None:
     cut, _ = typed_store(tmp_path / "a.zarr", slab=3)
     whole, _ = typed_store(tmp_path / "b.zarr", slab=8)

@@ -262,6 +262,7 @@ def test_a_store_keeps_it(folder: Path, tmp_path: Path) -> None:
         store.weights("nothing")
 
 
+@pytest.mark.slow
 def test_a_large_one_is_kept_on_request(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,6 +152,7 @@ def test_sizes_are_those_of_the_file_before_any_turn(tmp_path: Path) -> None:
     assert batch.size.tolist() == [[4, 6]]
 
 
+@pytest.mark.slow
 def test_any_batch_size_gives_the_same_rows(folder: Path) -> None:
     selection = select(open_source(str(folder)))
     whole = torch.cat([batch.pixels for batch in load(selection, 0)])

@@ -329,6 +329,7 @@ def test_separable_and_unlearnable(tmp_path: Path) -> None:
     assert all(abs(value - 1 / 6) < 5 * math.sqrt(5 / 36 / n) for value in chance)
 
 
+@pytest.mark.slow
 def test_slabs_jobs_and_memory_do_not_matter(tmp_path: Path) -> None:
     def made(slab: int) -> tuple[Store, Store]:
         (tmp_path / str(slab)).mkdir()

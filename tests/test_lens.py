@@ -109,6 +109,7 @@ def test_scores_by_hand() -> None:
     assert math.isnan(found["lens_top1"][2, 0]) and math.isnan(found["lens_rank"][2, 0])
 
 
+@pytest.mark.slow
 def test_pooled_stores(stores: dict[str, Store], tmp_path: Path) -> None:
     """A class token is enough; a mean of normalised tokens is not."""
     whole = run(stores["class token"])
@@ -193,6 +194,7 @@ def test_attention_pooling(tmp_path: Path) -> None:
     assert last["value"][0] == 1
 
 
+@pytest.mark.slow
 def test_neither_store_nor_model_has_a_head(tmp_path: Path) -> None:
     store = store_of(tmp_path, {}, n_classes=0)
     with pytest.raises(MissingInput) as caught:
@@ -222,6 +224,7 @@ def test_neither_store_nor_model_has_a_head(tmp_path: Path) -> None:
     assert "the checkpoint is not read: the stores keep their classifiers" in found.stderr
 
 
+@pytest.mark.slow
 def test_the_command_leaves_narrow_stages_out(tmp_path: Path) -> None:
     images = plant_images(tmp_path / "images", N)
     extracted(*RESNET, "--data", images, "--model-arg", "num_classes=2", "-o", tmp_path / "r.zarr")

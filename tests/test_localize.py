@@ -348,6 +348,7 @@ def planned(store: Store, **kwargs: Any) -> tuple[Table, Any]:
         return run(store, **kwargs), made[-1]
 
 
+@pytest.mark.slow
 def test_memory_and_tiles_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pixels = pictures(70)
     layout = TokenLayout((), (4, 6), stride_px=(2.0, 2.0))
@@ -507,6 +508,7 @@ def test_minibatches_are_means_of_repeats(store: Store) -> None:
     )
 
 
+@pytest.mark.slow
 def test_scales_of_the_summary_do_not_depend_on_how_alike_the_tokens_are(store: Store) -> None:
     table = run(store, summary="token")
     for value, margin in ((1.0, 0.0), (2.0, 0.5)):

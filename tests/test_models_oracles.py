@@ -207,6 +207,7 @@ def test_bit_block_by_hand() -> None:
             torch.testing.assert_close(got(kept, table, site), flat(value), **CLOSE, msg=site)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_hiera_tokens_come_in_image_geometry() -> None:
     """Hiera keeps its tokens in windows; timm's own intermediates put them back in rows."""

@@ -71,6 +71,7 @@ def test_every_figure_is_drawn_again_as_it_was(
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "r.png").read_bytes()
 
 
+@pytest.mark.slow
 def test_options_of_the_figure_are_kept(
     everything: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

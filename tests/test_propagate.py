@@ -193,24 +193,18 @@ def test_controls(tmp_path: Path) -> None:
     assert run(store, masks=masks, baselines=[]).unique("baseline") == [""]
 
 
-@pytest.mark.parametrize(("slab", "jobs"), [(1, 1), (5, 2), (64, 2), (4, 3)])
-def test_results_do_not_depend_on_slabs_and_jobs(tmp_path: Path, slab: int, jobs: int) -> None:
+def test_results_do_not_depend_on_slabs_jobs_and_processes(tmp_path: Path) -> None:
     store, masks = two_videos(tmp_path)
     expected = run(store, masks=masks, per_video=True)
-    other = two_videos(tmp_path / "other", slab=slab)[0]
-    for more in ({"jobs": jobs}, {"map": ThreadPoolExecutor(2).map}):
-        table = run(other, masks=masks, per_video=True, **more)
-        assert expected["value"].tolist() == table["value"].tolist()
-
-
-def test_work_travels_to_other_processes(tmp_path: Path) -> None:
-    store, masks = two_videos(tmp_path)
 
     def pickled(function: Callable[[Any], Any], items: Any) -> Any:
         return [pickle.loads(pickle.dumps(function))(item) for item in items]
 
-    expected, found = run(store, masks=masks), run(store, masks=masks, map=pickled)
-    assert expected["value"].tolist() == found["value"].tolist()
+    for slab, more in ((1, {"jobs": 1}), (4, {"jobs": 3}), (5, {"map": ThreadPoolExecutor(2).map}),
+                       (64, {"map": pickled})):  # fmt: skip
+        other = two_videos(tmp_path / str(slab), slab=slab)[0]
+        table = run(other, masks=masks, per_video=True, **more)
+        assert expected["value"].tolist() == table["value"].tolist()
 
 
 def test_videos_of_a_slab_go_together(tmp_path: Path) -> None:

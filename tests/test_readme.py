@@ -110,6 +110,7 @@ def first_look(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_readme_runs(first_look: Path) -> None:
     for picture in ("dist.png", "cka.png", "probe.png"):
         assert (first_look / picture).read_bytes().startswith(b"\x89PNG")

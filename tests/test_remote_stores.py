@@ -255,6 +255,7 @@ def test_damage_is_found(bucket: str) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_two_owners_that_make_other_bytes_commit_one_of_them(
     bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +281,7 @@ def test_two_owners_that_make_other_bytes_commit_one_of_them(
     assert_array_equal(got, wanted["vectors/pooled"])
 
 
+@pytest.mark.slow
 def test_zarr_python_opens_the_same_url(bucket: str) -> None:
     import zarr
 

@@ -199,6 +199,7 @@ def test_against_a_loop(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_cut_into_slabs_does_not_count(tmp_path: Path) -> None:
     groups, _, masks = made(tmp_path / "m")
     whole = run(write(tmp_path / "a.zarr", groups, size=SIZE, slab=9), masks=masks, best="image")

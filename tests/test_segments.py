@@ -99,6 +99,7 @@ def by_sampling(mask: Array, layout: TokenLayout, how: dict[str, Any], n: int) -
     return shares
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     st.integers(0, 10**6),

@@ -321,6 +321,7 @@ def test_jackknife_leaves_out_blocks_of_images(tmp_path: Path, estimator: str, o
     assert found.high == pytest.approx(np.minimum(found.cka + half, 1), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_jackknife_knows_the_sampling_error(tmp_path: Path) -> None:
     """Its standard error against the spread over independent samples of images."""
     values, errors = [], []

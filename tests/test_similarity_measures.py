@@ -231,6 +231,7 @@ def test_the_ridge_of_replicates_is_that_of_all_images(tmp_path: Path) -> None:
     assert table["std"][1] == pytest.approx(standard_error(np.array(without)), rel=1e-2)
 
 
+@pytest.mark.slow
 def test_p_values_are_uniform_where_nothing_is_shared() -> None:
     found = []
     measure, draws = Rsa("euclidean"), 19

@@ -173,6 +173,7 @@ def test_mistakes_are_found_before_the_queue(folder: Path, tmp_path: Path) -> No
         assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_store_that_is_there_counts_its_own_slabs(folder: Path, tmp_path: Path) -> None:
     store = tmp_path / "s.zarr"
     words = [*VIT, "--data", folder, "-o", store]

@@ -126,6 +126,7 @@ def test_the_images_themselves_are_not_to_learn_from(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_study_advises_what_it_has(tmp_path: Path) -> None:
     context = click.Context(main)
 

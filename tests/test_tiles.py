@@ -261,6 +261,7 @@ def test_the_same_bytes_again_in_shards_and_after_a_stop(made: Path, tmp_path: P
     assert array_bytes(tmp_path / "b.zarr") == whole
 
 
+@pytest.mark.slow
 def test_batches_of_few_tiles_change_last_digits_only(made: Path, tmp_path: Path) -> None:
     """Parts of an image's tiles at a time, and several images at once."""
     store = open_store(made / "s.zarr")
@@ -304,6 +305,7 @@ def test_a_strip_does_not_decide_the_canvas(tmp_path: Path) -> None:
     assert store.valid.sum() == 2 and store.plan.canvas == Canvas((88, 80), 48, 8, (32, 32))
 
 
+@pytest.mark.slow
 def test_pooled_only_and_half_precision(made: Path, tmp_path: Path) -> None:
     store = open_store(made / "s.zarr")
     extracted(*command(made / "d", tmp_path / "p.zarr", "--tokens", "pooled"))

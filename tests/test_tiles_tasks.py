@@ -123,6 +123,7 @@ def test_segments_do_not_see_the_canvas(tmp_path: Path) -> None:
     assert np.isfinite(table.where(metric="segment_purity")["value"].astype(float)).all()
 
 
+@pytest.mark.slow
 def test_segments_of_boxes(tmp_path: Path) -> None:
     """Parts of images with the whole files' masks: as cropped images with cropped masks."""
     write_coco(tmp_path / "coco", n_images=3)

@@ -367,6 +367,7 @@ def test_the_figure_comes_back_from_the_csv(made: Any) -> None:
             assert np.array_equal(first, second, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_a_large_grid_shows_some_patches(made: Any) -> None:
     positions = np.random.default_rng(0).normal(size=(20, 20, 3))
     table = made(None, positions)

@@ -148,6 +148,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Stores:
     return Stores(tmp_path_factory.mktemp("stores"), images)
 
 
+@pytest.mark.slow
 def test_nearly_every_kind_of_array_is_read_by_some_command(stores: Stores) -> None:
     """Else the trials below would prove less than they say."""
     read = {kind_of(name) for files in stores.opened.values() for name in files}
