@@ -103,15 +103,10 @@ def test_random_tokens_against_the_loop(tmp_path: Path) -> None:
 
 def test_a_notebook_gives_paths_as_text(tmp_path: Path) -> None:
     store, masks = two_videos(tmp_path)
-    only = tmp_path / "only.txt"
-    only.write_text("b\n")
-    table = vitsee.propagate(
-        str(store.path),
-        masks=str(masks),
-        only=str(only),
-        save=str(tmp_path / "saved"),
-        sites="blocks",
-    )
+    (tmp_path / "only.txt").write_text("b\n")
+    paths = {"masks": masks, "only": tmp_path / "only.txt", "save": tmp_path / "saved"}
+    given = {name: str(path) for name, path in paths.items()}
+    table = vitsee.propagate(str(store.path), sites="blocks", **given)
     assert table["n_videos"].tolist()[0] == 1
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["b"]
 
