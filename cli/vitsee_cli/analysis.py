@@ -27,12 +27,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def spread_over(dask: str | None, progress: console.Reporter) -> Iterator[dict[str, Any]]:
-    """The keyword `map` of an analysis, if a cluster does the work; `progress` then shows the
-    number of workers.
-
-    Raises:
-        VitseeError: there is no such cluster.
-    """
+    """The keyword `map` of an analysis if a cluster does the work, whose size `progress` then
+    shows."""
     if dask is None:
         yield {}
         return
@@ -163,14 +159,12 @@ def kept_beside(
 
 
 def _keeps(run: Callable[..., Table]) -> bool:
-    """Whether an analysis takes `keep`, or hands on what it is given."""
     parameters = inspect.signature(run).parameters.values()
     return any(p.name == "keep" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def _check_memory(stores: Sequence[Store], memory: int | None) -> None:
-    """Refuse less memory than reading one chunk of a store takes, in float16 and float32. Raises
-    VitseeError: names what is needed."""
+    """Refuse less memory than reading one chunk of a store takes, in float16 and float32."""
     for store in stores:
         specs = (spec for spec in store.arrays.values() if spec.per in ("image", "slab"))
         need = 3 * max((spec.chunk_bytes for spec in specs), default=0)

@@ -54,13 +54,8 @@ _rewrite: Callable[[str], str] = str
 
 @contextmanager
 def of_a_step(shown: set[str], rewrite: Callable[[str], str]) -> Iterator[None]:
-    """Context that shows the lines of a nested command in the outer command's words, each line
-    once.
-
-    Args:
-        shown: the lines that were shown; added to.
-        rewrite: converts a line to the outer command's words.
-    """
+    """Show the lines of a nested command as `rewrite` puts them in the outer command's words, and
+    none that is in `shown`, which gets them."""
     global _shown, _rewrite
     _shown, _rewrite = shown, rewrite
     try:
@@ -145,10 +140,7 @@ def stderr() -> Console:
 
 def stdout(width: int | None = None) -> Console:
     """A rich console on stdout for tables. If stdout is not a terminal nothing is cut or coloured.
-
-    Args:
-        width: columns; by default the terminal's, or wide enough for any row.
-    """
+    width: columns; by default the terminal's, or wide enough for any row."""
     from rich.console import Console
 
     if width is None and not sys.stdout.isatty():
@@ -177,12 +169,11 @@ def fail(text: str) -> None:
 
 
 def command_line() -> list[str]:
-    """What the user typed, `vitsee` first: for sidecars and provenance."""
+    """What the user typed, `vitsee` first."""
     return ["vitsee", *click.get_current_context().meta.get(ARGUMENTS, [])]
 
 
 def debug_traceback() -> None:
-    """With -v, the traceback of the exception being handled."""
     if log.isEnabledFor(logging.DEBUG):
         fail(traceback.format_exc().rstrip())
 

@@ -12,9 +12,7 @@ from vitsee_core.images.selection import ORDERS
 
 
 def data_options(command: Any) -> Any:
-    """Which images in which order, as the fields of a DataOptions: `data`, `split`, `images`,
-    `per_class`, `only`, `seed`, `order`, `short_side`, `multiple`, `tiles`, and how labels of
-    archives are found."""
+    """Which images in which order, as the fields of a DataOptions."""
     return apply(command, _DATA_OPTIONS)
 
 

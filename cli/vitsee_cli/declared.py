@@ -33,12 +33,8 @@ def flag(own: Declared) -> str:
 
 
 def option_of(own: Declared, **instead: Any) -> Decorator:
-    """The decorator that adds a declared option to a command.
-
-    Args:
-        own: the parameter.
-        instead: keywords of `click.option` that win.
-    """
+    """The decorator that adds a declared option to a command; instead: keywords of
+    `click.option`."""
     about = own.about
     assert isinstance(about, Option)
     text, settings = about.help, dict[str, Any]()
@@ -102,11 +98,7 @@ def _refusing(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
 
 def without_none(own: Declared, given: Iterable[str]) -> tuple[str, ...] | None:
     """The words given to an option with the word none: () for that, None if nothing was given and
-    the analysis decides.
-
-    Raises:
-        UsageError: none beside other words.
-    """
+    the analysis decides. Raises UsageError: none beside other words."""
     words = tuple(given)
     if "none" not in words:
         return words or own.default

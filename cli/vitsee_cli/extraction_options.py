@@ -51,7 +51,7 @@ ablate_skip_option = click.option(
 
 
 def intervention_options(command: Any) -> Any:
-    """Add the options of interventions: `replace`, `ablate_heads`, `block_attention` and
+    """What is changed while the model runs, as `replace`, `ablate_heads`, `block_attention`,
     `registers`."""
     return apply(command, _INTERVENTION_OPTIONS)
 

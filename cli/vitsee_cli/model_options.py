@@ -193,8 +193,7 @@ _MODEL_OPTIONS: tuple[Decorator, ...] = (
 
 
 def weight_options(command: Any) -> Any:
-    """Those of `model_options` that decide a model's weights, as click gives them: `checkpoint`,
-    `checkpoint_key`, `random_init`, `img_size`, `model_args`."""
+    """Those of `model_options` that decide a model's weights, as click gives them."""
     return apply(command, (*_WEIGHT_OPTIONS, _MODEL_ARG_OPTION))
 
 
@@ -210,8 +209,7 @@ NAMED_OPTIONS = (
 
 
 def recompute_options(command: Any) -> Any:
-    """The sources for recomputing what a store lacks: `data`, `checkpoint`, `trust_store`,
-    `device`."""
+    """What recomputes what a store lacks: `data`, `checkpoint`, `trust_store`, `device`."""
     return apply(command, _RECOMPUTE_OPTIONS)
 
 

@@ -87,16 +87,8 @@ def verbosity(command: Any) -> Any:
 
 
 def only_with(needs: str, met: bool, *names: str) -> None:
-    """Refuse options of the running command that would have no effect.
-
-    Args:
-        needs: what they belong to.
-        met: whether that was chosen.
-        names: of parameters.
-
-    Raises:
-        UsageError: the command line gives one of them, and `met` is false.
-    """
+    """Refuse the running command's options `names`, which have no effect without what it `needs`,
+    where the command line gives one and that is not `met`."""
     context = click.get_current_context()
     on_line = click.core.ParameterSource.COMMANDLINE
     for param in () if met else context.command.params:
@@ -106,11 +98,7 @@ def only_with(needs: str, met: bool, *names: str) -> None:
 
 
 def refuse_twice(command: click.Command, ctx: click.Context, args: Sequence[str]) -> None:
-    """Refuse single-valued options that are given several times.
-
-    Raises:
-        UsageError: names the option.
-    """
+    """Refuse single-valued options that are given several times."""
     try:
         _, _, order = command.make_parser(ctx).parse_args(list(args))
     except click.UsageError:  # the command says it, with its own context
@@ -188,11 +176,7 @@ def distinct_labels(command: Any, name: str) -> Any:
 
 
 def open_stores(stores: Iterable[StorePath], *, allow_partial: bool = False) -> list[Store]:
-    """The stores of the command line, opened in their order.
-
-    Raises:
-        StoreError: one of them is missing, foreign, damaged, or unfinished without allow_partial.
-    """
+    """The stores of the command line, opened in their order; StoreError as of `open_store`."""
     from vitsee_stores import open_store
 
     return [open_store(s.place, allow_partial=allow_partial, label=s.label) for s in stores]
@@ -267,12 +251,8 @@ def table_options(command: Any) -> Any:
 
 
 def sites_option(*default: str, show_default: str | None = None) -> Decorator:
-    """--sites, repeatable, as `sites`: a tuple of globs, groups and names.
-
-    Args:
-        default: the sites without the option.
-        show_default: the default in words, where that is clearer.
-    """
+    """--sites, repeatable, as `sites`: globs, groups and names; show_default: the default in
+    words."""
     about = declarations.sites_option(show_default)
     return option_of(Declared("sites", "Sequence[str]", default, None, about))
 

@@ -53,8 +53,8 @@ def command_named(name: str) -> click.Command:
 
 
 def described(name: str) -> tuple[click.Command, str]:
-    """A command's name and help, and its question, read from its file: importing all analyses would
-    take seconds, and listing all commands must be quick."""
+    """A command's name and help, and its question, read from its file: importing all would take
+    seconds."""
     help_text, question = "", OTHER_COMMANDS
     spec = importlib.util.find_spec(module_of(name))
     assert spec is not None and spec.origin is not None

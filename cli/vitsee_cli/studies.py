@@ -114,8 +114,8 @@ def _execute(
     *,
     dry_run: bool,
 ) -> None:
-    """Log what a plan takes, and do it, or print it. of_those: what is left of the plan after some
-    of its extractions failed."""
+    """Log what a plan takes, and do it, or print it. of_those: what is left after extractions
+    failed."""
     from vitsee_core.study import foreign, planning, running
 
     words = console.command_line()
@@ -217,11 +217,7 @@ def _outputs(steps: Sequence[Step]) -> set[object]:
 
 
 def check_train(study: Study) -> None:
-    """Refuse the images themselves as those to train on.
-
-    Raises:
-        VitseeError: they are the same.
-    """
+    """Refuse the images themselves as those to train on."""
     if study.train is None:
         return
     places = [Path(data).expanduser() for data in (study.data, study.train)]
@@ -234,11 +230,7 @@ def check_train(study: Study) -> None:
 
 
 def _survey(models: Mapping[str, str]) -> list[SurveyedModel]:
-    """Survey all models before any work starts.
-
-    Raises:
-        VitseeError: lists the models that are unknown.
-    """
+    """Survey all models before any work starts, and name all that are unknown."""
     from vitsee_core.study.surveyed import survey
 
     found, unknown = [], []
@@ -264,11 +256,7 @@ def model_options_of(name: str) -> ModelOptions:
 
 
 def _counted(study: Study) -> tuple[Study, bool]:
-    """The study with the numbers of its images; and whether they have labels.
-
-    Raises:
-        VitseeError: there are no such images.
-    """
+    """The study with the numbers of its images; and whether they have labels."""
     from vitsee_core.images import open_source
 
     named = [data for data in (study.data, study.train) if data is not None]
@@ -279,11 +267,7 @@ def _counted(study: Study) -> tuple[Study, bool]:
 
 
 def named(models: Sequence[str]) -> dict[str, str]:
-    """Label -> model, of `NAME=MODEL` or `MODEL`.
-
-    Raises:
-        VitseeError: see `check_labels`.
-    """
+    """Label -> model, of `NAME=MODEL` or `MODEL`; labels as `check_labels` demands."""
     from vitsee_core.study.steps import check_labels, label_of
 
     pairs = []

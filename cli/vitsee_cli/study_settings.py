@@ -42,8 +42,7 @@ def file_option(command: Any) -> Any:
 
 
 def _read_file(ctx: click.Context, _param: click.Parameter, path: Path | None) -> None:
-    """Use the file's values as defaults of the other options. Raises VitseeError: unreadable, or an
-    unknown option."""
+    """Use the file's values as defaults of the other options."""
     if path is None:
         return
     from vitsee_core.study.recipe_file import read_toml
@@ -107,11 +106,8 @@ def settings(
     texts: Sequence[str], memory: int | None, ctx: click.Context, analyses: Iterable[str]
 ) -> dict[str, list[Setting]]:
     """Command -> its options set by `ANALYSIS.OPTION=VALUE`, and --memory of those that have it.
-
-    Raises:
-        click.UsageError: no such analysis or option, one that the study decides, or an invalid
-            value.
-    """
+    Raises click.UsageError: no such analysis or option, one that the study decides, or an invalid
+    value."""
     from vitsee_core.study.steps import Setting
 
     command_of = commands_of(ctx)
@@ -167,8 +163,8 @@ def _setting(param: click.Option, option: str, given: list[str], ctx: click.Cont
 
 
 def in_a_study(text: str, command: click.Command, own: click.Command) -> str:
-    """A message of a step's command with its options as the study has them: the study's own
-    unchanged, those of a model's name after `?`, others by --set."""
+    """A message of a step's command with its options as the study has them: its own unchanged,
+    those of a model's name after `?`, others by --set."""
     from vitsee_cli.model_options import NAMED_OPTIONS
 
     kept = {word for param in own.params for word in param.opts}

@@ -49,13 +49,11 @@ class PathType(ParamType):
         self.completes, self.stream = completes, stream
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path."""
         if isinstance(value, Path):
             return value
         return self.path(value, param, ctx)
 
     def path(self, text: str, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """`text` as a path, or a usage error."""
         if not text.strip():
             self.fail("an empty text is not a path; is a variable unset?", param, ctx)
         if text == "-" and not self.stream:
@@ -70,7 +68,6 @@ class PathType(ParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """The shell's own completion of paths."""
         return [CompletionItem(incomplete, type=self.completes)]
 
 
@@ -80,15 +77,12 @@ class PlaceType(PathType):
     name = "store"
 
     def __init__(self) -> None:
-        """Folders complete."""
         super().__init__("dir")
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The path or the URL."""
         return value if isinstance(value, Place) else self.place(value, param, ctx)
 
     def place(self, text: str, param: click.Parameter | None, ctx: click.Context | None) -> Place:
-        """`text` as a path or a URL, or a usage error."""
         if not is_url(text):
             return self.path(text, param, ctx)
         try:
@@ -105,7 +99,6 @@ class StoreType(PlaceType):
     """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Label and place."""
         if isinstance(value, StorePath):
             return value
         label, rest = _named(value)
@@ -137,7 +130,6 @@ class NamedFileType(PathType):
     name = "file"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Label and path."""
         if isinstance(value, NamedFile):
             return value
         label, rest = _named(value)
@@ -191,7 +183,6 @@ class FiniteRange(click.FloatRange):
     name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number", param, ctx)

@@ -17,11 +17,7 @@ def models() -> list[str]:
 
 def model_folder(name: str) -> Path:
     """The timm `local-dir:` folder of `demo:vit`, `demo:resnet` and so on (the prefix may be left
-    out).
-
-    Raises:
-        VitseeError: no demo model has that name.
-    """
+    out). Raises VitseeError: no demo model has that name."""
     short = name.removeprefix("demo:")
     if short not in (found := models()):
         known = ", ".join(f"demo:{model}" for model in found)
@@ -30,11 +26,8 @@ def model_folder(name: str) -> Path:
 
 
 def data_file() -> Path:
-    """The .npz file of 2000 training and 2000 test images of Fashion-MNIST, 28 x 28 grey.
-
-    Raises:
-        VitseeError: the file is not installed.
-    """
+    """The .npz file of 2000 training and 2000 test images of Fashion-MNIST, 28 x 28 grey. Raises
+    VitseeError: the file is not installed."""
     return _installed(_HERE / "fashion_mnist.npz")
 
 

@@ -38,7 +38,6 @@ class _Set:
         picture.save(self.folder / "jpg" / f"{name}.jpg", quality=92)
 
     def add(self, name: str, scene: Scene) -> int:
-        """The place of an image that is searched."""
         self.save(name, scene)
         self.images.append(name)
         return len(self.images) - 1

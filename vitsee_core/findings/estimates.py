@@ -59,11 +59,8 @@ def negative(estimate: Estimate) -> Estimate:
 
 
 def combined(table: Table, rows: Rows, how: Callable[[Float], Float]) -> Estimate:
-    """`how` of the chosen rows' values (rows, 1), and of their replicates (rows, blocks).
-
-    Raises:
-        ValueError: no row is chosen, or one has no value, or no replicates.
-    """
+    """`how` of the chosen rows' values (rows, 1), and of their replicates (rows, blocks). Raises
+    ValueError: no row is chosen, or one has no value, or no replicates."""
     chosen = table.take(np.flatnonzero(rows))
     if not len(chosen):
         raise ValueError("no row is of the layers or heads that it is about")
@@ -243,11 +240,7 @@ def share_by_middle(radii: Table) -> Estimate:
 
 
 def first(table: Table) -> Estimate:
-    """The only row.
-
-    Raises:
-        ValueError: there are several.
-    """
+    """The only row. Raises ValueError: there are several."""
     if len(table) != 1:
         raise ValueError(f"{len(table)} rows in place of one")
     return mean(table, np.ones(1, bool))

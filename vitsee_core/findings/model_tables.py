@@ -149,13 +149,10 @@ class ModelTables:
         return localize.run(self.store(model), sites=site, execution=self._execution)
 
     def equal_places(self, model: str, cnn: str) -> Estimate:
-        """`own_contrast` of the last block of a model less that of a CNN's last block with
-        several locations, both at the CNN's locations: the mean of the model's tokens in each. Of
-        at most `MOST_PLACED` images; memory: places x images^2 numbers.
-
-        Raises:
-            MissingInput: no pixels, or a grid that is not several of the CNN's tokens each way.
-        """
+        """`own_contrast` of the last block of a model less that of a CNN's last block with several
+        locations, both at the CNN's locations: the mean of the model's tokens in each. Of at most
+        `MOST_PLACED` images; memory: places x images^2 numbers. Raises MissingInput: no pixels, or
+        a grid that is not several of the CNN's tokens each way."""
         coarse = [
             site
             for site in self.store(cnn).select(["blocks"])

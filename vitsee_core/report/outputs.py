@@ -52,12 +52,12 @@ class Outputs:
 
     @property
     def sidecar(self) -> Path | None:
-        """The table's companion, `r.csv.json` for `r.csv`."""
+        """`r.csv.json` for `r.csv`."""
         return None if self.csv is None else self.csv.with_name(self.csv.name + ".json")
 
     @property
     def replicates(self) -> Path | None:
-        """The file of the replicates, `r.replicates.csv` for `r.csv`."""
+        """`r.replicates.csv` for `r.csv`."""
         if self.csv is None or not self.with_replicates:
             return None
         return replicates.beside(self.csv)

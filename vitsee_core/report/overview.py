@@ -102,13 +102,11 @@ def _images(materials: Materials, study: Mapping[str, Any]) -> list[str]:
 
 
 def data_of(store: FoundStore) -> str:
-    """What `--data` was of a store."""
     data = store.record["info"].get("data")
     return str(data.get("data", "")) if isinstance(data, dict) else ""
 
 
 def _date(materials: Materials) -> str:
-    """When the last of the results was made."""
     dates = []
     for result in materials.results:
         try:

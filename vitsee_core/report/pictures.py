@@ -119,5 +119,4 @@ def packed(png: bytes) -> tuple[bytes, str]:
 
 
 def carried(data: bytes, kind: str) -> str:
-    """An address that is the data itself."""
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"

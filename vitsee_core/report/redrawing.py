@@ -42,7 +42,6 @@ class Result:
 
     @property
     def command(self) -> str:
-        """The command's name."""
         return self.file.command
 
     def figure(
@@ -51,11 +50,8 @@ class Result:
         size: tuple[float, float] | None = None,
         medium: str | None = None,
     ) -> Figure:
-        """The figure that the command draws, of the whole table or of some of its rows.
-
-        Raises:
-            VitseeError: the table was changed, and is nothing that the command draws any more.
-        """
+        """The figure that the command draws, of the whole table or of some of its rows. Raises
+        VitseeError: the table was changed, and is nothing that the command draws any more."""
         keywords = self.file.sidecar.get("figure")
         known = inspect.signature(self.analysis.plot).parameters
         given = keywords if isinstance(keywords, dict) else {}

@@ -36,7 +36,6 @@ def link_of(path: Path, output: Path) -> tuple[str, str]:
 
 
 def relative(path: Path, folder: Path) -> str:
-    """A path as seen from a folder."""
     return visible(os.path.relpath(path.absolute(), folder.absolute()))
 
 

@@ -105,7 +105,7 @@ class DaskMap:
         return max(1, sum(self._now().values()))
 
     def n_workers(self) -> int:
-        """Number of workers, as of the last second."""
+        """As of the last second."""
         return len(self._now())
 
     def _now(self) -> dict[str, int]:
@@ -116,8 +116,8 @@ class DaskMap:
         return self._threads
 
     def _result(self, future: Any) -> Any:
-        """Wait for a task's result. Raises VitseeError: a user's mistake, or a worker with other
-        versions ran the task."""
+        """Wait for a task's result, or raise its error: a user's mistake, or other versions on a
+        worker."""
         try:
             with _one_line(LOST, of_task=True):
                 data = self._waited_for(future)
@@ -147,11 +147,7 @@ class DaskMap:
                     warned = True
 
     def check_versions(self) -> None:
-        """Check the versions of all workers.
-
-        Raises:
-            DaskError: one has other versions, or no vitsee.
-        """
+        """Raises DaskError: a worker has other versions, or no vitsee."""
         with _one_line(f"the Dask workers at {self.address} cannot be asked for their versions"):
             answers: Mapping[str, Any] = self.client.run(worker_versions, on_error="return")
         for worker, theirs in answers.items():
@@ -167,11 +163,8 @@ class DaskMap:
 
 
 def parse_address(text: str) -> str | int:
-    """The address of a scheduler, or the number of processes in `local:N`.
-
-    Raises:
-        DaskError: neither.
-    """
+    """The address of a scheduler, or the number of processes in `local:N`. Raises DaskError:
+    neither."""
     if text == "local":
         return n_cores()
     if match := re.fullmatch(r"local:([1-9]\d{0,3})", text):
@@ -187,12 +180,8 @@ def parse_address(text: str) -> str | int:
 @contextmanager
 def dask_map(address: str) -> Iterator[DaskMap]:
     """A map over the workers of the cluster at `address`, or over N processes of this machine that
-    `local:N` starts and stops.
-
-    Raises:
-        DaskError: a missing package, no response, no workers, or other versions of vitsee, Python
-            or Dask.
-    """
+    `local:N` starts and stops. Raises DaskError: a missing package, no response, no workers, or
+    other versions of vitsee, Python or Dask."""
     where = parse_address(address)
     try:
         import distributed
@@ -289,8 +278,8 @@ def _wait_for_workers(made: DaskMap) -> None:
 
 @contextmanager
 def _one_line(what: str, *, of_task: bool = False) -> Iterator[None]:
-    """Reraise Dask's own errors as one line: `what`, and Dask's message. Errors of any type raised
-    by a task (`of_task`) pass unchanged."""
+    """Reraise Dask's own errors as one line, `what` and Dask's message; those of a task pass
+    unchanged."""
     from distributed import KilledWorker
     from distributed.client import FutureCancelledError
     from distributed.comm.core import CommClosedError
@@ -317,7 +306,6 @@ def _said(error: object) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Dask's own log lines appear only at debug level."""
     logger = logging.getLogger("distributed")
     before = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -18,11 +18,8 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve_device(text: str) -> torch.device:
-    """The torch device for auto, cpu, cuda, cuda:i or mps; auto takes the first that exists.
-
-    Raises:
-        VitseeError: unknown, or not available on this machine or in this torch build.
-    """
+    """The torch device for auto, cpu, cuda, cuda:i or mps; auto takes the first that exists. Raises
+    VitseeError: unknown, or not available on this machine or in this torch build."""
     has_mps = torch.backends.mps.is_available()
     if text == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu")

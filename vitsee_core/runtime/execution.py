@@ -50,22 +50,15 @@ class Execution:
 
     def check_device(self) -> None:
         """Refuse a missing device before any work; the CPU always exists, and is accepted without
-        importing torch.
-
-        Raises:
-            VitseeError: see `resolve_device`.
-        """
+        importing torch. Raises VitseeError: see `resolve_device`."""
         if self.device not in ("auto", "cpu"):
             from vitsee_core.runtime.device import resolve_device
 
             resolve_device(self.device)
 
     def rows(self, store: Store, *, whole_slabs: bool = False) -> Rows:
-        """The images to use of a store, see `choose_rows`; remarks are logged.
-
-        Raises:
-            VitseeError: none of them could be read.
-        """
+        """The images to use of a store, see `choose_rows`; remarks are logged. Raises VitseeError:
+        none of them could be read."""
         chosen = choose_rows(store, self.images, self.seed, whole_slabs=whole_slabs)
         for remark in chosen.remarks:
             log.info("%s", remark)
@@ -79,8 +72,8 @@ class Execution:
         *,
         slab_bytes: int = 0,
     ) -> A:
-        """`streaming.fold` over these rows, which advances `progress`; the caller starts and stops
-        it."""
+        """`streaming.fold` over these rows, advancing `progress`, which the caller starts and
+        stops."""
         return fold(
             stores,
             make,
@@ -157,12 +150,8 @@ class Execution:
 
     def each(self, work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
         """Apply `work(item)` to every item, results in order, for many items of milliseconds: on
-        `jobs` threads, or in batches on the workers of `map`. The caller reports progress.
-
-        Args:
-            work: picklable; returns something small.
-            items: its arguments.
-        """
+        `jobs` threads, or in batches on the workers of `map`. The caller reports progress. work:
+        picklable; returns something small. items: its arguments."""
         if self.map is None:
             yield from thread_map(self.jobs)(work, items)
             return

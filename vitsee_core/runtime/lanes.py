@@ -99,11 +99,8 @@ class Turns:
 
     @contextmanager
     def of(self, piece: int, thing: int) -> Iterator[None]:
-        """Context for the piece's turn; exiting it admits the next piece.
-
-        Raises:
-            Stopped: `stop` was called.
-        """
+        """Context for the piece's turn; exiting it admits the next piece. Raises Stopped: `stop`
+        was called."""
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self._done[thing] == piece)
             if self._stopped:
@@ -187,8 +184,7 @@ def lane_pool(lanes: int) -> Iterator[ThreadPoolExecutor | None]:
 def run_all(
     work: Callable[[T], object], items: Iterable[T], pool: ThreadPoolExecutor | None
 ) -> None:
-    """Apply `work` to every item on the threads of `pool`, in any order; returns when all are
-    done."""
+    """Apply `work` to every item on the threads of `pool`, in any order, until all are done."""
     if pool is None:
         for item in items:
             work(item)

@@ -51,7 +51,6 @@ class NotebookProgress:
             self._show(last=True)
 
     def line(self) -> str:
-        """What is shown beside the bar."""
         took = time.monotonic() - self._start
         return f"{self.what}: {self._done:,} of {self._total:,} {self._unit}, {took:.0f} s"
 

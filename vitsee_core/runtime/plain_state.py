@@ -53,11 +53,8 @@ def write_plain(file: IO[bytes], value: Any, *, most: int = MOST_BYTES) -> None:
 
 
 def read_plain(file: IO[bytes]) -> Any:
-    """The value that `write_plain` wrote.
-
-    Raises:
-        NotPlain: damaged, compressed, or not written by it.
-    """
+    """The value that `write_plain` wrote. Raises NotPlain: damaged, compressed, or not written by
+    it."""
     try:
         with zipfile.ZipFile(file) as archive:
             if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):

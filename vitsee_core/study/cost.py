@@ -31,7 +31,6 @@ class Cost:
     analyses: float = 0.0  # seconds of all analyses
 
     def describe(self, n_models: int, n_images: int) -> str:
-        """In words."""
         return (
             f"{counted(n_models, 'models')} over {counted(n_images, 'images')}: about "
             f"{human_bytes(self.size_bytes)} on disk, {_time(self.seconds)} of extraction and "
@@ -101,11 +100,8 @@ def cost(
 
 
 def measured_speed(device: str = "auto") -> float:
-    """Floating point operations per second of float32 matrix products, timed for a moment.
-
-    Raises:
-        VitseeError: there is no such device.
-    """
+    """Floating point operations per second of float32 matrix products, timed for a moment. Raises
+    VitseeError: there is no such device."""
     import torch
 
     from vitsee_core.runtime.device import resolve_device

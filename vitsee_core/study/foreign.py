@@ -15,11 +15,8 @@ from vitsee_stores.manifest import few
 
 def check_outputs(study: Study, steps: Sequence[Step], record: Record) -> None:
     """Refuse outputs of steps that are not the study's own, by its record. Stores are left to
-    extract, which replaces none.
-
-    Raises:
-        VitseeError: names the files; or the study's folder is inside a store or among its images.
-    """
+    extract, which replaces none. Raises VitseeError: names the files; or the study's folder is
+    inside a store or among its images."""
     for images in (study.data, study.train or ""):
         check_place(record.path, images=images)
     found = [

@@ -41,11 +41,7 @@ def known_analyses() -> list[str]:
 
 
 def check_choice(study: Study) -> None:
-    """Whether the analyses that are asked for exist.
-
-    Raises:
-        VitseeError: one does not, or none is left.
-    """
+    """Refuse analyses that do not exist, and a choice that leaves none."""
     known = known_analyses()
     for name in (*study.analyses, *study.skip):
         if name not in known:
@@ -99,11 +95,7 @@ def plan(study: Study, models: Sequence[SurveyedModel], *, labelled: bool) -> Pl
 
 
 def check_names(found: Plan) -> None:
-    """Whether each step has a name, and with it a result, of its own.
-
-    Raises:
-        VitseeError: two have one: `a-b`, and `a` with `b`.
-    """
+    """Refuse two results with one name: `a-b`, and `a` with `b`."""
     names = Counter(step.name for step in found.steps)
     if twice := [name for name, times in names.items() if times > 1]:
         raise VitseeError(
@@ -178,7 +170,7 @@ def _offering(
     models: Sequence[SurveyedModel],
     left_out: dict[str, str],
 ) -> list[SurveyedModel]:
-    """The models that offer what an analysis needs; the others are left out, with the reason."""
+    """The models that offer what an analysis needs; others are left out with the reason."""
     wanted = (*needs, *MORE_NEEDS.get(command, ()))
     reasons = {model.label: model.lack(wanted) for model in models}
     offering = [model for model in models if reasons[model.label] is None]
@@ -210,7 +202,6 @@ def _unfit(study: Study, command: str, labelled: bool) -> str:
 
 
 def _best(study: Study, steps: Sequence[Step]) -> list[Step]:
-    """best-layer on all scores."""
     scored = [step for step in steps if step.command in SCORES]
     if not scored or not study.takes(BEST):
         return []

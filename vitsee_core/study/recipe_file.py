@@ -60,7 +60,6 @@ class Command:
 
     @property
     def stores(self) -> list[str]:
-        """Names of the stores that it reads."""
         return [name for name in map(store_in, self.words) if name]
 
 
@@ -74,7 +73,6 @@ class StoreRecipe:
 
     @property
     def stores(self) -> list[str]:
-        """Names of the stores that extract reads."""
         return [name for name in map(store_in, shlex.split(self.options)) if name]
 
 
@@ -117,14 +115,8 @@ class RecipeFile:
     figures: tuple[FigureRecipe, ...]
 
     def of_models(self, asked: Sequence[str]) -> RecipeFile:
-        """The same of fewer or other models.
-
-        Args:
-            asked: NAME of a store, or NAME=MODEL for another model; all stores if empty.
-
-        Raises:
-            RecipeError: there is no such store.
-        """
+        """The same of fewer or other models. asked: NAME of a store, or NAME=MODEL for another
+        model; all stores if empty. Raises RecipeError: there is no such store."""
         if not asked:
             return self
         found = {}
@@ -146,11 +138,8 @@ class RecipeFile:
         return self._with_options(scaled)
 
     def of_the_demo(self) -> RecipeFile:
-        """The same of the bundled models and images.
-
-        Raises:
-            RecipeError: the file does not say which.
-        """
+        """The same of the bundled models and images. Raises RecipeError: the file does not say
+        which."""
         bundled = {name: store.quick or store.model for name, store in self.stores.items()}
         if lacks := [name for name, model in bundled.items() if not model.startswith("demo:")]:
             raise RecipeError(f"{self.name} says no `quick` model, demo:..., of {', '.join(lacks)}")
@@ -191,21 +180,15 @@ def is_recipe(text: str) -> bool:
 
 
 def read_recipe(name: str) -> RecipeFile:
-    """A recipe by its name or its path.
-
-    Raises:
-        RecipeError: the file cannot be read, or is no recipe.
-    """
+    """A recipe by its name or its path. Raises RecipeError: the file cannot be read, or is no
+    recipe."""
     place: Any = Path(name).expanduser() if name.endswith(SUFFIX) else BUNDLED / f"{name}{SUFFIX}"
     return _Reader(name).recipe(read_toml(place, name))
 
 
 def read_toml(place: Any, name: str) -> dict[str, Any]:
-    """A TOML file, of a path or a resource. name: in messages.
-
-    Raises:
-        RecipeError: it cannot be read, or is something else.
-    """
+    """A TOML file, of a path or a resource. name: in messages. Raises RecipeError: it cannot be
+    read, or is something else."""
     try:
         return tomllib.loads(place.read_text("utf-8"))
     except OSError as error:

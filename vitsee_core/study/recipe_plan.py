@@ -25,11 +25,7 @@ RESULT = re.compile(r"[\w.+-]+\.(csv|png)")
 
 def data_places(recipe: RecipeFile, given: str) -> dict[str, Path]:
     """Set of images -> where it is. given: the folder in which all are, or `NAME=FOLDER` of each,
-    with commas between.
-
-    Raises:
-        RecipeError: the recipe has no such set.
-    """
+    with commas between. Raises RecipeError: the recipe has no such set."""
     if "=" not in given:
         return {name: Path(given).expanduser() / name for name in recipe.data}
     pairs = [part.partition("=") for part in given.split(",")]
@@ -213,8 +209,6 @@ class _Planned:
 
 
 def _written(folder: Path, module: str) -> Step:
-    """The step that writes a miniature set."""
-
     def write() -> None:
         made_by: Any = importlib.import_module(f"vitsee_core.demo.{module}")
         writer: Callable[[Path], None] = vars(made_by)[f"write_{module}"]

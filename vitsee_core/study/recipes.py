@@ -299,5 +299,4 @@ MORE_NEEDS = dict.fromkeys(("lens", "logit-attribution", "head-importance"), ("c
 
 
 def recipe_of(command: str) -> Recipe:
-    """The recipe of an analysis."""
     return RECIPES.get(command, Recipe(together(command)))

@@ -22,8 +22,6 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended."""
-
     code: int
     reason: str = ""  # in one line, "" if it succeeded
     applies: bool = True  # whether these models have what the command is about
@@ -76,11 +74,8 @@ def folders(study: Study) -> list[Path]:
 
 
 def make_folders(study: Study) -> None:
-    """The study's folders.
-
-    Raises:
-        VitseeError: they cannot be made, or the folder has another study's `study.json`.
-    """
+    """Make the study's folders. Raises VitseeError: impossible, or there is another
+    `study.json`."""
     record = record_path(study)
     if record.exists() and _steps_in(record) is None:
         raise VitseeError(f"{record} is no record of a study; choose another -o, or remove it")

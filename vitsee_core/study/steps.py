@@ -93,11 +93,9 @@ class Study:
         return self.folder / STORES / f"{label}{f'-{images}' if images else ''}.zarr"
 
     def result(self, name: str) -> Path:
-        """Path of a table."""
         return self.folder / RESULTS / f"{name}.csv"
 
     def takes(self, command: str) -> bool:
-        """Whether a command is requested."""
         return command not in self.skip and (not self.analyses or command in self.analyses)
 
 
@@ -133,7 +131,6 @@ class Step:
 
     @property
     def line(self) -> str:
-        """What a user would type."""
         return shlex.join(self.words if self.make else ("vitsee", *self.words))
 
 
@@ -165,11 +162,8 @@ def label_of(name: str) -> str:
 
 
 def with_controls(models: Mapping[str, str], seed: int) -> dict[str, str]:
-    """The models, each followed by the same with random weights unless it has these already.
-
-    Raises:
-        VitseeError: see `check_labels`.
-    """
+    """The models, each followed by the same with random weights unless it has these already. Raises
+    VitseeError: see `check_labels`."""
     found: list[tuple[str, str]] = []
     for label, text in models.items():
         found.append((label, text))
@@ -183,11 +177,7 @@ def with_controls(models: Mapping[str, str], seed: int) -> dict[str, str]:
 
 
 def check_labels(models: Mapping[str, str] | list[tuple[str, str]]) -> dict[str, str]:
-    """Label -> model.
-
-    Raises:
-        VitseeError: two models have one label, or a label cannot name a store.
-    """
+    """Label -> model; refuses two with one label, and labels that cannot name a store."""
     found: dict[str, str] = {}
     for label, name in models.items() if isinstance(models, Mapping) else models:
         if label in found:

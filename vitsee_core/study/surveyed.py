@@ -114,7 +114,6 @@ def _with_grid(sites: Sequence[SiteSpec]) -> int:
 
 
 def _bytes(sites: Sequence[SiteSpec], *, pooled: bool) -> int:
-    """Bytes of one image."""
     total = 0
     for site in sites:
         grid = site.layout.grid if site.layout else None

@@ -77,11 +77,7 @@ def in_groups(
     table: Table, name: str, sidecars: Sequence[Mapping[str, Any]], own: Table | None = None
 ) -> Table:
     """The table with each store labelled `GROUP/NAME` by an attribute, as `with_attribute` finds
-    it; so are the notes of single stores.
-
-    Raises:
-        VitseeError: see there.
-    """
+    it; so are the notes of single stores. Raises VitseeError: see there."""
     found = with_attribute(table, name, sidecars, own)
     pairs = zip(found["store"].tolist(), found[name].tolist(), strict=True)
     labels = {

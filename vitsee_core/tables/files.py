@@ -32,16 +32,10 @@ def read_file(path: Path) -> bytes:
 
 
 def check_place(path: Path, *, images: str = "") -> None:
-    """Refuse an output inside a store, or inside a folder of images.
-
-    Args:
-        path: the file or folder to be written.
-        images: the command's --data; nothing is written below a folder of images, as the next
-            command would read pictures there as images.
-
-    Raises:
-        VitseeError: names the store or the folder.
-    """
+    """Refuse an output inside a store, or inside a folder of images. path: the file or folder to be
+    written. images: the command's --data; nothing is written below a folder of images, as the next
+    command would read pictures there as images. Raises VitseeError: names the store or the
+    folder."""
     if (store := store_around(path)) is not None:
         raise VitseeError(f"results do not go into a store ({store}); name another place")
     folder = Path(images).expanduser()
@@ -105,10 +99,7 @@ def write_files(contents: Mapping[Path, bytes], *, force: bool = False) -> None:
 @contextmanager
 def new_files(paths: Sequence[Path], *, force: bool = False) -> Iterator[list[Path]]:
     """Context with temporary names for `paths`, which are renamed at its end; see `write_files`.
-
-    Raises:
-        VitseeError: as `write_files`.
-    """
+    Raises VitseeError: as `write_files`."""
     check_new_files(paths, force=force)
     places = [path.resolve() for path in paths]
     try:
@@ -121,15 +112,9 @@ def new_files(paths: Sequence[Path], *, force: bool = False) -> Iterator[list[Pa
 @contextmanager
 def renamed(places: Mapping[Path, Path]) -> Iterator[None]:
     """Context in which the caller writes files under temporary names. At the end they are renamed,
-    in order; no temporary file remains, whatever happens.
-
-    Args:
-        places: temporary name -> place, on one file system. If emptied meanwhile, nothing is
-            renamed.
-
-    Raises:
-        OSError: a file cannot be renamed, or was not written; those before it were renamed.
-    """
+    in order; no temporary file remains, whatever happens. places: temporary name -> place, on one
+    file system. If emptied meanwhile, nothing is renamed. Raises OSError: a file cannot be renamed,
+    or was not written; those before it were renamed."""
     partial = tuple(places)
     try:
         yield

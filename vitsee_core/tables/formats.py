@@ -38,11 +38,8 @@ NO_PYARROW = "pyarrow is not installed; run: pip install pyarrow"
 
 
 def ending_of(path: Path, known: Sequence[str], what: str) -> str:
-    """The one of the `known` endings that a file's name has, in any case.
-
-    Raises:
-        VitseeError: none of them; the message names what was expected of `what`.
-    """
+    """The one of the `known` endings that a file's name has, in any case. Raises VitseeError: none
+    of them; the message names what was expected of `what`."""
     name = path.name.lower()
     for ending in known:
         if name.endswith(ending) and len(name) > len(ending):
@@ -52,11 +49,8 @@ def ending_of(path: Path, known: Sequence[str], what: str) -> str:
 
 
 def table_ending(path: Path, what: str = "the table") -> str:
-    """The ending that selects a table's format.
-
-    Raises:
-        VitseeError: an unknown one, or .parquet without pyarrow.
-    """
+    """The ending that selects a table's format. Raises VitseeError: an unknown one, or .parquet
+    without pyarrow."""
     ending = ending_of(path, TABLE_ENDINGS, what)
     if ending == ".parquet" and importlib.util.find_spec("pyarrow") is None:
         raise VitseeError(f"{path}: {NO_PYARROW}, or name a .csv")

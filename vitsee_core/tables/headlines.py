@@ -121,11 +121,7 @@ def margin(rows: Table) -> str:
 
 def best_layers(table: Table, units: Mapping[str, str]) -> list[Answer]:
     """Each store's best layer by the first of these metrics that the table has, beside the best
-    baseline there.
-
-    Args:
-        units: metric -> what its value is a share or a mean of.
-    """
+    baseline there. units: metric -> what its value is a share or a mean of."""
     metric = next((m for m in units if m in _cells(table, "metric")), None)
     if metric is None:
         return []

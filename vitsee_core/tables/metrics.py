@@ -35,11 +35,8 @@ _LOWER = re.compile(r"lens_rank | [jf]_decay | rmse | abs_rel | kl", re.VERBOSE)
 
 
 def asked_for(metrics: Sequence[str], known: Iterable[str], analysis: str) -> list[str]:
-    """The requested metrics of an analysis, in its own order.
-
-    Raises:
-        VitseeError: an unknown one.
-    """
+    """The requested metrics of an analysis, in its own order. Raises VitseeError: an unknown
+    one."""
     known = list(known)
     for metric in metrics:
         if metric not in known:

@@ -151,11 +151,8 @@ class Table:
     def write(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
         """Write the table in the format of the ending: .csv, .csv.gz, .tsv, .json or .parquet; and
         beside it `r.csv.json`, with the notes and, if an analysis returned the table, how it was
-        made, which `vitsee plot` and `vitsee report` read.
-
-        Raises:
-            VitseeError: another ending, or a file exists and `force` is off.
-        """
+        made, which `vitsee plot` and `vitsee report` read. Raises VitseeError: another ending, or a
+        file exists and `force` is off."""
         place = Path(path)
         data = table_bytes(self.columns, table_ending(place))
         given = describe_call(*self.made_by) if self.made_by is not None else {}
@@ -195,11 +192,8 @@ class Table:
         return Table(columns, notes, self.replicates)
 
     def to_pandas(self) -> Any:
-        """The table as a pandas DataFrame, the notes in its `attrs`.
-
-        Raises:
-            VitseeError: pandas is not installed.
-        """
+        """The table as a pandas DataFrame, the notes in its `attrs`. Raises VitseeError: pandas is
+        not installed."""
         return to_frame(self.columns, self.notes)
 
     def __repr__(self) -> str:
@@ -330,11 +324,8 @@ def _read(path: Path, sidecar: dict[str, Any], kinds: Mapping[str, str]) -> Resu
 
 
 def read_replicates(file: ResultFile) -> NDArray[np.float64]:
-    """(rows, blocks) the replicates of a result, from the file beside it.
-
-    Raises:
-        VitseeError: there is none, or it belongs to another table.
-    """
+    """(rows, blocks) the replicates of a result, from the file beside it. Raises VitseeError: there
+    is none, or it belongs to another table."""
     path = replicates.beside(file.path)
     if not path.exists():
         raise VitseeError(

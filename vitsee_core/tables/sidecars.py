@@ -140,12 +140,8 @@ def attributes_of(store: Store) -> dict[str, Any]:
 
 
 def describe_call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Like `describe_run`, for an analysis called in Python.
-
-    Args:
-        name: of the analysis' module.
-        arguments: of its `run`, with defaults.
-    """
+    """Like `describe_run`, for an analysis called in Python. name: of the analysis' module.
+    arguments: of its `run`, with defaults."""
     stores: list[Store] = []
     parameters: dict[str, Any] = {}
     for key, value in arguments.items():

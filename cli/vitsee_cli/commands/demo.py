@@ -94,11 +94,7 @@ def command(
 
 
 def _real(folder: Path, yes: bool, dry_run: bool, *, weights: bool) -> tuple[dict[str, Path], Path]:
-    """The models by name and the folder of photographs, made where they are missing.
-
-    Raises:
-        VitseeError: see `real.make`; nobody agrees to the download.
-    """
+    """The models by name and the folder of photographs, made where they are missing."""
     from vitsee_core import real
 
     if missing := real.missing(folder, weights=weights):

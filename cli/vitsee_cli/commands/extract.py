@@ -126,7 +126,6 @@ class SlabReporter(console.Reporter):
     """Progress of the slabs. From its start on, committed slabs survive a signal."""
 
     def start(self, total: int, done: int = 0, unit: str = "images") -> None:
-        """Begin, and let signals report that committed slabs are kept."""
         if unit == "images":
             signals.keeps("at once: committed slabs are kept; repeat the command to resume")
         super().start(total, done, unit)

@@ -83,11 +83,8 @@ def _field_text(value: Any) -> str:
 
 
 def find(record: Any, field: str) -> Any:
-    """The value at a dotted path; a key may hold dots itself (`sites.blocks.3.out`).
-
-    Raises:
-        VitseeError: there is none; names what is there.
-    """
+    """The value at a dotted path; a key may hold dots itself (`sites.blocks.3.out`). Raises
+    VitseeError: there is none; names what is there."""
     value, rest = record, field.split(".")
     while rest:
         for n in range(len(rest), 0, -1):

@@ -73,8 +73,7 @@ def _is_complete(store: Place, damage: list[str]) -> bool | None:
 
 
 def _check(store: Place, deep: bool, alone: bool, as_json: bool) -> list[str]:
-    """Print the damage of a store, or that there is none, unless it goes into JSON; returns the
-    damage."""
+    """Print the damage of a store, or that it has none, unless it goes into JSON; return it."""
     from vitsee_core.runtime.machine import counted
     from vitsee_stores import describe, validate
 
