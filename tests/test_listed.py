@@ -6,7 +6,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from vitsee_cli.listed import Listed
+from vitsee_cli.declared import Listed
 from vitsee_cli.main import main
 from vitsee_cli.values import WholeNumber
 

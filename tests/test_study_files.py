@@ -11,8 +11,14 @@ from click.testing import CliRunner, Result
 
 from tests.studies import study
 from vitsee_cli.main import main
-from vitsee_core.study.foreign import check_outputs
-from vitsee_core.study.running import Outcome, Record, Stopped, carry_out, make_folders
+from vitsee_core.study.running import (
+    Outcome,
+    Record,
+    Stopped,
+    carry_out,
+    check_outputs,
+    make_folders,
+)
 from vitsee_core.study.steps import Step
 from vitsee_stores.errors import VitseeError
 

@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 
 from tests.studies import study
 from vitsee_cli.main import main
-from vitsee_core.report.figures_of_study import study_figures
 from vitsee_core.report.materials import find_materials
+from vitsee_core.report.overview import study_figures
 from vitsee_core.study.recipe_file import RecipeError, RecipeFile, bundled_recipes, read_recipe
 from vitsee_core.study.recipe_plan import data_places, plan_recipe
 from vitsee_core.tables.results import Table

@@ -6,8 +6,9 @@ from typing import Any
 
 import click
 
+from vitsee_cli.declared import a_file, a_number
 from vitsee_cli.options import Decorator, apply
-from vitsee_cli.values import SEED, WholeNumber, parse_path, parse_words
+from vitsee_cli.values import SEED, WholeNumber, parse_words
 from vitsee_core.images.selection import ORDERS
 
 
@@ -53,10 +54,8 @@ _DATA_OPTIONS: tuple[Decorator, ...] = (
         help="Part of the data: train, 'train[:45000]', 'test[10%:20%]', train+test.  "
         "[default: all]",
     ),
-    click.option(
+    a_number(
         "--images",
-        metavar="N",
-        type=WholeNumber(min=1),
         help="Take N images: the first of the order.  [default: all]",
     ),
     click.option(
@@ -65,10 +64,8 @@ _DATA_OPTIONS: tuple[Decorator, ...] = (
         type=WholeNumber(min=1),
         help="Take K images of every class.  [default: all]",
     ),
-    click.option(
+    a_file(
         "--only",
-        metavar="FILE",
-        type=parse_path,
         help="Choose from the images that FILE names, one a line: ids with or without ending, "
         "folders of them, or names of files.  [default: all]",
     ),
@@ -83,10 +80,8 @@ _DATA_OPTIONS: tuple[Decorator, ...] = (
         type=click.Choice(ORDERS),
         help="Order of the images in the store.  [default: shuffled]",
     ),
-    click.option(
+    a_number(
         "--short-side",
-        metavar="N",
-        type=WholeNumber(min=1),
         help="No crop: resize each image so that its short side has N pixels, and its long side, "
         "in proportion, a multiple of M.  [default: bring every image to the model's input]",
     ),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
-from vitsee_cli.completion import one_of
-from vitsee_cli.listed import Listed
 from vitsee_cli.values import (
     FiniteRange,
     WholeNumber,
@@ -23,6 +23,9 @@ from vitsee_core.runtime.options import Declared, Option
 from vitsee_stores.errors import VitseeError
 
 Decorator = Callable[[Any], Any]
+# Options of a whole number above 0, and of a file.
+a_number = partial(click.option, metavar="N", type=WholeNumber(min=1))
+a_file = partial(click.option, metavar="FILE", type=parse_path)
 METAVARS = {"int": "N", "float": "X", "Path": "PATH"}
 
 
@@ -105,3 +108,44 @@ def without_none(own: Declared, given: Iterable[str]) -> tuple[str, ...] | None:
     if len({*words}) > 1:
         raise click.UsageError(f"{flag(own)} none excludes the other ones")
     return ()
+
+
+REPEATABLE, LISTED = "Repeatable.", "Repeatable, or a comma list."
+
+
+class Listed(click.Option):
+    """`--k 1 --k 5`, or `--k 1,5`; for values that have no comma of their own."""
+
+    def __init__(self, *args: Any, **settings: Any):
+        """Accept the settings of click.Option; the help text also explains comma lists."""
+        text = settings.get("help") or ""
+        settings |= {"help": text.replace(REPEATABLE, LISTED), "multiple": True}
+        super().__init__(*args, **settings)
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        """The values, each checked."""
+        if isinstance(value, (tuple, list)):
+            parts = (part.split(",") if isinstance(part, str) else [part] for part in value)
+            value = tuple(one for some in parts for one in some)
+        return super().type_cast_value(ctx, value)
+
+
+Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+
+
+def one_of(words: Iterable[str] | Callable[[], Iterable[str]], *, files: bool = False) -> Complete:
+    """Completes these words; files: also paths, if no word begins like that."""
+
+    def complete(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        known = words() if callable(words) else words
+        found = [CompletionItem(word) for word in known if word.startswith(incomplete)]
+        return found or ([CompletionItem(incomplete, type="file")] if files else [])
+
+    return complete
+
+
+def model_names() -> list[str]:
+    """See `known_names`; torch and timm are not imported."""
+    from vitsee_core.models.sources import known_names
+
+    return known_names()

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from vitsee_cli.completion import one_of
+from vitsee_cli.declared import a_number, one_of
 from vitsee_cli.options import SITE_WORDS, Decorator, apply, dask_option, device_option
 from vitsee_cli.values import WholeNumber, parse_place
 from vitsee_core.extraction.options import (
@@ -135,10 +135,8 @@ _KEEP_OPTIONS: tuple[Decorator, ...] = (
         help="Keep each site's Gram matrix (all tokens) within every slab: minibatch CKA of whole "
         "models without their activations.  [default: no-grams]",
     ),
-    click.option(
+    a_number(
         "--erf",
-        metavar="N",
-        type=WholeNumber(min=1),
         help="Keep effective receptive fields of the sites with a grid, over the first N images "
         "(256 gives smooth ones): one backward pass per site and batch.  [default: none]",
     ),
@@ -159,10 +157,8 @@ _KEEP_OPTIONS: tuple[Decorator, ...] = (
         type=click.Choice(CODECS),
         help="Compression of the chunks.  [default: none]",
     ),
-    click.option(
+    a_number(
         "--slab",
-        metavar="N",
-        type=WholeNumber(min=1),
         help=f"Images per slab, the unit of work and of commit.  [default: {DEFAULT_SLAB}, halved "
         "until two fit a quarter of the memory]",
     ),
@@ -182,10 +178,8 @@ _RUN_OPTIONS: tuple[Decorator, ...] = (
         "validates the store; nothing is computed or written.  [default: none]",
     ),
     click.option("--force", is_flag=True, help="Start over: delete the store at -o first."),
-    click.option(
+    a_number(
         "--batch-size",
-        metavar="N",
-        type=WholeNumber(min=1),
         help="Images per forward pass.  [default: 32, on CUDA 128; with --grams a whole slab "
         "where that suits the memory]",
     ),

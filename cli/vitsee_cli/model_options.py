@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vitsee_cli.completion import model_names, one_of
 from vitsee_cli.data_options import recompute_data_option
+from vitsee_cli.declared import a_file, model_names, one_of
 from vitsee_cli.options import Decorator, apply, device_option
 from vitsee_cli.values import (
     SEED,
@@ -17,7 +17,6 @@ from vitsee_cli.values import (
     parse_fraction,
     parse_image_size,
     parse_model_arg,
-    parse_path,
     parse_positive_floats,
 )
 from vitsee_stores.errors import VitseeError
@@ -89,10 +88,8 @@ def check_weight_options(given: Mapping[str, Any]) -> None:
 
 
 _WEIGHT_OPTIONS: tuple[Decorator, ...] = (
-    click.option(
+    a_file(
         "--checkpoint",
-        metavar="FILE",
-        type=parse_path,
         help="Weights from a .pth, .pt or .safetensors file; a published layout brings its "
         "normalisation, of others it is assumed and logged.  [default: timm's pretrained ones]",
     ),
@@ -215,10 +212,8 @@ def recompute_options(command: Any) -> Any:
 
 _RECOMPUTE_OPTIONS: tuple[Decorator, ...] = (
     recompute_data_option,
-    click.option(
+    a_file(
         "--checkpoint",
-        metavar="FILE",
-        type=parse_path,
         help="Where the weights are now, where the store's model is needed again.  "
         "[default: where extract read them]",
     ),

@@ -31,15 +31,13 @@ import click
 
 from vitsee_cli import console
 from vitsee_cli.declared import Decorator as Decorator
-from vitsee_cli.declared import option_of
+from vitsee_cli.declared import a_file, a_number, option_of
 from vitsee_cli.values import (
     SEED,
     StorePath,
-    WholeNumber,
     parse_dask,
     parse_device,
     parse_output,
-    parse_path,
     parse_size,
     parse_store,
 )
@@ -48,7 +46,6 @@ from vitsee_core.runtime import options as declarations
 from vitsee_core.runtime.options import FEATURE_TOKENS as FEATURE_TOKENS
 from vitsee_core.runtime.options import SITE_WORDS as SITE_WORDS
 from vitsee_core.runtime.options import Declared
-from vitsee_stores.token_selection import WORDS as TOKENS
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
@@ -186,8 +183,7 @@ force_option = click.option(
     "--force", is_flag=True, help="Overwrite existing output.  [default: refuse, before any work]"
 )
 
-
-_output_option = click.option(
+_table_option = click.option(
     "-o",
     "--output",
     metavar="TABLE",
@@ -196,10 +192,8 @@ _output_option = click.option(
     "to TABLE.json.  [default: - , CSV on stdout]",
 )
 
-_png_option = click.option(
+_png_option = a_file(
     "--png",
-    metavar="FILE",
-    type=parse_path,
     help="Draw the figure into FILE, a .png, .svg or .pdf.  [default: no figure]",
 )
 
@@ -207,19 +201,27 @@ _png_option = click.option(
 def output_options(command: Any) -> Any:
     """-o, --png and --force, and --replicates of a command that has it, together as `outputs`: an
     Outputs."""
+    return _table_option(_png_option(force_option(_with_outputs(command))))
 
+
+def table_options(command: Any) -> Any:
+    """-o and --force of a command without a figure, together as `outputs`: an Outputs."""
+    return _table_option(force_option(_with_outputs(command)))
+
+
+def _with_outputs(command: Any) -> Any:
     @functools.wraps(command)
     def gathered(
-        *args: Any, output: Any, png: Any, force: bool, replicates: bool = False, **kwargs: Any
+        *args: Any, output: Any, force: bool, png: Any = None, replicates: bool = False, **more: Any
     ) -> Any:
         from vitsee_core.report.outputs import Outputs
 
         output = None if output == Path("-") else output
         if replicates and output is None:
             raise click.UsageError("--replicates writes a file beside the table: give -o TABLE too")
-        return command(*args, outputs=Outputs(output, png, force, replicates), **kwargs)
+        return command(*args, outputs=Outputs(output, png, force, replicates), **more)
 
-    return _output_option(_png_option(force_option(gathered)))
+    return gathered
 
 
 json_option = click.option(
@@ -234,19 +236,6 @@ replicates_option = click.option(
 )
 
 
-def table_options(command: Any) -> Any:
-    """-o and --force of a command without a figure, together as `outputs`: an Outputs."""
-
-    @functools.wraps(command)
-    def gathered(*args: Any, output: Any, force: bool, **kwargs: Any) -> Any:
-        from vitsee_core.report.outputs import Outputs
-
-        output = None if output == Path("-") else output
-        return command(*args, outputs=Outputs(csv=output, force=force), **kwargs)
-
-    return _output_option(force_option(gathered))
-
-
 # ---------------------------------------------------------------- what to look at
 
 
@@ -257,48 +246,26 @@ def sites_option(*default: str, show_default: str | None = None) -> Decorator:
     return option_of(Declared("sites", "Sequence[str]", default, None, about))
 
 
-def blocks_option(show_default: str, default: tuple[str, ...] = ("blocks",)) -> Decorator:
+def blocks_option(show_default: str) -> Decorator:
     """--sites of an analysis of whole blocks, repeatable, as `sites`."""
     about = declarations.blocks_option(show_default)
-    return option_of(Declared("sites", "Sequence[str]", default, None, about))
+    return option_of(Declared("sites", "Sequence[str]", (), None, about))
 
 
-def tokens_option(
-    default: str | None,
-    choices: Iterable[str] = TOKENS,
-    *,
-    multiple: bool = False,
-    show_default: str | None = None,
-) -> Decorator:
-    """--tokens of an analysis, as `tokens`: one word of `choices` or ROW,COL.
-
-    Args:
-        default: the word; None where the analysis decides (`show_default` then describes how).
-        choices: the words that this analysis knows.
-        multiple: take several; `tokens` is then a tuple.
-        show_default: the default in words.
-    """
-    kind, value = ("Sequence[str]", (default,) if default else ()) if multiple else ("str", default)
+def tokens_option(choices: Iterable[str], show_default: str) -> Decorator:
+    """--tokens of one of these words or ROW,COL, as `tokens`; None where the analysis decides."""
     about = declarations.tokens_option(choices, show_default)
-    instead = {} if show_default else {"show_default": True}
-    return option_of(Declared("tokens", kind, value, None, about), **instead)
+    return option_of(Declared("tokens", "str", None, None, about))
 
 
 def image_option(what: str, show_default: str, store: str, about: str = "") -> Decorator:
     """--image, repeatable: what to do with an image of `store`; about: further help text."""
-    return click.option(
-        "--image",
-        metavar="ID",
-        multiple=True,
-        show_default=show_default,
-        help=f"{what} this image, named by its id or its row in {store}{about}. Repeatable.",
-    )
+    option = declarations.image_option(what, show_default, store, about)
+    return option_of(Declared("image", "Sequence[str]", (), None, option))
 
 
-images_option = click.option(
+images_option = a_number(
     "--images",
-    metavar="N",
-    type=WholeNumber(min=1),
     show_default="all",
     help="Use N images: the first rows of a shuffled store, a random sample of an ordered one.",
 )
@@ -333,11 +300,9 @@ memory_option = click.option(
     help="Memory to stay within, e.g. 4G or 512M.",
 )
 
-jobs_option = click.option(
+jobs_option = a_number(
     "-j",
     "--jobs",
-    metavar="N",
-    type=WholeNumber(min=1),
     default=machine.n_cores,
     show_default="the cores of this process",
     help="Slabs to work on at a time, by threads (--dask local:N: by processes); the result does "

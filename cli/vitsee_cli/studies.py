@@ -46,7 +46,7 @@ def run_study(
         VitseeError: an unknown model, foreign files would be replaced, or some steps failed (all
             others were done).
     """
-    from vitsee_core.study import cost, kept, planning, running
+    from vitsee_core.study import cost, planning, running
 
     ctx.meta[console.RESUMES] = "repeat the command to go on"
     planning.check_choice(study)
@@ -61,7 +61,7 @@ def run_study(
     own, plan = planned(models)
     if not plan.steps:
         raise VitseeError(f"nothing to do: {'; '.join(planning.reasons(plan.left_out))}")
-    kept.check_kept(own, models, running.Record.read(study.folder).steps)
+    planning.check_kept(own, models, running.Record.read(study.folder).steps)
 
     def of_those(failed: Sequence[Step]) -> Plan:
         made = [m for m in models if study.store(m.label) not in _outputs(failed)]
@@ -116,11 +116,11 @@ def _execute(
 ) -> None:
     """Log what a plan takes, and do it, or print it. of_those: what is left after extractions
     failed."""
-    from vitsee_core.study import foreign, planning, running
+    from vitsee_core.study import planning, running
 
     words = console.command_line()
     before = running.Record.read(study.folder)
-    foreign.check_outputs(study, [*plan.steps, report_step(study)], before)
+    running.check_outputs(study, [*plan.steps, report_step(study)], before)
     if not dry_run:
         running.make_folders(study)
     console.say(about)
@@ -140,7 +140,7 @@ def _execute(
         again = of_those(failed)
         steps = [*again.analyses, report_step(study)]
         record.outdate(report_step(study))
-        foreign.check_outputs(study, again.analyses, record)
+        running.check_outputs(study, again.analyses, record)
         first = len(plan.extractions) + 1
         failed += running.carry_out(
             steps, record, perform, console.say, first=first, total=total, before=failed

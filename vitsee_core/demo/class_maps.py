@@ -13,13 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
-from vitsee_core.demo.scenes import N_CLASSES, Pixels, Scene, class_names, random_scene
+from vitsee_core.demo.scenes import (
+    N_CLASSES,
+    Pixels,
+    Scene,
+    class_names,
+    random_scene,
+    save_image,
+)
 from vitsee_core.types import Mask
 
 SIZES = ((64, 96), (96, 64), (80, 80))  # of images, in turn
@@ -80,9 +86,9 @@ def _write_voc(root: Path, every: list[Miniature]) -> None:
     for one in every:
         name = f"2007_{1000 * one.split + one.number:06d}"
         names[one.split].append(name)
-        _save(one.pixels, root / "JPEGImages" / f"{name}.jpg")
+        save_image(one.pixels, root / "JPEGImages" / f"{name}.jpg")
         values = np.where(_border(one.classes), BORDER, one.classes).astype(np.uint8)
-        _save(values, root / "SegmentationClass" / f"{name}.png", palette)
+        save_image(values, root / "SegmentationClass" / f"{name}.png", palette)
     lists = root / "ImageSets" / "Segmentation"
     lists.mkdir(parents=True)
     for split, own in zip(("train", "val"), names, strict=True):
@@ -93,10 +99,10 @@ def _write_ade20k(root: Path, every: list[Miniature]) -> None:
     for one in every:
         split = ("training", "validation")[one.split]
         name = f"ADE_{('train', 'val')[one.split]}_{one.number + 1:08d}"
-        _save(one.pixels, root / "images" / split / f"{name}.jpg")
+        save_image(one.pixels, root / "images" / split / f"{name}.jpg")
         values = one.classes + 1
         values[:8, :8] = 0
-        _save(values, root / "annotations" / split / f"{name}.png")
+        save_image(values, root / "annotations" / split / f"{name}.png")
     known = ["wall", *class_names()]
     names = known + [f"class {k}" for k in range(len(known) + 1, ADE_CLASSES + 1)]
     lines = ["Idx\tRatio\tTrain\tVal\tStuff\tName"]
@@ -111,15 +117,7 @@ def _write_cityscapes(root: Path, every: list[Miniature]) -> None:
         split = ("train", "val")[one.split]
         city = CITIES[one.split]
         name = f"{city}_{one.number:06d}_000019"
-        _save(one.pixels, root / "leftImg8bit" / split / city / f"{name}_leftImg8bit.png")
+        save_image(one.pixels, root / "leftImg8bit" / split / city / f"{name}_leftImg8bit.png")
         folder = root / "gtFine" / split / city
-        _save(table[one.classes], folder / f"{name}_gtFine_labelIds.png")
-        _save(one.classes, folder / f"{name}_gtFine_instanceIds.png")
-
-
-def _save(pixels: NDArray[Any], path: Path, palette: list[int] | None = None) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    image = Image.fromarray(pixels)
-    if palette is not None:
-        image.putpalette(palette)  # the pixels become indices
-    image.save(path, quality=95)  # which PNG has no use for
+        save_image(table[one.classes], folder / f"{name}_gtFine_labelIds.png")
+        save_image(one.classes, folder / f"{name}_gtFine_instanceIds.png")

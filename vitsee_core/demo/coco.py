@@ -13,21 +13,22 @@ in two of the three files, as in the published sets. Masks are exact.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from vitsee_core.demo.scenes import (
     Pixels,
     Placed,
     Scene,
+    box_of,
     class_names,
     compose,
     random_scene,
+    save_image,
     sprite,
+    write_json,
 )
 from vitsee_core.types import Mask
 
@@ -40,13 +41,8 @@ HALVES = ("Upper", "Lower")
 
 
 def write_coco(folder: str | Path, seed: int = 0, n_images: int = 12) -> None:
-    """Write all of it below `folder`.
-
-    Args:
-        folder: made where it is missing.
-        seed: of everything random.
-        n_images: of each of the two splits of COCO; half as many for each class of parts.
-    """
+    """Write all of it below `folder`. n_images: of each of the two splits of COCO; half as many
+    for each class of parts."""
     folder = Path(folder)
     annotations = folder / "annotations"
     for number, split in enumerate(("train2017", "val2017")):
@@ -92,9 +88,7 @@ def _runs(row: Mask) -> list[tuple[int, int]]:
 def _write_split(
     folder: Path, annotations: Path, split: str, seed: tuple[int, int], n_images: int
 ) -> None:
-    images: list[dict[str, Any]] = []
-    objects: list[dict[str, Any]] = []
-    panoptic: list[dict[str, Any]] = []
+    images, objects, panoptic = (list[dict[str, Any]]() for _ in range(3))
     names = class_names()
     things = [
         {"id": category_id(i), "name": name, "supercategory": "clothes"}
@@ -111,30 +105,22 @@ def _write_split(
         floor = _floor(size)
         pixels = _with_floor(scene, floor)
         name = f"{number:012d}"
-        _save(pixels, folder / split / f"{name}.jpg")
+        save_image(pixels, folder / split / f"{name}.jpg")
         about = {"id": number, "file_name": f"{name}.jpg", "height": size[0], "width": size[1]}
         images.append(about)
         crowded = k % 4 == 3  # the first two objects of every fourth image
         objects += _objects(scene, number, crowded, first=len(objects) + 1)
         panoptic.append(_panoptic(scene, floor, number, annotations / f"panoptic_{split}"))
-    _write_json(
-        annotations / f"instances_{split}.json",
-        {"images": images, "annotations": objects, "categories": things},
-    )
-    _write_json(
-        annotations / f"panoptic_{split}.json",
-        {
-            "images": images,
-            "annotations": panoptic,
-            "categories": [*(one | {"isthing": 1} for one in things), *stuff],
-        },
-    )
+    content = {"images": images, "annotations": objects, "categories": things}
+    write_json(annotations / f"instances_{split}.json", content)
+    every = [*(one | {"isthing": 1} for one in things), *stuff]
+    content = {"images": images, "annotations": panoptic, "categories": every}
+    write_json(annotations / f"panoptic_{split}.json", content)
 
 
 def _floor(size: tuple[int, int]) -> Mask:
     """The lower third of a scene."""
-    rows = np.arange(size[0]) >= 2 * size[0] // 3
-    return np.broadcast_to(rows[:, np.newaxis], size).copy()
+    return np.repeat(np.arange(size[0])[:, None] >= 2 * size[0] // 3, size[1], 1)
 
 
 def _with_floor(scene: Scene, floor: Mask) -> Pixels:
@@ -151,17 +137,9 @@ def _objects(scene: Scene, image: int, crowded: bool, first: int) -> list[dict[s
     for at, (mask, number) in enumerate(zip(masks, classes, strict=True)):
         if mask.any():
             crowd = crowded and at == 0
-            found.append(
-                {
-                    "id": first + len(found),
-                    "image_id": image,
-                    "category_id": category_id(number),
-                    "iscrowd": int(crowd),
-                    "area": int(mask.sum()),
-                    "bbox": _box(mask),
-                    "segmentation": run_lengths(mask) if crowd else outlines(mask),
-                }
-            )
+            about = {"id": first + len(found), "image_id": image} | _part(mask, category_id(number))
+            shape = run_lengths(mask) if crowd else outlines(mask)
+            found.append(about | {"iscrowd": int(crowd), "segmentation": shape})
     return found
 
 
@@ -176,19 +154,18 @@ def _panoptic(scene: Scene, floor: Mask, image: int, folder: Path) -> dict[str, 
         if mask.any():
             number = 65536 * (image % 200) + 256 * (at + 1) + 7 * at + 1
             numbers[mask] = number
-            segments.append(
-                {
-                    "id": number,
-                    "category_id": category,
-                    "iscrowd": 0,
-                    "area": int(mask.sum()),
-                    "bbox": _box(mask),
-                }
-            )
+            segments.append({"id": number} | _part(mask, category))
     colours = np.stack([numbers % 256, numbers // 256 % 256, numbers // 65536], -1)
     name = f"{image:012d}.png"
-    _save(colours.astype(np.uint8), folder / name)
+    save_image(colours.astype(np.uint8), folder / name)
     return {"image_id": image, "file_name": name, "segments_info": segments}
+
+
+def _part(mask: Mask, category: int) -> dict[str, Any]:
+    """What every annotation has; its box is x, y, width, height."""
+    left, top, right, low = box_of(mask)
+    box = [left, top, right - left, low - top]
+    return {"category_id": category, "iscrowd": 0, "area": int(mask.sum()), "bbox": box}
 
 
 def _write_parts(
@@ -200,8 +177,7 @@ def _write_parts(
         for k, kind in enumerate(kinds)
         for h, half in enumerate(HALVES)
     ]
-    images: list[dict[str, Any]] = []
-    parts: list[dict[str, Any]] = []
+    images, parts = (list[dict[str, Any]]() for _ in range(2))
     for number in classes:
         wnid = f"n{number + 1:08d}"
         for k in range(n_images):
@@ -215,7 +191,7 @@ def _write_parts(
             halves = mask & ~below, mask & below
             pixels = np.where(halves[1][..., None], scene.pixels // 2, scene.pixels)
             name = f"{wnid}_{17 * k + 3}"
-            _save(pixels.astype(np.uint8), folder / split / wnid / f"{name}.JPEG")
+            save_image(pixels.astype(np.uint8), folder / split / wnid / f"{name}.JPEG")
             about = {"id": len(images), "file_name": f"{name}.JPEG"}
             images.append(about | {"height": size[0], "width": size[1]})
             for h, half in enumerate(halves):
@@ -223,35 +199,7 @@ def _write_parts(
                 shape = outlines(half)
                 if k == 0:  # the published files have some outlines of two points
                     shape = [[left, top, left + 1, top], *shape]
-                parts.append(
-                    {
-                        "id": len(parts),
-                        "image_id": about["id"],
-                        "category_id": category,
-                        "iscrowd": 0,
-                        "area": int(half.sum()),
-                        "bbox": _box(half),
-                        "segmentation": shape,
-                    }
-                )
+                own = {"id": len(parts), "image_id": about["id"], "segmentation": shape}
+                parts.append(own | _part(half, category))
     content = {"images": images, "annotations": parts, "categories": categories}
-    _write_json(folder / f"{split}.json", content)
-
-
-def _box(mask: Mask) -> list[int]:
-    """x, y, width, height."""
-    rows, cols = (np.flatnonzero(mask.any(axis)) for axis in (1, 0))
-    return [
-        *(int(cols[0]), int(rows[0])),
-        *(int(cols[-1] - cols[0] + 1), int(rows[-1] - rows[0] + 1)),
-    ]
-
-
-def _save(pixels: Pixels, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels).save(path, quality=95)  # which PNG has no use for
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content))
+    write_json(folder / f"{split}.json", content)

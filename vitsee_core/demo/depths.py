@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
 
-from vitsee_core.demo.scenes import Pixels, Scene, random_scene
+from vitsee_core.demo.scenes import Pixels, Scene, random_scene, save_image
 from vitsee_core.types import Float
 
 SIZE = (72, 96)
@@ -38,12 +37,10 @@ class Miniature(NamedTuple):
 def write_depths(folder: str | Path, seed: int = 0, n_images: int = 12) -> None:
     """Write the set below `folder`; n_images: of each split."""
     for one in miniatures(seed, n_images):
-        place = Path(folder, "nyu", one.name).parent
-        place.mkdir(parents=True, exist_ok=True)
-        number = one.name[-5:]
-        Image.fromarray(one.pixels).save(place / f"rgb_{number}.jpg", quality=95)
+        place, number = Path(folder, "nyu", one.name).parent, one.name[-5:]
+        save_image(one.pixels, place / f"rgb_{number}.jpg")
         values = np.rint(one.depths * 1000).astype(np.uint16)
-        Image.fromarray(values).save(place / f"sync_depth_{number}.png")
+        save_image(values, place / f"sync_depth_{number}.png")
 
 
 def miniatures(seed: int, n_images: int) -> Iterator[Miniature]:

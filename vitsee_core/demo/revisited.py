@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vitsee_core.demo.scenes import Placed, Scene, compose, sprite
+from vitsee_core.demo.scenes import Placed, Scene, box_of, compose, sprite
 
 NAME = "roxford5k"
 LANDMARKS = ("Trouser", "Bag", "Ankle boot", "Dress", "Sandal")
@@ -78,7 +78,7 @@ def write_revisited(
         scene = _scene(landmark, "easy", seed, 4, i)
         queries.append(f"{_stem(landmark)}_00{i:05d}")
         made.save(queries[-1], scene)
-        truth.append({"bbx": _box(scene)} | lists[landmark])
+        truth.append({"bbx": [float(edge) for edge in box_of(scene.masks[0])]} | lists[landmark])
     found: dict[str, Any] = {"imlist": made.images, "qimlist": queries, "gnd": truth}
     (folder / f"gnd_{NAME}.pkl").write_bytes(pickle.dumps(found, protocol=2))
 
@@ -102,10 +102,3 @@ def _scene(name: str, kind: str, seed: int, k: int, i: int) -> Scene:
     if kind == "junk":
         placed = [Placed(one, top, size[1] - max(2, width // 6))]
     return compose(size, placed, int(rng.integers(2**31)))
-
-
-def _box(scene: Scene) -> list[float]:
-    """x0, y0, x1, y1 around what is seen of the object."""
-    rows, columns = np.nonzero(scene.masks[0])
-    edges = columns.min(), rows.min(), columns.max() + 1, rows.max() + 1
-    return [float(edge) for edge in edges]

@@ -13,9 +13,12 @@ beyond the frame is not in them.
 from __future__ import annotations
 
 import colorsys
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,6 +159,27 @@ def random_scene(
         )
         placed.append(Placed(one, top, left))
     return compose(size, placed, int(rng.integers(2**32)))
+
+
+def box_of(mask: Mask) -> tuple[int, int, int, int]:
+    """x0, y0, x1, y1 around the pixels of a mask."""
+    rows, cols = (np.flatnonzero(mask.any(axis)) for axis in (1, 0))
+    return int(cols[0]), int(rows[0]), int(cols[-1]) + 1, int(rows[-1]) + 1
+
+
+def save_image(pixels: NDArray[Any], path: Path, palette: Sequence[int] | None = None) -> None:
+    """Write pixels, of which those with a palette become its indices, in a folder that is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = Image.fromarray(pixels)
+    if palette is not None:
+        image.putpalette(palette)
+    image.save(path, quality=95)  # which PNG has no use for
+
+
+def write_json(path: Path, content: Any) -> None:
+    """The same of a JSON file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content))
 
 
 def _overlap(

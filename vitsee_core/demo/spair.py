@@ -12,24 +12,29 @@ the same places of every object of a class. Those beyond the frame are null.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
-from vitsee_core.demo.scenes import Placed, Sprite, class_names, compose, sprite
-from vitsee_core.types import Mask
+from vitsee_core.demo.scenes import (
+    Placed,
+    Sprite,
+    box_of,
+    class_names,
+    compose,
+    save_image,
+    sprite,
+    write_json,
+)
 
 CATEGORIES = ("Trouser", "Dress", "Bag")
 SIZES = ((96, 128), (128, 96), (112, 112), (80, 120))  # (height, width) of images, in turn
 N_IMAGES = 6  # of a category
 HEIGHTS = (0.1, 0.5, 0.9)  # of an object, where its rims are keypoints
 SLOTS = 30  # keypoints that an image annotation has room for
-QUALITY = 95  # of the JPEG files
 VOC = 1  # the first class number in the segmentation files
 CUT = 2  # of a category's images this one shows its object cut off by the frame
 SCALES = (1.2, 1.6)  # ratios of sizes that separate the scale variations 0, 1 and 2
@@ -71,7 +76,7 @@ def write_spair(folder: str | Path, seed: int = 0, separator: str = ":") -> None
                 stem = f"{number:06d}-{source.name}-{target.name}"
                 names.append(f"{stem}:{category}")
                 path = root / "PairAnnotation" / split / f"{stem}{separator}{category}.json"
-                _write_json(path, _pair(number, category, source, target))
+                write_json(path, _pair(number, category, source, target))
         for size, listed in (("large", names), ("small", names[::2])):
             path = root / "Layout" / size / f"{split}.txt"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,17 +96,12 @@ def _write_image(root: Path, category: str, i: int, seed: tuple[int, ...]) -> Sh
     scene = compose(size, [Placed(one, top, left)], seed)
     word, name = category.lower(), f"2008_{CATEGORIES.index(category) * N_IMAGES + i:06d}"
     mask = scene.masks[0]
-    shown = Shown(name, size, _box(mask), _points(one, top, left, size), i == CUT, length)
-    for part, ending in (("JPEGImages", "jpg"), ("Segmentation", "png")):
-        path = root / part / word / f"{name}.{ending}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if part == "JPEGImages":
-            Image.fromarray(scene.pixels).save(path, quality=QUALITY)
-        else:
-            number = class_names().index(category) + VOC
-            Image.fromarray((mask * number).astype(np.uint8)).save(path)
+    shown = Shown(name, size, list(box_of(mask)), _points(one, top, left, size), i == CUT, length)
+    number = class_names().index(category) + VOC
+    save_image(scene.pixels, root / "JPEGImages" / word / f"{name}.jpg")
+    save_image((mask * number).astype(np.uint8), root / "Segmentation" / word / f"{name}.png")
     slots = shown.points + [None] * (SLOTS - len(shown.points))
-    _write_json(
+    write_json(
         root / "ImageAnnotation" / word / f"{name}.json",
         {
             "filename": f"{name}.jpg", "category": word, "azimuth_id": 0, "pose": "Unspecified",
@@ -111,12 +111,6 @@ def _write_image(root: Path, category: str, i: int, seed: tuple[int, ...]) -> Sh
         },
     )  # fmt: skip
     return shown
-
-
-def _box(mask: Mask) -> list[int]:
-    """x0, y0, x1, y1 of an object."""
-    rows, cols = (np.flatnonzero(mask.any(axis)) for axis in (1, 0))
-    return [int(cols[0]), int(rows[0]), int(cols[-1]) + 1, int(rows[-1]) + 1]
 
 
 def _points(one: Sprite, top: int, left: int, size: tuple[int, int]) -> list[list[int] | None]:
@@ -153,8 +147,3 @@ def _pair(number: int, category: str, source: Shown, target: Shown) -> dict[str,
         "scale_variation": sum(ratio > step for step in SCALES),
         "truncation": int(source.cut) + 2 * int(target.cut), "occlusion": 0, "pair_id": number,
     }  # fmt: skip
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content))

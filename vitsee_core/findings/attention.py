@@ -19,7 +19,6 @@ def _repetition(f: ModelTables, model: str) -> of.Estimate:
 
 FINDINGS = (
     Finding(
-        SECTION,
         "local-heads",
         "The lowest layers have local heads.",
         "Raghu et al. 2021, Sec. 5, Fig. 3; Dosovitskiy et al. 2021, Fig. 7 right",
@@ -30,7 +29,6 @@ FINDINGS = (
         lambda f: of.below(0.5, of.nearest_head(f.distances("vit"))),
     ),
     Finding(
-        SECTION,
         "local-and-global",
         "The lowest layers mix nearer and farther heads more than the highest do.",
         "Raghu et al. 2021, Sec. 5, Fig. 3",
@@ -40,7 +38,6 @@ FINDINGS = (
         lambda f: of.head_range(f.distances("vit")),
     ),
     Finding(
-        SECTION,
         "upper-global",
         "The most local heads are in the lowest layers, not in the highest.",
         "Raghu et al. 2021, Sec. 5, Fig. 3",
@@ -50,7 +47,6 @@ FINDINGS = (
         lambda f: of.upper_is_global(f.distances("vit")),
     ),
     Finding(
-        SECTION,
         "distance-rises",
         "Attention distance increases with depth.",
         "Dosovitskiy et al. 2021, Sec. 4.5, App. D.6, Figs. 7 right, 10",
@@ -60,7 +56,6 @@ FINDINGS = (
         lambda f: of.rise(f.distances("vit")),
     ),
     Finding(
-        SECTION,
         "little-data",
         "With less training data the lower layers do not learn to attend locally.",
         "Raghu et al. 2021, Sec. 5, Fig. 4",
@@ -70,7 +65,6 @@ FINDINGS = (
         lambda f: of.nearest_head(f.distances("vit-10pct")) - of.nearest_head(f.distances("vit")),
     ),
     Finding(
-        SECTION,
         "local-heads-cnn",
         "The lower ResNet layers resemble the local heads of the first block most.",
         "Raghu et al. 2021, Sec. 5, Fig. 5",
@@ -81,7 +75,6 @@ FINDINGS = (
         lambda f: of.local_less_global(f.cnn_like("vit", "resnet")),
     ),
     Finding(
-        SECTION,
         "offset-heads",
         "There are heads that attend locally, to a place beside the query (offset local heads).",
         "Walmer et al. 2023, Sec. 4.2, Figs. 3, 14",
@@ -92,7 +85,6 @@ FINDINGS = (
         lambda f: of.above(0.5, of.offset_focus(f.heads("vit"))),
     ),
     Finding(
-        SECTION,
         "repeating",
         "With labels, queries attend more alike in the later layers than in the earlier.",
         "Walmer et al. 2023, Sec. 4.1, Fig. 2",
@@ -103,7 +95,6 @@ FINDINGS = (
         lambda f: _repetition(f, "vit"),
     ),
     Finding(
-        SECTION,
         "repeating-masked",
         "The rise of `repeating` is larger with labels than by reconstruction.",
         "Walmer et al. 2023, Sec. 4.1, Fig. 2",
@@ -113,7 +104,6 @@ FINDINGS = (
         lambda f: _repetition(f, "vit") - _repetition(f, "vit-masked"),
     ),
     Finding(
-        SECTION,
         "order-masked",
         "With labels distance rises further towards the last layers than by reconstruction.",
         "Walmer et al. 2023, Sec. 4.3, Fig. 4 right",

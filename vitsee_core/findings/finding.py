@@ -20,14 +20,13 @@ class Finding:
     """A claim of a paper about layers or heads, and the number that tests it.
 
     Attributes:
-        section, name, claim: what the papers say.
+        name, claim: what the papers say.
         source: paper and place.
         statistic: what is computed, in `unit`.
         models: what its stores are of (`vit`, `resnet`, `vit-gap`, ...).
         measure: the number, above 0 where the claim holds.
     """
 
-    section: str
     name: str
     claim: str
     source: str
@@ -35,6 +34,7 @@ class Finding:
     unit: str
     models: tuple[str, ...]
     measure: Callable[[ModelTables], Estimate]
+    section: str = ""  # of the page
 
     def row(self, found: Estimate | None, other: Estimate | None = None) -> dict[str, Any]:
         """Its row in a table; None: it could not be measured. other: with models of another seed; a

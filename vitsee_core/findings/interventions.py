@@ -29,7 +29,6 @@ def _median_loss(f: ModelTables) -> of.Estimate:
 
 FINDINGS = (
     Finding(
-        SECTION,
         "zero-mean",
         "To replace a token by zero costs more than by its mean.",
         REPLACED,
@@ -40,7 +39,6 @@ FINDINGS = (
         lambda f: _kl(f, "zero") - _kl(f, "mean"),
     ),
     Finding(
-        SECTION,
         "zero-other",
         "To replace a token by zero costs more than by that of another image.",
         REPLACED,
@@ -50,7 +48,6 @@ FINDINGS = (
         lambda f: _kl(f, "zero") - _kl(f, "shuffle"),
     ),
     Finding(
-        SECTION,
         "heads-spare",
         "Most heads can be left out one at a time at little cost.",
         "Michel et al. 2019, Sec. 3.2 (there: language, heads at zero)",
@@ -61,7 +58,6 @@ FINDINGS = (
         lambda f: of.below(LITTLE, _median_loss(f)),
     ),
     Finding(
-        SECTION,
         "heads-far",
         "Within a block, heads that attend farther are needed more.",
         "Of no paper",

@@ -4,12 +4,11 @@ Which third, half or quarter of the layers is meant, and which models are compar
 and was chosen from the papers' text and not from the numbers.
 """
 
+from dataclasses import replace
+
 from vitsee_core.findings import attention, interventions, similarity, skips, training
 
-FINDINGS = (
-    *similarity.FINDINGS,
-    *attention.FINDINGS,
-    *skips.FINDINGS,
-    *training.FINDINGS,
-    *interventions.FINDINGS,
+SECTIONS = (similarity, attention, skips, training, interventions)
+FINDINGS = tuple(
+    replace(finding, section=part.SECTION) for part in SECTIONS for finding in part.FINDINGS
 )

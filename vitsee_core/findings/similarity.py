@@ -22,7 +22,6 @@ def _mixer(f: ModelTables) -> of.Estimate:
 
 FINDINGS = (
     Finding(
-        SECTION,
         "uniform",
         "A ViT's lower and higher layers are more alike than a ResNet's.",
         "Raghu et al. 2021, Sec. 4, Fig. 1",
@@ -33,7 +32,6 @@ FINDINGS = (
         lambda f: of.ends(f.cka("vit")) - of.ends(f.cka("resnet")),
     ),
     Finding(
-        SECTION,
         "uniform-gap",
         "The same of a ViT trained with global average pooling.",
         "Raghu et al. 2021, Sec. 4, Fig. 1 (there: with a class token)",
@@ -43,7 +41,6 @@ FINDINGS = (
         lambda f: of.ends(f.cka("vit-gap")) - of.ends(f.cka("resnet")),
     ),
     Finding(
-        SECTION,
         "lower-half",
         "The ResNet's lower half resembles the ViT's first quarter more than its second.",
         "Raghu et al. 2021, Sec. 4, Figs. 2, B.1",
@@ -54,7 +51,6 @@ FINDINGS = (
         lambda f: of.second_quarter(f.cka("vit", "resnet")),
     ),
     Finding(
-        SECTION,
         "final-third",
         "The ViT's final third is less similar to all ResNet layers than its other layers are.",
         "Raghu et al. 2021, Sec. 4, Fig. 2",
@@ -64,7 +60,6 @@ FINDINGS = (
         lambda f: of.final_third(f.cka("vit", "resnet")),
     ),
     Finding(
-        SECTION,
         "mixer",
         "An MLP-Mixer resembles a ViT more than a ResNet.",
         "Raghu et al. 2021, App. H, Fig. H.2",

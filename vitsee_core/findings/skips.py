@@ -41,7 +41,6 @@ def _all_ratios(f: ModelTables) -> of.Estimate:
 
 FINDINGS = (
     Finding(
-        SECTION,
         "skip-cls",
         "In the first half the class token passes through the skips, later it is rewritten.",
         "Raghu et al. 2021, Sec. 6, Figs. 7, E.1",
@@ -52,7 +51,6 @@ FINDINGS = (
         lambda f: of.log_fall(f.ratios("vit", "cls")),
     ),
     Finding(
-        SECTION,
         "skip-patches",
         "Patches are rewritten in the first half and pass through the skips later.",
         "Raghu et al. 2021, Sec. 6, Figs. 7, E.1",
@@ -62,7 +60,6 @@ FINDINGS = (
         lambda f: of.negative(of.log_fall(f.ratios("vit", "patches"))),
     ),
     Finding(
-        SECTION,
         "skip-vit-cnn",
         "Skips carry more in a ViT than in a ResNet.",
         "Raghu et al. 2021, Sec. 6, Fig. 7 right",
@@ -73,7 +70,6 @@ FINDINGS = (
         _all_ratios,
     ),
     Finding(
-        SECTION,
         "skip-removed",
         "Trained without the skips of one block, the layers before and after it are less alike.",
         "Raghu et al. 2021, Sec. 6, Fig. 8",
@@ -84,7 +80,6 @@ FINDINGS = (
         lambda f: of.across(f.cka("vit"), REMOVED) - of.across(f.cka("vit-noskip"), REMOVED),
     ),
     Finding(
-        SECTION,
         "skip-partition",
         "The layers on each side of it stay alike: the similarity partitions.",
         "Raghu et al. 2021, Sec. 6, Fig. 8",
@@ -95,7 +90,6 @@ FINDINGS = (
         _partition,
     ),
     Finding(
-        SECTION,
         "fields-low",
         "The lowest layers of a ViT see farther than those of a ResNet.",
         "Raghu et al. 2021, Sec. 5, Fig. 6",
@@ -106,7 +100,6 @@ FINDINGS = (
         lambda f: of.first(f.radii("vit", "first")) - of.first(f.radii("resnet", "first")),
     ),
     Finding(
-        SECTION,
         "fields-grow",
         "A ResNet's fields grow gradually, a ViT's are global midway.",
         "Raghu et al. 2021, Sec. 5, Figs. 6, C.1, C.2",
@@ -116,7 +109,6 @@ FINDINGS = (
         _fields_rise,
     ),
     Finding(
-        SECTION,
         "fields-branch",
         "Before the skip is added, attention depends less on the own patch.",
         "Raghu et al. 2021, Sec. 5, App. C, Fig. C.4",
@@ -127,7 +119,6 @@ FINDINGS = (
         _branches,
     ),
     Finding(
-        SECTION,
         "place-gap",
         "With a class token, the last patches represent their own place better than with GAP.",
         "Raghu et al. 2021, Sec. 7, Figs. 9, 10",
@@ -138,7 +129,6 @@ FINDINGS = (
         lambda f: _place(f, "vit") - _place(f, "vit-gap"),
     ),
     Finding(
-        SECTION,
         "place-resnet",
         "The last patches of a ViT represent their own place better than a ResNet's locations.",
         "Raghu et al. 2021, Sec. 7, Fig. 9",
@@ -150,7 +140,6 @@ FINDINGS = (
         lambda f: f.equal_places("vit", "resnet"),
     ),
     Finding(
-        SECTION,
         "single-tokens",
         "Single patches of the last block tell the class worse with a class token than with GAP.",
         "Raghu et al. 2021, Sec. 7, Fig. 11 left",

@@ -21,7 +21,6 @@ def _seeds(f: ModelTables) -> of.Estimate:
 
 FINDINGS = (
     Finding(
-        SECTION,
         "more-data",
         "With a tenth of the data the lower layers differ less than the upper ones.",
         "Raghu et al. 2021, Sec. 8, Fig. 12",
@@ -32,7 +31,6 @@ FINDINGS = (
         lambda f: of.lower_less_upper(f.cka("vit", "vit-10pct", "same-depth")),
     ),
     Finding(
-        SECTION,
         "more-data-seed",
         "More so than another seed on the same data does.",
         "A control of Raghu et al. 2021, Fig. 12, not in the paper",
@@ -42,7 +40,6 @@ FINDINGS = (
         _seeds,
     ),
     Finding(
-        SECTION,
         "alike-supervision",
         "Like supervision makes like class tokens in the last layer.",
         "Walmer et al. 2023, Sec. 5.1, Fig. 6 left",
@@ -53,7 +50,6 @@ FINDINGS = (
         lambda f: f.last_cls("vit", "vit-seed1") - f.last_cls("vit", "vit-masked"),
     ),
     Finding(
-        SECTION,
         "best-classes",
         "For classes the last layer is best.",
         "Walmer et al. 2023, Sec. 6.3, Table 1 (FS)",
@@ -63,7 +59,6 @@ FINDINGS = (
         lambda f: of.last_less_best(f.neighbours("vit")),
     ),
     Finding(
-        SECTION,
         "best-keypoints",
         "For keypoints a layer before the last is best.",
         "Walmer et al. 2023, Sec. 6.2, 6.3, Table 1 (FS)",
@@ -74,7 +69,6 @@ FINDINGS = (
         lambda f: of.at_depth(f.keypoints("vit"), 0.5) - of.at_depth(f.keypoints("vit"), 1),
     ),
     Finding(
-        SECTION,
         "best-supervision",
         "By reconstruction the last layer is worse for classes than with labels.",
         "Walmer et al. 2023, Sec. 6.3, Table 1 (FS, MAE)",

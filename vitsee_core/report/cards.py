@@ -16,7 +16,7 @@ from vitsee_core.report.pictures import Addresses, Picture, picture
 from vitsee_core.report.redrawing import Result
 from vitsee_core.report.tables import command_of, first_rows, link_of, short_notes
 from vitsee_core.runtime.progress import Progress, counting
-from vitsee_core.tables.formats import TABLE_ENDINGS
+from vitsee_core.tables.formats import stem_of
 from vitsee_core.tables.headlines import Answer
 from vitsee_core.tables.same_labels import tell_apart
 from vitsee_core.tables.text import visible
@@ -242,9 +242,7 @@ def _variant(result: Result, stores: Sequence[str]) -> str:
     """What a file's name says beside command and models: `objects` of `cluster-objects.csv`."""
     if _kind(result):
         return _kind(result).replace("-", " ")
-    name = result.file.path.name
-    ending = next((e for e in TABLE_ENDINGS if name.lower().endswith(e)), "")
-    stem = name[: len(name) - len(ending)]
+    stem = stem_of(result.file.path)
     if not stem.startswith(f"{result.command}-"):
         return ""
     rest = stem.removeprefix(f"{result.command}-")

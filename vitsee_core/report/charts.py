@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from vitsee_core.figures.heatmaps import data_limits
-from vitsee_core.figures.plotting import (
-    store_order,
-)
+from vitsee_core.figures.plotting import store_order
+from vitsee_core.tables.columns import is_given
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import PARTS as WORDS
@@ -88,7 +87,7 @@ def _curves(table: Table) -> list[dict[str, Any]]:
         kept = np.ones(len(table), bool)
         for name in ABOUT_MAP:  # rows about the whole beside rows about parts
             if name in table.columns:
-                kept &= np.array([_empty(value) for value in table[name].tolist()], bool)
+                kept &= ~table.given(name)
         table = table.take(kept)
     table = Table({**table.columns, PART: np.array(_parts(table), object)})
     stores, found = store_order(table), []
@@ -103,13 +102,18 @@ def _curves(table: Table) -> list[dict[str, Any]]:
             own = own.take(order)
             depths = own["rel_depth"].astype(float).tolist()
             points = [
-                [round(x, 5), *mark, site_words(_text(site)), *(_head(own, i) if by_head else ())]
+                [
+                    round(x, 5),
+                    *mark,
+                    site_words(_text(site)),
+                    *((f"head {own['head'][i]}",) if by_head else ()),
+                ]
                 for i, (x, mark, site) in enumerate(
                     zip(depths, _marks(own), own["site"].tolist(), strict=True)
                 )
                 if x == x and mark[0] is not None
             ]
-            baseline = "baseline" in about and not _empty(key[about.index("baseline")])
+            baseline = "baseline" in about and is_given(key[about.index("baseline")])
             if points:
                 name = ", ".join(_label(n, v) for n, v in zip(about, key, strict=True) if v != "")
                 lines.append(
@@ -157,10 +161,6 @@ def _distinct(rows: Table, names: Sequence[str]) -> int:
     return sum(1 for _ in _grouped(rows, names))
 
 
-def _head(rows: Table, i: int) -> tuple[Any, ...]:
-    return (f"head {rows['head'][i]}",)
-
-
 def _label(name: str, value: Any) -> str:
     if name == "baseline":
         return baseline_words(str(value))
@@ -178,13 +178,8 @@ def _label(name: str, value: Any) -> str:
 
 def _marks(rows: Table) -> list[list[Any]]:
     """[value, low, high, n_images] of each row, None where there is none."""
-    columns = []
-    for name in ("value", "low", "high"):
-        cells = rows.columns.get(name)
-        numbers = [None] * len(rows) if cells is None else [_number(v) for v in cells.tolist()]
-        columns.append(numbers)
-    counts = rows.columns.get("n_images")
-    columns.append([None] * len(rows) if counts is None else [_number(v) for v in counts.tolist()])
+    names = ("value", "low", "high", "n_images")
+    columns = [map(_number, rows.cells(name)) for name in names]
     return [list(mark) for mark in zip(*columns, strict=True)]
 
 
@@ -197,7 +192,7 @@ def _number(value: Any) -> float | None:
 
 def _grouped(table: Table, names: Sequence[str]) -> Iterator[tuple[tuple[Any, ...], Table]]:
     """(values of these columns, the rows that have them), in order of appearance."""
-    columns = [["" if _empty(v) else v for v in table[name].tolist()] for name in names]
+    columns = [[v if is_given(v) else "" for v in table[name].tolist()] for name in names]
     places: dict[tuple[Any, ...], list[int]] = {}
     for i, key in enumerate(zip(*columns, strict=True)):
         places.setdefault(key, []).append(i)
@@ -206,14 +201,8 @@ def _grouped(table: Table, names: Sequence[str]) -> Iterator[tuple[tuple[Any, ..
 
 
 def _varies(table: Table, name: str) -> bool:
-    cells = table.columns.get(name)
-    return cells is not None and len({v for v in cells.tolist() if not _empty(v)}) > (
-        0 if name == "baseline" else 1
-    )
-
-
-def _empty(value: Any) -> bool:
-    return value is None or value == "" or value != value
+    least = 1 if name == "baseline" else 2
+    return len({v for v in table.cells(name) if is_given(v)}) >= least
 
 
 def _text(value: Any) -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import html
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from vitsee_core.report.redrawing import Result, open_result
-from vitsee_core.tables.formats import FIGURE_ENDINGS, TABLE_ENDINGS
+from vitsee_core.tables.formats import FIGURE_ENDINGS, TABLE_ENDINGS, stem_of
 from vitsee_core.tables.replicates import WORD
+from vitsee_core.tables.text import visible
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.info import describe
 
@@ -78,13 +82,8 @@ def _made(result: Result) -> tuple[str, int, str]:
 
 def picture_beside(table: Path) -> Path | None:
     """The figure beside a table (`r.png`, else `r.svg`), if there is one."""
-    name = table.name
-    ending = next((e for e in TABLE_ENDINGS if name.lower().endswith(e)), "")
-    for kind in FIGURE_ENDINGS[:2]:
-        place = table.with_name(name[: len(name) - len(ending)] + kind)
-        if place.is_file():
-            return place
-    return None
+    places = (table.with_name(stem_of(table) + kind) for kind in FIGURE_ENDINGS[:2])
+    return next((place for place in places if place.is_file()), None)
 
 
 def candidates(folder: Path) -> Iterator[Path]:
@@ -103,3 +102,38 @@ def candidates(folder: Path) -> Iterator[Path]:
                 of_sidecar = name.endswith(".json") and not Path(f"{path}.json").exists()
                 if f".{WORD}." not in name and not of_sidecar and path.is_file():
                     yield path
+
+
+HEAD = 4096  # bytes within which a page says who made it and what it is called
+_MADE = b'<meta name="generator" content="vitsee explore">'
+_TITLE = re.compile(rb"<title>([^<]*) \xc2\xb7 vitsee explore</title>")
+
+
+def relative(path: Path, folder: Path) -> str:
+    return visible(os.path.relpath(path.absolute(), folder.absolute()))
+
+
+@dataclass(frozen=True)
+class ExploredPage:
+    """link: from the report; title: of the page."""
+
+    link: str
+    title: str
+
+
+def explored_pages(folder: Path, output: Path) -> list[ExploredPage]:
+    """Those in the folder, and in that of the report at `output`."""
+    around = output.absolute().parent
+    places = {path.absolute() for where in (folder, around) for path in where.glob("*.html")}
+    found = []
+    for path in sorted(places):
+        try:
+            with path.open("rb") as file:
+                head = file.read(HEAD)
+        except OSError:
+            continue
+        title = _TITLE.search(head)
+        if _MADE in head and title is not None:
+            text = html.unescape(title[1].decode("utf-8", "replace"))
+            found.append(ExploredPage(quote(relative(path, around)), visible(text)))
+    return found

@@ -10,23 +10,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vitsee_core.figures.plotting import (
-    stores_in_order,
-)
+from vitsee_core.figures.plotting import stores_in_order
 from vitsee_core.report.cards import Sections, groups_of
 from vitsee_core.report.earlier import UNSEALED, code_digest, inputs_digest, read_page, sealed
-from vitsee_core.report.explored import ExploredPage, explored_pages
 from vitsee_core.report.facts import cautions, store_facts
-from vitsee_core.report.figures_of_study import study_figures
-from vitsee_core.report.materials import Materials, find_materials
+from vitsee_core.report.materials import (
+    ExploredPage,
+    Materials,
+    explored_pages,
+    find_materials,
+    relative,
+)
 from vitsee_core.report.overview import (
     failed_steps,
     not_in_study,
     notes_of_study,
     overview,
     stores_by_model,
+    study_figures,
 )
-from vitsee_core.report.tables import command_of, relative
+from vitsee_core.report.tables import command_of
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.tables.files import check_new_files, write_files
 from vitsee_core.web.inlining import asset, csp_hash, json_for_html, script, template

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from vitsee_core.report.materials import relative
 from vitsee_core.report.pictures import carried
 from vitsee_core.report.redrawing import Result
 from vitsee_core.runtime.machine import human_bytes
@@ -33,10 +33,6 @@ def link_of(path: Path, output: Path) -> tuple[str, str]:
         # Mostly digits and commas, which need no escape: shorter than base64.
         return f"data:text/csv,{quote(data, safe=',:;/ ')}", ""
     return carried(data, "application/octet-stream"), ""
-
-
-def relative(path: Path, folder: Path) -> str:
-    return visible(os.path.relpath(path.absolute(), folder.absolute()))
 
 
 def command_of(result: Result) -> str:

@@ -51,16 +51,11 @@ class Accumulator(Protocol):
 
     # Properties: a method of one slab would not match a method of any number of slabs.
     @property
-    def update(self) -> Callable[..., None]:
-        """Count a slab."""
-
+    def update(self) -> Callable[..., None]: ...
     @property
-    def merge(self) -> Callable[..., None]:
-        """Add another accumulator."""
-
+    def merge(self) -> Callable[..., None]: ...
     @property
-    def result(self) -> Callable[[], Any]:
-        """The final value."""
+    def result(self) -> Callable[[], Any]: ...
 
 
 A = TypeVar("A", bound=Accumulator)

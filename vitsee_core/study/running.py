@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vitsee_core.images.folders import STUDY as FILE
+from vitsee_core.report.outputs import Outputs
 from vitsee_core.runtime.versions import result_versions
 from vitsee_core.study.steps import RESULTS, SETS, STORES, Plan, Step, Study
-from vitsee_core.tables.files import write_files
+from vitsee_core.tables.files import check_place, write_files
 from vitsee_stores.errors import VitseeError, reason
+from vitsee_stores.manifest import few
 
 BEGUN, DONE, FAILED, LEFT_OUT = "begun", "done", "failed", "left out"
 Report = Callable[[str], None]
@@ -230,3 +232,45 @@ def fingerprints(paths: Sequence[Path]) -> dict[str, str]:
         else:
             found[str(path)] = SETS if path.is_dir() else ""
     return found
+
+
+def check_outputs(study: Study, steps: Sequence[Step], record: Record) -> None:
+    """Refuse outputs of steps that are not the study's own, by its record. Stores are left to
+    extract, which replaces none. Raises VitseeError: names the files; or the study's folder is
+    inside a store or among its images."""
+    for images in (study.data, study.train or ""):
+        check_place(record.path, images=images)
+    found = [
+        path
+        for step in steps
+        for output in step.outputs
+        if output.suffix != ".zarr" and not _is_own(output.relative_to(study.folder), record)
+        for path in _files_of(output)
+        if path.exists()
+    ]
+    if found:
+        names = few([str(path) for path in found])
+        raise VitseeError(
+            f"{names} would be replaced, and {record.path} does not say that this study wrote "
+            f"{'it' if len(found) == 1 else 'them'}; move {'it' if len(found) == 1 else 'them'} "
+            "away, or choose another -o"
+        )
+
+
+def _is_own(place: Path, record: Record) -> bool:
+    """Whether a finished step wrote this place of the study's folder, wherever that was then; or
+    one was stopped while it wrote."""
+    for entry in record.steps.values():
+        outputs = entry.get("outputs")
+        for path, held in outputs.items() if isinstance(outputs, dict) else ():
+            ours = held or entry.get("status") == BEGUN
+            if ours and Path(path).parts[-len(place.parts) :] == place.parts:
+                return True
+    return False
+
+
+def _files_of(output: Path) -> Iterator[Path]:
+    if output.suffix == ".csv":
+        yield from Outputs(output, with_replicates=True).paths()
+    else:
+        yield output

@@ -52,23 +52,17 @@ SUBLAYERS = ("attn", "mlp", "token", "channel")
 
 
 class Measured(Protocol):
-    """A site, or a block or sublayer that is measured as a whole, with its place in the model."""
+    """A site, or a block or sublayer that is measured as a whole, with its name in rows, the
+    path of its block, and its index among those of its kind, also over the last one's."""
 
     @property
-    def name(self) -> str:
-        """Its name in rows."""
-
+    def name(self) -> str: ...
     @property
-    def block(self) -> str | None:
-        """The path of its block, if it is in one."""
-
+    def block(self) -> str | None: ...
     @property
-    def depth(self) -> int:
-        """Its index among those of its kind."""
-
+    def depth(self) -> int: ...
     @property
-    def rel_depth(self) -> float:
-        """That index over the last one's."""
+    def rel_depth(self) -> float: ...
 
 
 @dataclass(frozen=True)

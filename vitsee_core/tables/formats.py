@@ -48,6 +48,12 @@ def ending_of(path: Path, known: Sequence[str], what: str) -> str:
     raise VitseeError(f"{what} {path} is refused: expected a name that ends in {listed}")
 
 
+def stem_of(path: Path) -> str:
+    """A file's name without the ending of a table: `r` of `r.csv` and of `r.csv.gz`."""
+    ending = next((e for e in TABLE_ENDINGS if path.name.lower().endswith(e)), "")
+    return path.name[: len(path.name) - len(ending)]
+
+
 def table_ending(path: Path, what: str = "the table") -> str:
     """The ending that selects a table's format. Raises VitseeError: an unknown one, or .parquet
     without pyarrow."""

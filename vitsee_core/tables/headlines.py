@@ -48,7 +48,7 @@ def measured(rows: Table, i: int = 0) -> str:
     if not (math.isfinite(low) and math.isfinite(high)):
         return number(value)
     wide = f"; {n:g} {what}" if math.isfinite(n) and high - low > abs(value) else ""
-    of_this = math.isfinite(n) and depends_on_size(str(_cells(rows, "metric")[i]))
+    of_this = math.isfinite(n) and depends_on_size(str(rows.cells("metric")[i]))
     size = f" at {n:,.0f} {what}" if of_this else ""
     return f"{number(value)} (95 %{size}: {number(low)} to {number(high)}{'' if size else wide})"
 
@@ -58,7 +58,7 @@ def observations(rows: Table) -> tuple[float, str]:
     infinite if the table does not count them."""
     largest = (math.inf, "images")
     for name in COUNTS:
-        counts = [_float(n) for n in _cells(rows, name) if is_given(n)]
+        counts = [_float(n) for n in rows.cells(name) if is_given(n)]
         if counts and max(counts) < largest[0]:
             largest = (max(counts), name.removeprefix("n_"))
     return largest
@@ -72,10 +72,10 @@ def too_few(n: float, what: str) -> str:
 def picked(table: Table, **wanted: Any) -> Table:
     """The rows with a finite value and these cells; None requires an empty cell, which a missing
     column has everywhere; a tuple allows several values."""
-    keep = np.isfinite([_float(v) for v in _cells(table, "value")])
+    keep = np.isfinite([_float(v) for v in table.cells("value")])
     for name, value in wanted.items():
         choices = [c if is_given(c) else None for c in _several(value)]
-        cells = _cells(table, name)
+        cells = table.cells(name)
         keep &= np.array([(c if is_given(c) else None) in choices for c in cells], bool)
     return table.take(keep)
 
@@ -122,7 +122,7 @@ def margin(rows: Table) -> str:
 def best_layers(table: Table, units: Mapping[str, str]) -> list[Answer]:
     """Each store's best layer by the first of these metrics that the table has, beside the best
     baseline there. units: metric -> what its value is a share or a mean of."""
-    metric = next((m for m in units if m in _cells(table, "metric")), None)
+    metric = next((m for m in units if m in table.cells("metric")), None)
     if metric is None:
         return []
     whole = dict.fromkeys((*PARTS, "class"))
@@ -141,7 +141,7 @@ def best_layers(table: Table, units: Mapping[str, str]) -> list[Answer]:
             (sign * float(own["value"][at]), str(own["baseline"][at]), float(own["value"][at]))
             for name, own in by_store(table, metric=metric, site=site, **whole)
             for at in range(len(own))
-            if name == store and is_given(_cells(own, "baseline")[at])
+            if name == store and is_given(own.cells("baseline")[at])
         ]
         bounds = [value for _, name, value in rivals if name == BOUND]
         if beaten := max((rival for rival in rivals if rival[1] != BOUND), default=None):
@@ -209,17 +209,12 @@ def _within(rows: Table) -> str:
 # ------------------------------------------------------------------------------------ cells
 
 
-def _cells(table: Table, name: str) -> list[Any]:
-    column = table.columns.get(name)
-    return [None] * len(table) if column is None else column.tolist()
-
-
 def _several(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
 def _varies(rows: Table, name: str) -> bool:
-    return len({v for v in _cells(rows, name) if is_given(v)}) > 1
+    return len({v for v in rows.cells(name) if is_given(v)}) > 1
 
 
 def _plain(value: Any) -> str:

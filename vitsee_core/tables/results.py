@@ -97,6 +97,10 @@ class Table:
     def __getitem__(self, name: str) -> NDArray[Any]:
         return self.columns[name]
 
+    def cells(self, name: str) -> list[Any]:
+        """The cells of a column; None of every row where there is no such column."""
+        return self[name].tolist() if name in self.columns else [None] * len(self)
+
     def take(self, index: NDArray[Any]) -> Table:
         """The rows selected by `index` (a mask, or row numbers in the wanted order)."""
         columns = {name: values[index] for name, values in self.columns.items()}

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.tables.results import Table
@@ -35,7 +34,7 @@ def rows_of_sites(table: Table, patterns: Sequence[str]) -> Table:
     stores: dict[str, dict[str, _Row]] = {}
     for side in sides:
         names = (f"{name}{side}" for name in ("store", "site", "block", "depth", "rel_depth"))
-        columns = [_cells(table, name) for name in names]
+        columns = [table.cells(name) for name in names]
         for store, site, block, depth, rel_depth in zip(*columns, strict=True):
             if site:
                 row = _Row(site, str(block or ""), depth, rel_depth)
@@ -45,7 +44,7 @@ def rows_of_sites(table: Table, patterns: Sequence[str]) -> Table:
     kept = {(store.label, site.name) for store, sites in chosen.members for site in sites}
     keep = np.ones(len(table), bool)
     for side in sides:
-        pairs = zip(_cells(table, f"store{side}"), _cells(table, f"site{side}"), strict=True)
+        pairs = zip(table.cells(f"store{side}"), table.cells(f"site{side}"), strict=True)
         keep &= np.array([not site or (str(s or ""), site) in kept for s, site in pairs], bool)
     return table.take(keep)
 
@@ -105,8 +104,3 @@ def _at_ends(pattern: str, rows: Sequence[_Row]) -> list[str]:
     blocks = {row.block for row in placed if row.rel_depth == depth}
     left_out = NOT if pattern.startswith(NOT) else ""
     return [left_out + row.name for row in placed if row.block in blocks]
-
-
-def _cells(table: Table, name: str) -> list[Any]:
-    column: NDArray[Any] | None = table.columns.get(name)
-    return [None] * len(table) if column is None else column.tolist()

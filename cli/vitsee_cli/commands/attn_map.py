@@ -9,7 +9,7 @@ import click
 
 from vitsee_cli import options
 from vitsee_cli.analysis import run_analysis
-from vitsee_cli.listed import Listed
+from vitsee_cli.declared import Listed
 from vitsee_cli.model_options import recompute_options
 from vitsee_cli.sections import ATTENTION
 from vitsee_cli.values import WholeNumber
@@ -53,7 +53,7 @@ def parse_query(text: str | tuple[int, int]) -> tuple[int, int]:
     show_default="none",
     help="With --image: map what this patch of the token grid attends to, too. Repeatable.",
 )
-@options.blocks_option("every block with attention; the last one with --image", default=())
+@options.blocks_option("every block with attention; the last one with --image")
 @click.option(
     "--heads",
     metavar="N",

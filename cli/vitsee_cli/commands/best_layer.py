@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 
 from vitsee_cli import console, options
-from vitsee_cli.listed import Listed
+from vitsee_cli.declared import Listed, a_file
 from vitsee_cli.sections import RESULTS
-from vitsee_cli.values import NamedFile, parse_named_file, parse_path
+from vitsee_cli.values import NamedFile, parse_named_file
 from vitsee_core.analyses import best_layer
 from vitsee_core.analyses.best_layer.best_table import ENDINGS, BestTable
 from vitsee_core.report.outputs import Outputs, check_outputs, write_results
@@ -39,11 +39,9 @@ def metrics_of_results(ctx: click.Context, _: click.Parameter, incomplete: str) 
     "results", metavar="[NAME=]RESULTS...", nargs=-1, required=True, type=parse_named_file
 )
 @options.output_options
-@click.option(
+@a_file(
     "--table",
     "printed",
-    metavar="FILE",
-    type=parse_path,
     help="Also write the table as it is printed in papers, a row per model and a column per task, "
     "to FILE, a .md, .tex, .png, .svg or .pdf.  [default: do not]",
 )

@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from vitsee_cli import console, options
+from vitsee_cli.declared import Listed, a_file
 from vitsee_cli.extraction_options import store_output_option
-from vitsee_cli.listed import Listed
 from vitsee_cli.sections import STORES
 from vitsee_cli.values import FiniteRange, StorePath, WholeNumber, parse_path, parse_store
 from vitsee_core.runtime.execution import Execution
@@ -22,11 +22,9 @@ QUESTION = STORES
 
 @click.command()
 @click.argument("store", metavar="[NAME=]STORE", type=parse_store)
-@click.option(
+@a_file(
     "--dictionary",
     "files",
-    metavar="FILE",
-    type=parse_path,
     multiple=True,
     required=True,
     help="The dictionary, as saev, SAELens, overcomplete or vitsee concepts --save write it; one, "

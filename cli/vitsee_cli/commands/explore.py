@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 from vitsee_cli import console, options
+from vitsee_cli.declared import a_file, a_number
 from vitsee_cli.model_options import recompute_options
 from vitsee_cli.sections import RESULTS
-from vitsee_cli.values import WholeNumber, parse_path
+from vitsee_cli.values import parse_path
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -31,10 +32,8 @@ IMAGES = 12
     show_default=True,
     help="Where the page goes, a .html.",
 )
-@click.option(
+@a_number(
     "--images",
-    metavar="N",
-    type=WholeNumber(min=1),
     default=IMAGES,
     show_default=True,
     help="Pick so many images that all stores have.",
@@ -48,10 +47,8 @@ IMAGES = 12
     "the last site); random; outliers: those least like any other.",
 )
 @options.image_option("Show", "those picked", "the first store")
-@click.option(
+@a_file(
     "--ids",
-    metavar="FILE",
-    type=parse_path,
     help="Show the images that the lines of FILE name, as --image does.  [default: none]",
 )
 @options.sites_option("blocks")

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from vitsee_cli import console, options
+from vitsee_cli.declared import a_file
 from vitsee_cli.sections import STORES
 from vitsee_cli.values import StorePath, parse_path, parse_store
 from vitsee_core.features.exporting import DTYPES, ENDINGS, export, samples_table
@@ -23,11 +24,9 @@ QUESTION = STORES
 @click.command()
 @click.argument("store", metavar="[NAME=]STORE", type=parse_store)
 @click.argument("site", metavar="SITE")
-@click.option(
+@a_file(
     "-o",
     "--output",
-    metavar="FILE",
-    type=parse_path,
     required=True,
     help="Where to: .npy, .safetensors, or .parquet (one vector per image, with its id and label); "
     "with --format saev a folder.",
@@ -49,9 +48,7 @@ QUESTION = STORES
     "[default: no table]",
 )
 @options.tokens_option(
-    None,
-    options.FEATURE_TOKENS,
-    show_default="cls where there is one, else mean; saev: cls and patches",
+    options.FEATURE_TOKENS, "cls where there is one, else mean; saev: cls and patches"
 )
 @click.option(
     "--dtype",

@@ -8,7 +8,7 @@ import click
 
 from vitsee_cli import options
 from vitsee_cli.analysis import run_analysis
-from vitsee_cli.listed import Listed
+from vitsee_cli.declared import Listed
 from vitsee_cli.sections import RESULTS
 from vitsee_cli.values import StorePath
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from vitsee_cli import console, options
+from vitsee_cli.declared import Listed, a_file
 from vitsee_cli.extraction_options import store_output_option
-from vitsee_cli.listed import Listed
 from vitsee_cli.sections import STORES
 from vitsee_cli.values import StorePath, parse_path, parse_store
 from vitsee_core.runtime.machine import counted
@@ -29,10 +29,8 @@ QUESTION = STORES
     help="What the arrays are called as sites, in order. Repeatable.  [default: keys of .npz, .pt "
     "and .safetensors, else the files' names]",
 )
-@click.option(
+@a_file(
     "--ids",
-    metavar="FILE",
-    type=parse_path,
     help="Whose rows these are: .txt with an id a line, or a table with a column id (and label).  "
     "[default: the columns id and label of FILE; with --like its images]",
 )

@@ -8,9 +8,8 @@ import click
 
 from vitsee_cli import console, options
 from vitsee_cli.analysis import run_analysis
-from vitsee_cli.completion import model_names, one_of
+from vitsee_cli.declared import a_number, model_names, one_of
 from vitsee_cli.sections import STORES
-from vitsee_cli.values import WholeNumber
 from vitsee_core.study import catalogue
 
 if TYPE_CHECKING:
@@ -29,10 +28,8 @@ QUESTION = STORES
     help="Prove each with random weights on pixels, as extract does: some seconds each.  [default: "
     "from shapes]",
 )
-@click.option(
+@a_number(
     "--limit",
-    metavar="N",
-    type=WholeNumber(min=1),
     help="Inspect N architectures at most, about a second each; more are refused.",
 )
 @options.json_option

@@ -8,16 +8,14 @@ from typing import Any
 import click
 
 from vitsee_cli import console, options
+from vitsee_cli.declared import a_file
 from vitsee_cli.sections import RESULTS
 from vitsee_cli.values import FiniteRange, parse_path
 from vitsee_core.figures.looks import AXES, Look
 from vitsee_core.figures.panels import MEDIA
-from vitsee_core.figures.plotting import (
-    DPI,
-    THEMES,
-)
+from vitsee_core.figures.plotting import DPI, THEMES
 from vitsee_core.tables.files import check_new_files, write_files
-from vitsee_core.tables.formats import FIGURE_ENDINGS, TABLE_ENDINGS, ending_of
+from vitsee_core.tables.formats import FIGURE_ENDINGS, ending_of, stem_of
 
 QUESTION = RESULTS
 MOST_INCHES = 200.0
@@ -52,11 +50,9 @@ def parse_range(text: Any) -> tuple[float, float]:
 
 @click.command()
 @click.argument("results", metavar="RESULT...", nargs=-1, required=True, type=parse_path)
-@click.option(
+@a_file(
     "-o",
     "--output",
-    metavar="FILE",
-    type=parse_path,
     help="Where the figure goes, a .png, .svg or .pdf, in which text stays text.  "
     "[default: RESULT.png, without the table's ending; of several RESULTs, required]",
 )
@@ -84,10 +80,8 @@ def parse_range(text: Any) -> tuple[float, float]:
     help="A panel per value of this attribute or column, with its stores.  "
     "[default: groups of labels GROUP/NAME]",
 )
-@click.option(
+@a_file(
     "--attributes",
-    metavar="FILE",
-    type=parse_path,
     help="With --x or --group-by: a table of your own with a column store or model and "
     "attributes beside it; that of vitsee models has flops.  [default: none]",
 )
@@ -176,9 +170,7 @@ def command(
       $ vitsee plot knn.csv -o panels.png --group-by family --attributes mine.csv
       $ vitsee plot b16.csv l16.csv -o pairs.png
     """
-    from vitsee_core.figures.plotting import (
-        figure_bytes,
-    )
+    from vitsee_core.figures.plotting import figure_bytes
     from vitsee_core.report.redrawing import redraw
 
     if by and not x:
@@ -189,7 +181,7 @@ def command(
         raise click.UsageError("a chart along --x has curves --by FIELD in place of --group-by")
     if output is None and len(results) > 1:
         raise click.UsageError(f"{len(results)} results make one figure: name it with -o")
-    place = output or _beside(results[0])
+    place = output or results[0].with_name(stem_of(results[0]) + FIGURE_ENDINGS[0])
     ending = ending_of(place, FIGURE_ENDINGS, "-o")
     check_new_files([place], force=force)
     look = Look(theme, cmap, limits, title, log)
@@ -199,10 +191,3 @@ def command(
     )  # fmt: skip
     write_files({place: figure_bytes(figure, ending, dpi)}, force=force)
     console.say(f"{place} is written")
-
-
-def _beside(result: Path) -> Path:
-    """`r.png` for `r.csv` and `r.csv.gz`."""
-    name = result.name
-    known = next((e for e in TABLE_ENDINGS if name.lower().endswith(e)), "")
-    return result.with_name(name[: len(name) - len(known)] + FIGURE_ENDINGS[0])

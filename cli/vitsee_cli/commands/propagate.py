@@ -11,7 +11,7 @@ import click
 
 from vitsee_cli import options
 from vitsee_cli.analysis import run_analysis
-from vitsee_cli.listed import Listed
+from vitsee_cli.declared import Listed, a_file
 from vitsee_cli.sections import KNOWLEDGE, SectionedCommand, section
 from vitsee_cli.values import POSITIVE, WholeNumber, parse_path
 from vitsee_core.analyses import propagate
@@ -48,10 +48,8 @@ def parse_radius(text: str) -> dict[str, float]:
         help="The folder of DAVIS, or one with a folder of PNG masks per video, a mask per frame: "
         "0 is background, 1, 2, ... are objects, 255 is void.",
     ),
-    click.option(
+    a_file(
         "--only",
-        metavar="FILE",
-        type=parse_path,
         show_default="every video of the store",
         help="The videos to use, a name per line: ImageSets/2017/val.txt.",
     ),

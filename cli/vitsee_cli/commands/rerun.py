@@ -10,6 +10,13 @@ import click
 from vitsee_cli import console, options
 from vitsee_cli.sections import RESULTS
 from vitsee_cli.values import parse_path
+from vitsee_core.models.sources import runs_code
+from vitsee_core.report.materials import picture_beside
+from vitsee_core.report.redrawing import open_result
+from vitsee_core.runtime.command_lines import without_options
+from vitsee_core.tables.sidecars import PYTHON
+from vitsee_core.tables.text import visible
+from vitsee_stores.errors import VitseeError
 
 QUESTION = RESULTS
 
@@ -37,8 +44,6 @@ def command(ctx: click.Context, sidecar: Path, output: Path | None, force: bool)
       $ vitsee rerun dist.csv.json --force
       $ vitsee rerun results/cka.csv -o new.csv
     """
-    from vitsee_core.report.rerun import command_again
-
     words = command_again(sidecar, output, force=force)
     console.say(shlex.join(["vitsee", *words]))
     group = ctx.find_root().command
@@ -47,3 +52,31 @@ def command(ctx: click.Context, sidecar: Path, output: Path | None, force: bool)
     if code:
         console.fail(f"vitsee rerun: {ctx.meta.get(console.REASON, 'it failed')}")
     ctx.exit(code or 0)
+
+
+# Whatever a stranger's sidecar says, nothing is written but the table and its figure.
+_OUTPUTS = ("-o", "--output", "--png", "--cache", "--save", "--table")
+_EXPORTS = ("--export-queries", "--export-truth")
+
+
+def command_again(sidecar: Path, output: Path | None, *, force: bool = False) -> list[str]:
+    """The words behind `vitsee` that make the table beside a sidecar again, or at `output`. Without
+    an output it takes the place of the old table, and its figure that of the old figure."""
+    beside = sidecar.with_name(sidecar.name.removesuffix(".json"))
+    path = beside if sidecar.suffix == ".json" and beside.is_file() else sidecar
+    result = open_result(path)
+    if call := result.file.sidecar.get(PYTHON):
+        raise VitseeError(f"{sidecar} was made in Python, by {visible(str(call))}; call that again")
+    words = [str(word) for word in result.file.sidecar["command"][1:]]
+    if "--" in words:
+        raise VitseeError(f"{sidecar}: a command with -- is not run again; copy it from there")
+    words = [*without_options(words, (*_OUTPUTS, *_EXPORTS))]
+    words = [word for word in words if word not in ("--force", "--trust-store")]
+    if named := [word for word in words if runs_code(word)]:
+        raise VitseeError(
+            f"{sidecar}: a command that runs the code of {visible(named[0])} is not run again; "
+            "copy it from there"
+        )
+    picture = picture_beside(result.file.path) if output is None else None
+    drawn = ["--png", str(picture)] if picture is not None else []
+    return [*words, "-o", str(output or path), *drawn, *(["--force"] if force else [])]

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli import options
-from vitsee_cli.listed import Listed
+from vitsee_cli.declared import Listed
 from vitsee_cli.sections import KNOWLEDGE
 from vitsee_cli.values import WholeNumber, parse_path, parse_store
 from vitsee_core.analyses.retrieve.retrieval_truth import FORMS
+from vitsee_core.runtime.options import CLS_OR_MEAN
 from vitsee_stores.token_selection import VECTOR_WORDS
 
 if TYPE_CHECKING:
@@ -55,9 +56,7 @@ def _stores_argument(command: Any) -> Any:
 @options.output_options
 @options.replicates_option
 @options.sites_option("blocks")
-@options.tokens_option(
-    None, VECTOR_WORDS, show_default="cls where a site has a class token, else mean (over patches)"
-)
+@options.tokens_option(VECTOR_WORDS, CLS_OR_MEAN)
 @click.option(
     "--ap",
     "form",

@@ -9,12 +9,11 @@ from typing import Any
 import click
 
 from vitsee_cli import options
-from vitsee_cli.completion import model_names, one_of
-from vitsee_cli.listed import Listed
+from vitsee_cli.declared import Listed, a_number, model_names, one_of
 from vitsee_cli.sections import STORES
 from vitsee_cli.studies import dry_run_option, named, run_recipe, run_study
 from vitsee_cli.study_settings import file_option, settings
-from vitsee_cli.values import WholeNumber, parse_folder, parse_size, parse_words
+from vitsee_cli.values import parse_folder, parse_size, parse_words
 from vitsee_core import analyses as room
 
 QUESTION = STORES
@@ -78,18 +77,14 @@ def models_and_recipes() -> list[str]:
     type=parse_folder,
     help="Where stores, results, report.html and study.json go.",
 )
-@click.option(
+@a_number(
     "--images",
-    metavar="N",
-    type=WholeNumber(min=1),
     default=2000,
     show_default=True,
     help="Images of each, the same in every store.",
 )
-@click.option(
+@a_number(
     "--train-images",
-    metavar="N",
-    type=WholeNumber(min=1),
     help="Images of --train to learn from; of these only pooled vectors are kept.  "
     "[default: as many as --images]",
 )

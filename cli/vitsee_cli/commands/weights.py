@@ -10,10 +10,10 @@ import click
 
 from vitsee_cli import console, options
 from vitsee_cli.analysis import run_analysis
-from vitsee_cli.listed import Listed
+from vitsee_cli.declared import Listed, a_number
 from vitsee_cli.model_options import check_weight_options, weight_options
 from vitsee_cli.sections import KNOWLEDGE
-from vitsee_cli.values import StorePath, WholeNumber, parse_store
+from vitsee_cli.values import StorePath, parse_store
 from vitsee_core.analyses import weights
 from vitsee_core.analyses.weights.weights_figure import SCALES
 from vitsee_stores.url import Url
@@ -47,16 +47,12 @@ QUESTION = KNOWLEDGE
     help="components: principal components of the first layer's filters; filters: these "
     "themselves; positions: similarity of position embeddings. Repeatable.",
 )
-@click.option(
+@a_number(
     "--components",
-    metavar="N",
-    type=WholeNumber(min=1),
     help="Show the first N components; the table has the shares of variance of all.",
 )
-@click.option(
+@a_number(
     "--every",
-    metavar="N",
-    type=WholeNumber(min=1),
     show_default="1, more beyond a million rows",
     help="Compare the position embeddings of every N-th row and column with all others.",
 )
