@@ -5,9 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from vitsee_cli.main import main
+
+
+def invoke(*words: object) -> Result:
+    """`vitsee WORDS`."""
+    return CliRunner().invoke(main, [*map(str, words)])
+
+
+def refused(*words: object, code: int = 1) -> str:
+    """The one line on stderr with which a command ends, or of a wrong option (2) the last one."""
+    result = invoke(*words)
+    assert (result.exit_code, result.stdout) == (code, ""), result.output
+    assert code == 2 or result.stderr.count("\n") == 1, result.stderr
+    return result.stderr.splitlines()[-1]
 
 
 def said(folder: Path, *words: str, code: int = 0) -> str:
@@ -15,7 +28,7 @@ def said(folder: Path, *words: str, code: int = 0) -> str:
     `code` than 0."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        found = CliRunner().invoke(main, [*words])
+        found = invoke(*words)
     assert found.exit_code == code, found.output
     return found.stdout if code == 0 else found.stderr
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.every_command import write_everything
+from tests.every_command import TABLES, vitsee, write_everything
 from tests.processes import Server, server
 from vitsee_cli import console
 from vitsee_core.runtime import progress
@@ -180,6 +181,24 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("everything")
     write_everything(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tables_of(
+    everything: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], list[Path]]:
+    """`tables_of("cka")`: the tables of a command's runs in `TABLES`, each made once."""
+    folder = tmp_path_factory.mktemp("tables")
+
+    @functools.cache
+    def made(command: str) -> list[Path]:
+        paths = [folder / f"{command}-{i}.csv" for i in range(len(TABLES[command]))]
+        with contextlib.chdir(everything):  # so that sidecars name inputs as a user would
+            for path, words in zip(paths, TABLES[command], strict=True):
+                vitsee(command, *words, "-o", path)
+        return paths
+
+    return made
 
 
 @pytest.fixture

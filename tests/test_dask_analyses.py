@@ -283,6 +283,10 @@ def test_a_pair_of_stores(two: DaskMap, store: Store, tmp_path: Path) -> None:
 
 
 GRAMS = ("cka", "effect", "similarity")
+PLAIN = (
+    *("attn_dist", "cka", "effect", "erf", "head_types", "lens", "localize", "logit_attribution"),
+    *("normratio", "norms", "pca", "retrieve", "similarity", "spatial", "spectrum"),
+)
 
 
 class Locked(Tally):
@@ -315,24 +319,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Store:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("attn_dist", {}),
-        ("attn_map", {"kind": "aligned"}),
-        ("cka", {}),
-        ("cluster", {"n_seeds": 1}),
-        ("effect", {}),
-        ("erf", {}),
-        ("head_types", {}),
-        ("lens", {}),
-        ("localize", {}),
-        ("logit_attribution", {}),
-        ("normratio", {}),
-        ("norms", {}),
-        ("pca", {}),
-        ("probe", {"holdout": 0.5}),
-        ("retrieve", {}),
-        ("similarity", {}),
-        ("spatial", {}),
-        ("spectrum", {}),
+        *((name, {}) for name in PLAIN),
+        *[
+            ("attn_map", {"kind": "aligned"}),
+            ("cluster", {"n_seeds": 1}),
+            ("probe", {"holdout": 0.5}),
+        ],
     ],
 )
 def test_work_and_results_travel(

@@ -193,15 +193,8 @@ def test_commands_of_the_studies_parse() -> None:
         command.make_context(words[0], words[1:], parent=click.Context(main))
 
 
-@pytest.mark.parametrize(
-    ("size", "shown"), [(2.5e12, "2.5 TB"), (1.234e9, "1.23 GB"), (5e6, "5 MB"), (5e5, "0.5 MB")]
-)
-def test_amounts(size: float, shown: str) -> None:
-    assert studies_page.amount(size) == shown
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"), [(7200, "2 h"), (5400, "1.5 h"), (90, "1.5 min"), (45.4, "45 s")]
-)
-def test_durations(seconds: float, shown: str) -> None:
-    assert studies_page.duration(seconds) == shown
+def test_amounts_and_durations() -> None:
+    sizes = {2.5e12: "2.5 TB", 1.234e9: "1.23 GB", 5e6: "5 MB", 5e5: "0.5 MB"}
+    assert {size: studies_page.amount(size) for size in sizes} == sizes
+    times = {7200: "2 h", 5400: "1.5 h", 90: "1.5 min", 45.4: "45 s"}
+    assert {seconds: studies_page.duration(seconds) for seconds in times} == times

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
+from tests.command_line import invoke, refused
 from tests.extractions import extracted
-from vitsee_cli.main import main
 from vitsee_core.analyses import attn_dist, knn
 from vitsee_core.findings import verdicts
 from vitsee_core.findings.verdicts import COLUMNS, run
@@ -110,19 +109,15 @@ def test_what_cannot_be_looked_for(folder: Path) -> None:
     assert {"vit", "resnet", "vit-gap"} < verdicts.ROLES
 
 
-def command(*args: object) -> Result:
-    return CliRunner().invoke(main, ["findings", *map(str, args)])
-
-
 def test_the_command(folder: Path, tmp_path: Path) -> None:
     a = folder / "a.zarr"
-    done = command(a, "--only", "distance-rises", "--only", "fields-branch")
+    done = invoke("findings", a, "--only", "distance-rises", "--only", "fields-branch")
     assert done.exit_code == 0, done.output
     rows = list(csv.DictReader(io.StringIO(done.stdout)))
     assert tuple(rows[0]) == COLUMNS
     assert [one["verdict"] for one in rows][1] == "not measured" and not rows[1]["value"]
     out = tmp_path / "f.csv"
-    assert command(f"x={a}", "--only", "distance-rises", "-o", out).exit_code == 0
+    assert invoke("findings", f"x={a}", "--only", "distance-rises", "-o", out).exit_code == 0
     assert Table.read(out)["stores"].tolist() == ["vit=x"] and out.with_name("f.csv.json").exists()
     for words, code, expected in (
         ((a, "--only", "nope"), 1, "vitsee findings: no finding 'nope'"),
@@ -130,6 +125,4 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
         ((a, "-o", out), 1, "exists"),
         ((), 2, "STORE"),
     ):
-        refused = command(*words)
-        assert refused.exit_code == code and expected in refused.stderr
-        assert refused.stdout == "" and (code == 2 or refused.stderr.count("\n") == 1)
+        assert expected in refused("findings", *words, code=code)

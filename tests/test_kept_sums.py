@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
+from tests.command_line import invoke
 from tests.every_command import TABLES
-from vitsee_cli.main import main
 from vitsee_core.runtime import kept_sums
 from vitsee_core.runtime.kept_sums import KeptSum, KeptSums, state_of
 from vitsee_core.runtime.plain_state import NotPlain, read_plain, write_plain
@@ -71,16 +71,7 @@ def test_plain_data_comes_back_as_it_was() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [
-        len,
-        lambda: 0,
-        object(),
-        Path("x"),
-        b"x",
-        SlabMoments(read_nothing),
-        io.BytesIO(),
-        KeyError("x"),
-    ],
+    [len, lambda: 0, object(), b"x", SlabMoments(read_nothing), io.BytesIO(), KeyError("x")],
 )
 def test_what_is_not_plain_is_refused(value: Any) -> None:
     with pytest.raises(NotPlain):
@@ -266,7 +257,7 @@ class Kept:
 
     def run(self, *words: object, writings: int = 10**9) -> Result:
         self.left = writings
-        return CliRunner().invoke(main, [*map(str, words)])
+        return invoke(*words)
 
     def check(self, words: tuple[object, ...], table: Path, most: int = 60) -> int:
         """The bytes of a command stopped after each of its writings are those of one that ran
@@ -323,7 +314,7 @@ def test_short_commands_write_nothing(
 ) -> None:
     monkeypatch.chdir(everything)
     monkeypatch.setattr(KeptSums, "write", lambda *args: pytest.fail("written"))
-    done = CliRunner().invoke(main, ["attn-dist", "vit.zarr", "-o", str(tmp_path / "r.csv")])
+    done = invoke("attn-dist", "vit.zarr", "-o", tmp_path / "r.csv")
     assert done.exit_code == 0, done.output
 
 

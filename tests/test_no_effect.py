@@ -6,10 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
+from tests.command_line import invoke, refused
 from tests.stores import write_labelled
-from vitsee_cli.main import main
 from vitsee_core.runtime.machine import human_bytes
 
 CASES = {
@@ -25,10 +24,7 @@ CASES = {
         ("knn", "b.zarr", "--vote", "majority", "--temperature", "0.1"),
         "--temperature has no effect without --vote softmax",
     ),
-    "background": (
-        ("spatial", "--background", "3"),
-        "--background has no effect without --masks",
-    ),
+    "background": (("spatial", "--background", "3"), "--background has no effect without --masks"),
     "ridge": (
         ("similarity", "--measure", "rsa", "--ridge", "0.1"),
         "--ridge has no effect without --measure gulp",
@@ -44,9 +40,8 @@ CASES = {
 def test_refused(name: str, tmp_path: Path) -> None:
     (command, *args), line = CASES[name]
     out = tmp_path / "r.csv"
-    result = CliRunner().invoke(main, [command, "a.zarr", *args, "-o", str(out)])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert f"Error: {line}\n" in result.stderr and not out.exists()
+    assert refused(command, "a.zarr", *args, "-o", out, code=2) == f"Error: {line}"
+    assert not out.exists()
 
 
 def test_memory_below_a_chunk(tmp_path: Path) -> None:
@@ -60,9 +55,7 @@ def test_memory_below_a_chunk(tmp_path: Path) -> None:
         for i, name in enumerate("ab")
     ]  # fmt: skip
     largest = max(spec.chunk_bytes for spec in stores[0].arrays.values())
-    args = ["knn", *(str(store.path) for store in stores), "--k", "3", "--memory"]
-    result = CliRunner().invoke(main, [*args, "1K"])
-    assert (result.exit_code, result.stdout) == (1, "")
+    args = ["knn", *(store.path for store in stores), "--k", "3", "--memory"]
     need = f"--memory is 1.0 kB, but reading a chunk of a takes {human_bytes(3 * largest)}; give"
-    assert need in result.stderr and len(result.stderr.splitlines()) == 1
-    assert CliRunner().invoke(main, [*args, f"{3 * largest}"]).exit_code == 0
+    assert need in refused(*args, "1K")
+    assert invoke(*args, 3 * largest).exit_code == 0

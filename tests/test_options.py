@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +19,55 @@ from vitsee_core import analyses
 from vitsee_core.runtime.options import tokens_option
 from vitsee_stores.errors import VitseeError
 
+PARSED: dict[Any, dict[str, Any]] = {
+    values.parse_size: {
+        "4G": 4 << 30, "4GiB": 4 << 30, "4GB": 4 * 10**9, "512m": 512 << 20, "1.5K": 1536,
+        "2T": 2 << 40, "100": 100, "100B": 100,
+    },
+    values.parse_device: {word: word for word in ("auto", "cpu", "cuda", "cuda:1", "mps")},
+    values.parse_model_arg: {
+        "depth=6": ("depth", 6), "qkv_bias=true": ("qkv_bias", True), "name=": ("name", ""),
+        "qkv_bias=False": ("qkv_bias", False), "mlp_ratio=2.5": ("mlp_ratio", 2.5),
+        "img_size=[224,160]": ("img_size", [224, 160]), "norm=None": ("norm", None),
+        "img_size=(224,160)": ("img_size", (224, 160)), "name=a=b": ("name", "a=b"),
+        "global_pool=avg": ("global_pool", "avg"),
+    },
+    values.parse_image_size: {"224": (224, 224), "224x320": (224, 320)},
+    values.parse_floats: {"0.5": (0.5,), "0.1,0.2,0.3": (0.1, 0.2, 0.3), "-1,0,2": (-1.0, 0, 2)},
+    values.parse_positive_floats: {"0.5,1,2": (0.5, 1.0, 2.0)},
+}  # fmt: skip
+REFUSED: list[tuple[Any, str, list[str]]] = [
+    (values.parse_size, "is not a size", ["", "4X", "-1", "0", "G", "1e9", "9" * 400, "8388608T"]),
+    (values.parse_device, "is not a device", ["gpu", "cuda:", "cuda:x", "cpu:0", "CPU", ""]),
+    (values.parse_model_arg, "expected KEY=VALUE", ["depth", "=3", "a b=3"]),
+    (values.parse_image_size, "is not a size", ["0", "224x", "a", "-3"]),
+    (values.parse_floats, "expected numbers", ["0.5,x"]),
+    (values.parse_floats, "one or three finite numbers", ["0.5,0.5", "nan", "0,inf,0"]),
+    (values.parse_positive_floats, "above 0", ["0", "1,-1,1"]),
+    (tokens_option(("all", "cls")).parse, "expected all, cls or ROW,COL", ["3", "-1,2", "3,4,5"]),
+    *(
+        (parse, "an empty text is not a path", ["", "  "])
+        for parse in (values.parse_path, values.parse_folder, values.parse_output)
+    ),
+    (values.parse_store, "an empty text is not a path", ["", "name="]),
+    *(
+        (parse, "- is not a path here", ["-"])
+        for parse in (values.parse_path, values.parse_folder, values.parse_store)
+    ),
+]
 
-@pytest.mark.parametrize(
-    ("text", "size_bytes"),
-    [
-        ("4G", 4 << 30),
-        ("4GiB", 4 << 30),
-        ("4GB", 4 * 10**9),
-        ("512m", 512 << 20),
-        ("1.5K", 1536),
-        ("2T", 2 << 40),
-        ("100", 100),
-        ("100B", 100),
-    ],
-)
-def test_sizes(text: str, size_bytes: int) -> None:
-    assert values.parse_size(text) == size_bytes
+
+@pytest.mark.parametrize("parse", PARSED)
+def test_values(parse: Any) -> None:
+    for text, value in PARSED[parse].items():
+        assert parse(text) == value and type(parse(text)) is type(value)
 
 
-@pytest.mark.parametrize("text", ["", "4X", "-1", "0", "G", "1e9", "four", "9" * 400, "8388608T"])
-def test_no_sizes(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="is not a size"):
-        values.parse_size(text)
-
-
-@pytest.mark.parametrize("text", ["auto", "cpu", "cuda", "cuda:1", "mps"])
-def test_devices(text: str) -> None:
-    assert values.parse_device(text) == text
-
-
-@pytest.mark.parametrize("text", ["gpu", "cuda:", "cuda:x", "cpu:0", "CPU", ""])
-def test_no_devices(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="is not a device"):
-        values.parse_device(text)
+@pytest.mark.parametrize(("parse", "phrase", "texts"), REFUSED)
+def test_values_that_are_refused(parse: Any, phrase: str, texts: list[str]) -> None:
+    for text in texts:
+        with pytest.raises((click.BadParameter, VitseeError), match=phrase):
+            parse(text)
 
 
 def test_store_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,66 +98,11 @@ def test_two_stores_need_two_labels() -> None:
     assert CliRunner().invoke(command, ["a/vit.zarr", "B=b/vit.zarr"]).stdout == "vit B\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("depth=6", ("depth", 6)),
-        ("qkv_bias=true", ("qkv_bias", True)),
-        ("qkv_bias=False", ("qkv_bias", False)),
-        ("mlp_ratio=2.5", ("mlp_ratio", 2.5)),
-        ("img_size=[224,160]", ("img_size", [224, 160])),
-        ("img_size=(224,160)", ("img_size", (224, 160))),
-        ("norm=None", ("norm", None)),
-        ("global_pool=avg", ("global_pool", "avg")),
-        ("name=a=b", ("name", "a=b")),
-        ("name=", ("name", "")),
-    ],
-)
-def test_model_args(text: str, value: tuple[str, Any]) -> None:
-    assert values.parse_model_arg(text) == value
-
-
-@pytest.mark.parametrize("text", ["depth", "=3", "a b=3"])
-def test_no_model_args(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="expected KEY=VALUE"):
-        values.parse_model_arg(text)
-
-
-def test_image_sizes_and_floats() -> None:
-    assert values.parse_image_size("224") == (224, 224)
-    assert values.parse_image_size("224x320") == (224, 320)
-    assert values.parse_floats("0.5") == (0.5,)
-    assert values.parse_floats("0.1,0.2,0.3") == (0.1, 0.2, 0.3)
-    for text in ("0", "224x", "a", "-3"):
-        with pytest.raises(click.BadParameter):
-            values.parse_image_size(text)
-    with pytest.raises(click.BadParameter, match="expected numbers"):
-        values.parse_floats("0.5,x")
-    for text in ("0.5,0.5", "nan", "0,inf,0"):
-        with pytest.raises(click.BadParameter, match="one or three finite numbers"):
-            values.parse_floats(text)
-    assert values.parse_floats("-1,0,2") == (-1.0, 0.0, 2.0)
-    assert values.parse_positive_floats("0.5,1,2") == (0.5, 1.0, 2.0)
-    for text in ("0", "1,-1,1"):
-        with pytest.raises(click.BadParameter, match="above 0"):
-            values.parse_positive_floats(text)
-
-
 def test_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     for parse in (values.parse_path, values.parse_folder, values.parse_output):
-        assert parse("~/a b") == Path("/home/me/a b")
-        assert parse(Path("x")) == Path("x")
-        for text in ("", "  "):
-            with pytest.raises(click.BadParameter, match="an empty text is not a path"):
-                parse(text)
+        assert parse("~/a b") == Path("/home/me/a b") and parse(Path("x")) == Path("x")
     assert values.parse_output("-") == Path("-")
-    for parse in (values.parse_path, values.parse_folder, values.parse_store):
-        with pytest.raises(click.BadParameter, match="- is not a path here"):
-            parse("-")
-    for text in ("", "name="):
-        with pytest.raises(click.BadParameter, match="an empty text is not a path"):
-            values.parse_store(text)
 
 
 def declared(file: Path) -> dict[str, str]:
@@ -168,37 +128,9 @@ def test_no_option_is_declared_twice() -> None:
     assert len(seen) > 60, "the options were found"
 
 
-def test_the_table_of_shared_options_is_whole() -> None:
-    """At the head of options.py: each decorator that commands take, below its file's name."""
-    table: dict[str, set[str]] = {}
-    module = ""
-    for line in (options.__doc__ or "").splitlines():
-        if line.startswith("    "):
-            module = line[4:24].strip() or module
-            table.setdefault(module, set()).update(re.findall(r"\w+", line[40:]))
-    folder = Path(options.__file__).parent
-    exported = {}
-    for file in folder.glob("*options.py"):
-        body = ast.parse(file.read_text()).body
-        names = {n.name for n in body if isinstance(n, ast.FunctionDef)}
-        for node in body:
-            if isinstance(node, ast.Assign):
-                names |= {ast.unparse(target) for target in node.targets}
-        exported[file.stem] = {
-            n
-            for n in names
-            if re.search(
-                "^[a-z].*_(options?|argument|stores)$|^verbosity$|^defaults_of$|^only_with$|^refuse_twice$",
-                n,
-            )
-        }
-    exported["model_options"].remove("check_weight_options")
-    assert table == exported
-
-
 @pytest.mark.parametrize("name", main.list_commands(click.Context(main)))
-def test_numbers_are_finite_and_paths_are_given(name: str) -> None:
-    """Whatever the option: no nan, no inf, no empty path."""
+def test_whatever_the_option(name: str) -> None:
+    """No nan, no inf, no empty path; and `-o a -o b` is refused, not taken for `-o b`."""
     command = main.get_command(click.Context(main), name)
     assert command is not None
     paths = {"output", "png", "cache", "store", "stores", "checkpoint", "masks", "results"}
@@ -212,6 +144,12 @@ def test_numbers_are_finite_and_paths_are_given(name: str) -> None:
         for text in refused:
             with pytest.raises(click.BadParameter):
                 kind.convert(text, param, click.Context(command))
+        own = isinstance(param, click.Option) and not (param.is_flag or param.is_eager)
+        if own and not param.multiple:
+            args = [name, param.opts[-1], "1", param.opts[-1], "2"]
+            result = CliRunner().invoke(main, args)
+            assert (result.exit_code, result.stdout) == (2, ""), args
+            assert f"{'/'.join(param.opts)} is given 2 times; expected once" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -269,35 +207,25 @@ def test_the_shell_completes_paths_and_words(
     (tmp_path / "vit.csv").touch()
     (tmp_path / "vit.zarr" / "zarr.json").touch()
     monkeypatch.chdir(tmp_path)
-    assert completions("info", "vi") == [("dir", "vi")]
-    assert completions("attn-dist", "vit.zarr", "vi") == [("dir", "vi")]
-    assert completions("attn-dist", "--cache", "") == [("dir", "")]
-    assert completions("attn-dist", "vit.zarr", "-o", "r") == [("file", "r")]
-    assert completions("cka", "vit.zarr", "--png", "r") == [("file", "r")]
-    assert completions("best-layer", "p") == [("file", "p")]
-    assert completions("weights", "vi") == [("dir", "vi")]
-    assert completions("cka", "a=vi") == [("plain", "a=vit-runs"), ("plain", "a=vit.zarr")]
-    assert completions("cka", "a=vit.") == [("plain", "a=vit.zarr")]
-    assert completions("cka", "a=vit-") == [
-        ("plain", "a=vit-runs/a.zarr"),
-        ("plain", "a=vit-runs/b.zarr"),
-    ], "one folder that is no store: what is in it"
-    assert completions("cka", "a=vit-runs/b") == [("plain", "a=vit-runs/b.zarr/")]
-    assert completions("cka", "a=none/x") == []
-    assert completions("cka", f"a={tmp_path}/cn") == [("plain", f"a={tmp_path}/cnn/r50.zarr/")]
-    assert completions("cka", "--estimator", "") == [
-        ("plain", word) for word in ("exact", "minibatch", "biased")
-    ]
+    for words, kind, expected in (
+        (["info", "vi"], "dir", ["vi"]),
+        (["attn-dist", "vit.zarr", "vi"], "dir", ["vi"]),
+        (["attn-dist", "--cache", ""], "dir", [""]),
+        (["attn-dist", "vit.zarr", "-o", "r"], "file", ["r"]),
+        (["cka", "vit.zarr", "--png", "r"], "file", ["r"]),
+        (["best-layer", "p"], "file", ["p"]),
+        (["weights", "vi"], "dir", ["vi"]),
+        (["cka", "a=vi"], "plain", ["a=vit-runs", "a=vit.zarr"]),
+        (["cka", "a=vit."], "plain", ["a=vit.zarr"]),
+        # One folder that is no store: what is in it.
+        (["cka", "a=vit-"], "plain", ["a=vit-runs/a.zarr", "a=vit-runs/b.zarr"]),
+        (["cka", "a=vit-runs/b"], "plain", ["a=vit-runs/b.zarr/"]),
+        (["cka", "a=none/x"], "plain", []),
+        (["cka", f"a={tmp_path}/cn"], "plain", [f"a={tmp_path}/cnn/r50.zarr/"]),
+        (["cka", "--estimator", ""], "plain", ["exact", "minibatch", "biased"]),
+    ):
+        assert completions(*words) == [(kind, text) for text in expected], words
     assert ("plain", "info") in completions("in")
-
-
-def test_tokens() -> None:
-    parse = tokens_option(("all", "cls")).parse
-    assert parse is not None
-    assert [parse(t) for t in ("all", "cls", "3,10")] == ["all", "cls", "3,10"]
-    for text in ("patches", "3", "-1,2", "3,4,5"):
-        with pytest.raises(VitseeError, match="expected all, cls or ROW,COL"):
-            parse(text)
 
 
 def test_defaults_fit_the_machine() -> None:
@@ -332,24 +260,6 @@ def test_model_options_are_gathered() -> None:
     clash = runner.invoke(command, ["vit", "--random-init", "3", "--checkpoint", "x.pth"])
     assert clash.exit_code == 2
     assert "exclude each other" in clash.stderr
-
-
-@pytest.mark.parametrize("name", main.list_commands(click.Context(main)))
-def test_an_option_that_takes_one_value_is_given_once(name: str, tmp_path: Path) -> None:
-    """Whatever the command: `-o a -o b` is refused, not taken for `-o b`."""
-    command = main.get_command(click.Context(main), name)
-    assert command is not None
-    single = [
-        param
-        for param in command.params
-        if isinstance(param, click.Option)
-        and not (param.multiple or param.is_flag or param.is_eager)
-    ]
-    for param in single:
-        args = [name, param.opts[-1], "1", param.opts[-1], "2"]
-        result = CliRunner().invoke(main, args)
-        assert (result.exit_code, result.stdout) == (2, ""), args
-        assert f"{'/'.join(param.opts)} is given 2 times; expected once" in result.stderr
 
 
 def test_once_counts_short_and_long_names_and_both_sides_of_a_switch(tmp_path: Path) -> None:

@@ -11,26 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
+from tests.command_line import refused
 from tests.features import activations
 from tests.image_files import plant
 from tests.stores import write_sites
-from vitsee_cli.main import main
 from vitsee_core.images import open_source
 from vitsee_core.images.errors import ImageError
 from vitsee_core.report.outputs import Outputs, check_outputs
 from vitsee_core.tables.files import read_file
 from vitsee_stores import remove_store, validate
 from vitsee_stores.errors import StoreError, VitseeError
-
-
-def refused(*words: object) -> str:
-    """The one line with which a command ends."""
-    result = CliRunner().invoke(main, [str(word) for word in words])
-    assert (result.exit_code, result.stdout) == (1, ""), result.output
-    assert result.stderr.count("\n") == 1, result.stderr
-    return result.stderr
 
 
 def everything_below(folder: Path) -> dict[str, bytes]:

@@ -210,13 +210,3 @@ def test_links_lead_somewhere(name: str) -> None:
         if anchor:
             titles = re.findall(r"^#+ (.*)", (folder / path).read_text(), re.MULTILINE)
             assert anchor in [re.sub(r"[^\w ]", "", t.lower()).replace(" ", "-") for t in titles]
-
-
-def test_the_two_commands_stand_in_readme() -> None:
-    assert "make demo" in README
-    assert "make test" in README
-
-
-def test_readme_is_for_newcomers() -> None:
-    """What grows belongs on the pages it links to."""
-    assert len(README.splitlines()) < 350

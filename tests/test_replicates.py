@@ -10,15 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 
 from tests import attention_maps, attention_rows
 from tests.attention_maps import random_attention
 from tests.attention_rows import random_rows, save_mask
+from tests.command_line import invoke as command
 from tests.stores import write_labelled, write_residuals, write_sites
 from tests.test_erf import write as write_fields
-from vitsee_cli.main import main
 from vitsee_core.analyses import (
     cka,
     erf,
@@ -197,10 +196,6 @@ def test_tables_keep_their_replicates() -> None:
     np.testing.assert_array_equal(both.replicates[[0, 2]], [[1, 2, np.nan], [5, 6, 7]])
     with pytest.raises(ValueError, match="replicates of 1 rows"):
         Table({"value": np.array([3.0])}, replicates=np.zeros((2, 3)))
-
-
-def command(*args: str | Path) -> Result:
-    return CliRunner().invoke(main, [*map(str, args)])
 
 
 @pytest.mark.parametrize(

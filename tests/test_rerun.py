@@ -7,14 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
+from tests.command_line import invoke as vitsee
 from tests.stores import write_sites
-from vitsee_cli.main import main
-
-
-def vitsee(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 @pytest.fixture

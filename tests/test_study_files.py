@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
+from tests.command_line import invoke as vitsee
 from tests.studies import study
-from vitsee_cli.main import main
 from vitsee_core.study.running import (
     Outcome,
     Record,
@@ -21,10 +20,6 @@ from vitsee_core.study.running import (
 )
 from vitsee_core.study.steps import Step
 from vitsee_stores.errors import VitseeError
-
-
-def vitsee(*args: object) -> Result:
-    return CliRunner().invoke(main, [*map(str, args)])
 
 
 def test_only_the_studys_own_files_are_replaced(tmp_path: Path) -> None:

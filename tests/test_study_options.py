@@ -8,8 +8,9 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
+from tests.command_line import invoke, refused
 from tests.extractions import plant_images
 from vitsee_cli.main import main
 from vitsee_cli.study_settings import in_a_study
@@ -38,7 +39,7 @@ allow-shared = true
 
 
 def study(*args: object) -> Result:
-    return CliRunner().invoke(main, ["study", *map(str, args)])
+    return invoke("study", *args)
 
 
 def steps(done: Result) -> list[str]:
@@ -107,12 +108,11 @@ def test_what_a_file_may_not_say(file: Path, tmp_path: Path) -> None:
     ):
         file.write_text(text)
         data = () if text.startswith("data") else ("--data", "demo:test")
-        done = study("--file", file, "-o", tmp_path / "out", *data)
-        assert done.exit_code == code and expected in done.stderr, (text, done.output)
-        assert code == 2 or done.stderr.count("\n") == 1
-        assert done.stdout == "" and not (tmp_path / "out").exists()
-    done = study("--file", tmp_path / "no.toml", "-o", tmp_path / "out")
-    assert done.exit_code == 1 and "no.toml cannot be read: " in done.stderr
+        words = ("study", "--file", file, "-o", tmp_path / "out", *data)
+        assert expected in refused(*words, code=code), text
+        assert not (tmp_path / "out").exists()
+    line = refused("study", "--file", tmp_path / "no.toml", "-o", tmp_path / "out")
+    assert "no.toml cannot be read: " in line
 
 
 def test_the_images_themselves_are_not_to_learn_from(tmp_path: Path) -> None:
@@ -120,9 +120,8 @@ def test_the_images_themselves_are_not_to_learn_from(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "photos")
     for data, train in (("demo:test", "demo:test"), (tmp_path / "photos", tmp_path / "link")):
-        done = study("demo:vit", "--data", data, "--train", train, "-o", tmp_path / "out")
-        assert done.exit_code == 1 and done.stdout == "" and done.stderr.count("\n") == 1
-        assert f"--train {train} has the images of --data" in done.stderr
+        words = ("demo:vit", "--data", data, "--train", train, "-o", tmp_path / "out")
+        assert f"--train {train} has the images of --data" in refused("study", *words)
     assert not (tmp_path / "out").exists()
 
 

@@ -1,21 +1,7 @@
 """Options that several commands share, each declared once: those of every subject, and a table.
 
 What analyses take beside their execution is declared in their signatures (`signature`), an option
-of one command alone in that command. The others:
-
-    options             every command   verbosity, defaults_of, only_with, refuse_twice
-                        stores          stores_argument, allow_partial_option, open_stores
-                        results         output_options, table_options, force_option,
-                                        json_option, replicates_option
-                        what to read    sites_option, blocks_option, tokens_option, images_option,
-                                        image_option
-                        how to work     seed_option, device_option, memory_option, jobs_option,
-                                        dask_option
-    model_options       a model         model_options, weight_options, recompute_options
-    data_options        images          data_options, recompute_data_option
-    extraction_options  what extract    store_output_option, keep_options, ablate_skip_option,
-                        stores, how     intervention_options, precision_option, run_options
-
+of one command alone in that command; those of models, images and extraction have files of their own.
 A command takes what it needs as decorators: `@options.stores_argument`, `@model_options`, ...
 """
 
