@@ -176,7 +176,7 @@ def test_a_store_replaced_meanwhile_is_noticed(
 
 def test_chosen_rows_and_their_slabs_only(tmp_path: Path) -> None:
     store = make_store(tmp_path / "a.zarr", valid=[i != 2 for i in range(N)])
-    done = fold(store, Sum, images=6)
+    done = fold(store, Sum, rows=choose_rows(store, 6))
     assert done.rows == [0, 1, 3, 4, 5]
     assert done.slabs == [0, 1]
 
@@ -227,7 +227,8 @@ def test_progress_counts_images(tmp_path: Path) -> None:
         def advance(self, count: int, size_bytes: int = 0) -> None:
             counted.append(count)
 
-    fold(make_store(tmp_path / "a.zarr"), Sum, images=10, jobs=2, progress=Counting())
+    store = make_store(tmp_path / "a.zarr")
+    fold(store, Sum, rows=choose_rows(store, 10), jobs=2, progress=Counting())
     assert counted == [4, 4, 2]
 
 

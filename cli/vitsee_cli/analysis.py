@@ -74,21 +74,19 @@ def run_analysis(
     drawing: Mapping[str, Any] | None = None,
     **parameters: Any,
 ) -> None:
-    """Open the stores, compute, write: `run(*stores, **parameters)` to `outputs`.
+    """Open the stores, compute `run(*stores, **parameters)`, and write it to `outputs`, which are
+    refused before the work if they exist.
 
     Args:
         run: the analysis.
         plot: its figure, drawn for --png; None without that option.
-        stores: from `options.stores_argument`.
-        outputs: from `options.output_options`; refused before the work if they exist.
-        allow_partial: from `options.allow_partial_option`.
+        stores: of the command line.
+        outputs: where the result goes.
+        allow_partial: stores may be unfinished.
         resumes: what is kept if the command is stopped, so that repeating it continues.
-        dask: from `options.dask_option`, the cluster that does the work.
+        dask: the cluster that does the work.
         drawing: keywords of `plot`; the sidecar keeps them for `vitsee plot`.
         parameters: everything that decides the result; recorded in the sidecar.
-
-    Raises:
-        VitseeError: an output exists, a store cannot be read, or the analysis lacks its input.
     """
     from vitsee_core.report.outputs import check_outputs, write_results
     from vitsee_core.tables.sidecars import describe_run
@@ -111,11 +109,7 @@ def run_analysis(
         spread_over(dask, progress) as own,
     ):
         table = run(*opened, **given, **own, **keep, progress=progress)
-    sidecar = describe_run(
-        opened,
-        command=console.command_line(),
-        parameters=described,
-    )
+    sidecar = describe_run(opened, command=console.command_line(), parameters=described)
     if drawing:
         sidecar["figure"] = dict(drawing)
 

@@ -1,7 +1,7 @@
 """Options that several commands share, each declared once: those of every subject, and a table.
 
 What analyses take beside their execution is declared in their signatures (`signature`), an option
-of one command alone in that command; those of models, images and extraction have files of their own.
+of one command alone in that command; those of models, images and extraction have their own files.
 A command takes what it needs as decorators: `@options.stores_argument`, `@model_options`, ...
 """
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vitsee_core.report.materials import candidates, picture_beside
-from vitsee_core.report.overview import read_study
+from vitsee_core.report.overview import failed_steps, read_study
 from vitsee_core.runtime.versions import worker_versions
 from vitsee_core.tables.files import read_file
 from vitsee_stores.errors import VitseeError
@@ -69,12 +69,8 @@ def inputs_digest(folder: Path, output: Path, about: Any) -> str:
     """SHA-256 of all that the page of a folder shows: stores, results and their pictures, what a
     study says. about: what else decides the page; JSON."""
     study = dict(read_study(folder))
-    steps = study.pop("steps", None)
-    failed = {
-        name: entry.get("reason")
-        for name, entry in (steps.items() if isinstance(steps, dict) else ())
-        if isinstance(entry, dict) and entry.get("status") == "failed"
-    }
+    failed = failed_steps(study)
+    study.pop("steps", None)
     place = os.path.relpath(folder.absolute(), output.absolute().parent)
     digest = hashlib.sha256(json.dumps([about, place, study, failed], default=str).encode())
     for path in candidates(folder):

@@ -43,7 +43,10 @@ def store_facts(store: FoundStore) -> list[tuple[str, str]]:
         ("Left out", "; ".join(by_reason(record["left_out"]))),
         ("Store", _hash(record["store_id"])),
         ("Images' fingerprint", _hash(record["samples_fingerprint"])),
-        ("Versions", _versions(_mapping(info.get("versions")))),
+        (
+            "Versions",
+            ", ".join(f"{n} {_text(v)}" for n, v in _mapping(info.get("versions")).items()),
+        ),
     ]
     return [(name, text) for name, text in facts if text]
 
@@ -99,10 +102,6 @@ def _selfcheck(found: Mapping[str, Any]) -> str:
         if isinstance(worst, (int, float)):
             parts.append(f"{what} {worst:.1g}")
     return ", ".join(parts)
-
-
-def _versions(versions: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {_text(versions[name])}" for name in versions)
 
 
 def _hash(value: Any) -> str:
@@ -174,8 +173,7 @@ def result_cautions(result: Result, known: Mapping[str, FoundStore]) -> list[str
 
 def stores_of(result: Result) -> list[Mapping[str, Any]]:
     """What the sidecar says of the stores that a result is of, as far as it does."""
-    stores = result.file.sidecar.get("stores")
-    return [one for one in stores if isinstance(one, dict)] if isinstance(stores, list) else []
+    return [one for one in result.file.sidecar.get("stores", ()) if isinstance(one, dict)]
 
 
 def n_images(result: Result) -> int | None:

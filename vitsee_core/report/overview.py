@@ -60,14 +60,20 @@ def read_study(folder: Path) -> Mapping[str, Any]:
     return found if models and isinstance(models, dict) else {}
 
 
-def failed_steps(folder: Path) -> list[str]:
-    """Steps that failed of the study in the folder, a line each."""
-    steps = read_study(folder).get("steps")
-    return [
-        f"Failed: {name}: {entry.get('reason') or 'no reason is recorded'}."
+def failed_steps(study: Mapping[str, Any]) -> dict[str, Any]:
+    """Steps of a study that failed -> why."""
+    steps = study.get("steps")
+    return {
+        name: entry.get("reason")
         for name, entry in (steps.items() if isinstance(steps, dict) else ())
         if isinstance(entry, dict) and entry.get("status") == "failed"
-    ]
+    }
+
+
+def failures(folder: Path) -> list[str]:
+    """The same of the study in the folder, a line each."""
+    failed = failed_steps(read_study(folder))
+    return [f"Failed: {x}: {why or 'no reason is recorded'}." for x, why in failed.items()]
 
 
 def notes_of_study(folder: Path) -> list[str]:

@@ -22,7 +22,7 @@ from vitsee_core.report.materials import (
     relative,
 )
 from vitsee_core.report.overview import (
-    failed_steps,
+    failures,
     not_in_study,
     notes_of_study,
     overview,
@@ -108,7 +108,7 @@ def render(
         stores=stores_by_model(materials),
         facts=store_facts,
         cautions=[
-            *failed_steps(materials.folder),
+            *failures(materials.folder),
             *cautions(materials),
             *notes_of_study(materials.folder),
             *not_in_study(materials.folder),

@@ -9,7 +9,7 @@ import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vitsee_core import analyses
 from vitsee_core.figures.attribute_charts import draw_attribute_chart
@@ -17,7 +17,8 @@ from vitsee_core.figures.looks import Look
 from vitsee_core.figures.panels import drawn_for
 from vitsee_core.figures.plotting import drawn_as
 from vitsee_core.tables.attributes import in_groups, with_attribute
-from vitsee_core.tables.results import ResultFile, Table, read_result
+from vitsee_core.tables.result_files import ResultFile, read_result
+from vitsee_core.tables.results import Table
 from vitsee_core.tables.same_labels import tell_apart
 from vitsee_core.tables.table_sites import rows_of_sites
 from vitsee_stores.errors import VitseeError
@@ -52,12 +53,13 @@ class Result:
     ) -> Figure:
         """The figure that the command draws, of the whole table or of some of its rows. Raises
         VitseeError: the table was changed, and is nothing that the command draws any more."""
-        keywords = self.file.sidecar.get("figure")
+        sidecar = self.file.sidecar
         known = inspect.signature(self.analysis.plot).parameters
-        given = keywords if isinstance(keywords, dict) else {}
-        more: dict[str, Any] = {name: given[name] for name in given if name in known}
-        if "results" in self.file.sidecar:
-            more |= {"files": self._inputs(), "metrics": self._parameter("metrics")}
+        more = {name: x for name, x in sidecar.get("figure", {}).items() if name in known}
+        if "results" in sidecar:
+            metrics = sidecar.get("parameters", {}).get("metrics")
+            more |= {"files": self._inputs()}
+            more |= {"metrics": tuple(metrics) if isinstance(metrics, list) else ()}
         drawn = self.file.table if table is None else table
         try:
             with drawn_for(medium, size):
@@ -76,16 +78,10 @@ class Result:
             ) from error
         return figure
 
-    def _parameter(self, name: str) -> tuple[Any, ...]:
-        parameters = self.file.sidecar.get("parameters")
-        found = parameters.get(name) if isinstance(parameters, dict) else None
-        return tuple(found) if isinstance(found, list) else ()
-
     def _inputs(self) -> list[ResultFile]:
         """The results that this one was made of, where they are now: as recorded, or beside it."""
         paths, labels = [], []
-        entries = self.file.sidecar["results"]
-        for entry in entries if isinstance(entries, list) else ():
+        for entry in self.file.sidecar["results"]:
             if not isinstance(entry, dict):
                 continue
             recorded = Path(str(entry.get("path", "")))

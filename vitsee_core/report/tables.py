@@ -39,8 +39,7 @@ def command_of(result: Result) -> str:
     """The command, or the call in Python, that made a result; "" where it is not known."""
     if call := result.file.sidecar.get(PYTHON):
         return visible(str(call))
-    words = result.file.sidecar.get("command")
-    return visible(shlex.join(map(str, words)) if isinstance(words, list) else "")
+    return visible(shlex.join(map(str, result.file.sidecar.get("command", ()))))
 
 
 def short_notes(notes: Mapping[str, Any]) -> list[tuple[str, str]]:

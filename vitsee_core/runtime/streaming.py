@@ -135,8 +135,6 @@ def fold(
     make: Callable[[], A],
     *,
     rows: Rows | None = None,
-    images: int | None = None,
-    seed: int = 0,
     jobs: int = 1,
     memory: int | None = None,
     slab_bytes: int = 0,
@@ -151,9 +149,7 @@ def fold(
     Args:
         stores: one store, or a pair; of a pair only the rows valid in both count.
         make: creates an empty accumulator; picklable if `map` crosses processes.
-        rows: the images to use; by default `choose_rows(store, images, seed)`.
-        images: see `choose_rows`.
-        seed: see `choose_rows`.
+        rows: the images to use; by default all.
         jobs: threads, without `map`.
         memory: bytes to stay within, without `map`: fewer threads are used.
         slab_bytes: memory of one slab during work.
@@ -166,7 +162,7 @@ def fold(
         StoreMismatch: a pair with different images.
     """
     opened = _tuple(stores)
-    rows = rows if rows is not None else choose_rows(opened[0], images, seed)
+    rows = rows if rows is not None else choose_rows(opened[0])
     items = _pieces(opened, rows)
     done, total, kept = 0, None, None
     if keep is not None and items:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -63,25 +63,17 @@ IMAGES = 12
 @options.seed_option
 @options.force_option
 @options.allow_partial_option
-@click.pass_context
 def command(
-    ctx: click.Context,
     stores: tuple[StorePath, ...],
     output: Path,
-    images: int,
-    pick: str,
     image: tuple[str, ...],
     ids: Path | None,
-    sites: tuple[str, ...],
-    recompute: bool,
     data: str | None,
     checkpoint: Path | None,
     trust_store: bool,
-    device: str,
-    title: str | None,
-    seed: int,
     force: bool,
     allow_partial: bool,
+    **chosen: Any,
 ) -> None:
     """Write a page to click through patches.
 
@@ -114,21 +106,15 @@ def command(
     check_place(output, images=data or "")
     named = [*image, *(line for _, line in (read_only(ids, "--ids") if ids is not None else ()))]
     options.only_with("images that are picked (no --image, --ids)", not named, "images", "pick")
-    options.only_with("--recompute", recompute, "checkpoint", "trust_store", "device")
+    options.only_with("--recompute", chosen["recompute"], "checkpoint", "trust_store", "device")
     made = explore(
         *options.open_stores(stores, allow_partial=allow_partial),
         output=output,
         image=named,
-        images=images,
-        pick=pick,
-        sites=sites,
-        recompute=recompute,
         origin=Provenance(data, checkpoint, trust_store),
-        device=device,
-        title=title or "",
-        seed=seed,
         force=force,
         progress=console.Reporter("explore"),
+        **chosen | {"title": chosen["title"] or ""},
     )
     console.out(str(output))
     console.say(

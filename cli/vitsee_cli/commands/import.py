@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -70,13 +71,10 @@ QUESTION = STORES
 def command(
     files: tuple[Path, ...],
     output: Place,
-    names: tuple[str, ...],
-    ids: Path | None,
     like: StorePath | None,
     prefix: tuple[str, ...],
     grid: str | None,
-    dtype: str,
-    model: str,
+    **given: Any,
 ) -> None:
     """Make a store of vectors or tokens that others computed.
 
@@ -96,8 +94,7 @@ def command(
 
     (opened,) = options.open_stores((like,)) if like is not None else (None,)
     store = import_arrays(
-        files, output, names=names, ids=ids, like=opened, dtype=dtype, model=model,
-        tokens=Tokens(prefix, _grid(grid)),
+        files, output, like=opened, tokens=Tokens(prefix, _grid(grid)), **given,
         command=" ".join(console.command_line()), progress=console.Reporter("import"),
     )  # fmt: skip
     sites = counted(len(store.sites), "sites")

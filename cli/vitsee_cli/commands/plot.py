@@ -139,19 +139,13 @@ def command(
     results: tuple[Path, ...],
     output: Path | None,
     force: bool,
-    sites: tuple[str, ...],
-    x: str,
-    by: tuple[str, ...],
-    group_by: str,
-    attributes: Path | None,
-    medium: str | None,
-    size: tuple[float, float] | None,
     dpi: float,
     theme: str,
     cmap: str | None,
     limits: tuple[float, float] | None,
     title: str | None,
     log: tuple[str, ...],
+    **chosen: Any,
 ) -> None:
     """Draw the figure of a result again.
 
@@ -173,11 +167,12 @@ def command(
     from vitsee_core.figures.plotting import figure_bytes
     from vitsee_core.report.redrawing import redraw
 
-    if by and not x:
+    x, groups = chosen["x"], chosen["group_by"]
+    if chosen["by"] and not x:
         raise click.UsageError("--by is of a chart along --x FIELD")
-    if attributes is not None and not (x or group_by):
+    if chosen["attributes"] is not None and not (x or groups):
         raise click.UsageError("--attributes are of --x FIELD or --group-by FIELD")
-    if x and group_by:
+    if x and groups:
         raise click.UsageError("a chart along --x has curves --by FIELD in place of --group-by")
     if output is None and len(results) > 1:
         raise click.UsageError(f"{len(results)} results make one figure: name it with -o")
@@ -185,9 +180,6 @@ def command(
     ending = ending_of(place, FIGURE_ENDINGS, "-o")
     check_new_files([place], force=force)
     look = Look(theme, cmap, limits, title, log)
-    figure = redraw(
-        results, sites=sites, size=size, medium=medium, look=look,
-        x=x, by=by, group_by=group_by, attributes=attributes,
-    )  # fmt: skip
+    figure = redraw(results, look=look, **chosen)
     write_files({place: figure_bytes(figure, ending, dpi)}, force=force)
     console.say(f"{place} is written")
