@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from vitsee_cli.declared import a_file, a_number
-from vitsee_cli.options import Decorator, apply
+from vitsee_cli.options import together
 from vitsee_cli.values import SEED, WholeNumber, parse_words
 from vitsee_core.images.selection import ORDERS
 
-
-def data_options(command: Any) -> Any:
-    """Which images in which order, as the fields of a DataOptions."""
-    return apply(command, _DATA_OPTIONS)
-
-
-_DATA_OPTIONS: tuple[Decorator, ...] = (
+# Which images in which order, as the fields of a DataOptions.
+data_options = together(
     click.option(
         "--data",
         required=True,

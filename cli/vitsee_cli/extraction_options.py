@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from vitsee_cli.declared import a_number, one_of
-from vitsee_cli.options import SITE_WORDS, Decorator, apply, dask_option, device_option
+from vitsee_cli.options import SITE_WORDS, dask_option, device_option, together
 from vitsee_cli.values import WholeNumber, parse_place
 from vitsee_core.extraction.options import (
     ATTENTION_LEVELS,
@@ -25,18 +23,6 @@ TOKEN_WORDS = [
 ]
 
 
-def keep_options(command: Any) -> Any:
-    """What the store keeps, as the fields of a KeepOptions. Without a value: the default of a new
-    store, or what the store that is joined has."""
-    return apply(command, _KEEP_OPTIONS)
-
-
-def run_options(command: Any) -> Any:
-    """How this process works, as the fields of a RunOptions less `output`, and `shard`; nothing
-    here changes a number in the store; `plan` and `dask`."""
-    return apply(command, _RUN_OPTIONS)
-
-
 store_output_option = click.option(
     "-o", "--output", metavar="STORE", type=parse_place, required=True, help="The store to fill."
 )
@@ -50,13 +36,8 @@ ablate_skip_option = click.option(
 )
 
 
-def intervention_options(command: Any) -> Any:
-    """What is changed while the model runs, as `replace`, `ablate_heads`, `block_attention`,
-    `registers`."""
-    return apply(command, _INTERVENTION_OPTIONS)
-
-
-_INTERVENTION_OPTIONS: tuple[Decorator, ...] = (
+# What is changed while the model runs.
+intervention_options = together(
     click.option(
         "--replace",
         metavar="TOKENS@SITES=VALUES",
@@ -94,7 +75,8 @@ precision_option = click.option(
     help="Arithmetic of the forward pass.  [default: fp32]",
 )
 
-_KEEP_OPTIONS: tuple[Decorator, ...] = (
+# As the fields of a KeepOptions; None: the default of a new store, or what one that is joined has.
+keep_options = together(
     click.option(
         "--sites",
         metavar="GLOB",
@@ -164,7 +146,8 @@ _KEEP_OPTIONS: tuple[Decorator, ...] = (
     ),
 )
 
-_RUN_OPTIONS: tuple[Decorator, ...] = (
+# Nothing here changes a number: the fields of a RunOptions less `output`, `shard`, `plan`, `dask`.
+run_options = together(
     click.option(
         "--dry-run",
         is_flag=True,

@@ -10,7 +10,7 @@ import click
 
 from vitsee_cli.data_options import recompute_data_option
 from vitsee_cli.declared import a_file, model_names, one_of
-from vitsee_cli.options import Decorator, apply, device_option
+from vitsee_cli.options import Decorator, apply, device_option, together
 from vitsee_cli.values import (
     SEED,
     parse_floats,
@@ -189,9 +189,8 @@ _MODEL_OPTIONS: tuple[Decorator, ...] = (
 )
 
 
-def weight_options(command: Any) -> Any:
-    """Those of `model_options` that decide a model's weights, as click gives them."""
-    return apply(command, (*_WEIGHT_OPTIONS, _MODEL_ARG_OPTION))
+# Those that decide a model's weights, as click gives them.
+weight_options = together(*_WEIGHT_OPTIONS, _MODEL_ARG_OPTION)
 
 
 # By click's names. An option in a name is one of these, or of the forward pass.
@@ -205,12 +204,8 @@ NAMED_OPTIONS = (
 )  # fmt: skip
 
 
-def recompute_options(command: Any) -> Any:
-    """What recomputes what a store lacks: `data`, `checkpoint`, `trust_store`, `device`."""
-    return apply(command, _RECOMPUTE_OPTIONS)
-
-
-_RECOMPUTE_OPTIONS: tuple[Decorator, ...] = (
+# What recomputes what a store lacks: `data`, `checkpoint`, `trust_store`, `device`.
+recompute_options = together(
     recompute_data_option,
     a_file(
         "--checkpoint",

@@ -46,6 +46,11 @@ def apply(command: Any, decorators: Sequence[Decorator]) -> Any:
     return command
 
 
+def together(*decorators: Decorator) -> Decorator:
+    """The decorator that adds all of these options."""
+    return lambda command: apply(command, decorators)
+
+
 # ---------------------------------------------------------------- every command
 
 
