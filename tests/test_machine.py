@@ -9,7 +9,7 @@ import torch
 
 from vitsee_core.extraction.run import default_workers
 from vitsee_core.runtime import machine
-from vitsee_core.runtime.machine import local_processes, memory_bytes
+from vitsee_core.runtime.machine import counted, local_processes, memory_bytes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -33,6 +33,13 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 )
 def test_processes_of_a_job_on_this_machine(environ: dict[str, str], n: int) -> None:
     assert local_processes(environ) == n
+
+
+def test_one_of_a_kind_and_several() -> None:
+    one = {"images": "image", "Gram matrices": "Gram matrix", "queries": "query"}
+    one |= {"classes": "class", "analyses": "analysis"}
+    for nouns, noun in one.items():
+        assert (counted(1, nouns), counted(2, nouns)) == (f"1 {noun}", f"2 {nouns}")
 
 
 def test_they_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

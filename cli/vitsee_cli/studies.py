@@ -60,7 +60,7 @@ def run_study(
 
     own, plan = planned(models)
     if not plan.steps:
-        raise VitseeError(f"nothing to do: {'; '.join(planning.reasons(plan.left_out))}")
+        raise VitseeError(f"nothing to do: {'; '.join(plan.reasons())}")
     planning.check_kept(own, models, running.Record.read(study.folder).steps)
 
     def of_those(failed: Sequence[Step]) -> Plan:
@@ -116,7 +116,7 @@ def _execute(
 ) -> None:
     """Log what a plan takes, and do it, or print it. of_those: what is left after extractions
     failed."""
-    from vitsee_core.study import planning, running
+    from vitsee_core.study import running
 
     words = console.command_line()
     before = running.Record.read(study.folder)
@@ -124,7 +124,10 @@ def _execute(
     if not dry_run:
         running.make_folders(study)
     console.say(about)
-    for line in (*plan.notes, *(f"left out: {x}" for x in planning.reasons(plan.left_out))):
+    for line in (
+        *plan.notes,
+        *(f"left out: {x}" for x in plan.reasons()),
+    ):
         console.say(line)
     if dry_run:
         folders = shlex.join(["mkdir", "-p", *map(str, running.folders(study))])

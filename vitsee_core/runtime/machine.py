@@ -101,7 +101,8 @@ def scratch_folder(place: Place) -> Path:
 def counted(n: int, noun: str) -> str:
     """`1 image`, `2 images`, `1 Gram matrix`; `noun` is the plural."""
     if n == 1:
-        ends = {"ices": "ix", "ies": "y", "s": ""}  # matrix, query, image
+        # matrix, query, class, analysis, image
+        ends = {"ices": "ix", "ies": "y", "sses": "ss", "yses": "ysis", "s": ""}
         end = next((end for end in ends if noun.endswith(end)), "")
         noun = noun.removesuffix(end) + ends.get(end, "")
     return f"{n} {noun}"

@@ -215,14 +215,6 @@ def _best(study: Study, steps: Sequence[Step]) -> list[Step]:
     return [Step(BEST, words, tables, (table, picture), partial=True)]
 
 
-def reasons(left_out: Mapping[str, str]) -> list[str]:
-    """`what, what: reason`, one line a reason."""
-    together: dict[str, list[str]] = {}
-    for what, reason in left_out.items():
-        together.setdefault(reason, []).append(what)
-    return [f"{', '.join(some)}: {reason}" for reason, some in together.items()]
-
-
 NAMES = {
     TOKENS: "every token",
     HEADS: "parts of heads",

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from vitsee_core.extraction.options import split_model
 from vitsee_stores.errors import VitseeError
+from vitsee_stores.manifest import by_reason
 
 STORES, RESULTS, SETS = "stores", "results", "sets"
 
@@ -150,6 +151,10 @@ class Plan:
     @property
     def steps(self) -> list[Step]:
         return [*self.extractions, *self.analyses]
+
+    def reasons(self) -> list[str]:
+        """`what, what: reason` of all that is left out, one line a reason."""
+        return by_reason(self.left_out, len(self.left_out))
 
 
 def label_of(name: str) -> str:

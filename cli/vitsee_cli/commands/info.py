@@ -189,12 +189,12 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("transform", _listed(record["transform"], tuple(record["transform"]))),
         ("precision", str(identity.get("precision", ""))),
         ("attention", _attention(record["attention"])),
-        ("residual", _count(record["residual"], "sublayer")),
+        ("residual", _count(record["residual"], "sublayers")),
         ("canvas", _listed(record["canvas"] or {}, ("size", "tiles"))),
         ("inputs", "x".join(map(str, record["inputs"] or ()))),
         ("grams", _grams(record)),
         ("erf", _erf(record)),
-        ("classes", _count(record["class_names"] or (), "class", "es")),
+        ("classes", _count(record["class_names"] or (), "classes")),
         ("labels", _labels(record["labels"] or ())),
     ]
     facts += [("left out", line) for line in by_reason(record["left_out"])]
@@ -223,7 +223,7 @@ def _generation(one: Mapping[str, Any], record: Mapping[str, Any]) -> str:
 
     before = record["generations"][one["number"] - 2]["rows"][1]
     first, last = one["rows"]
-    what = f"{_count(one['sites'], 'site')} ({few(one['sites'])})"
+    what = f"{_count(one['sites'], 'sites')} ({few(one['sites'])})"
     if last > before:
         again = f", and has rows {first} to {before} anew" if first <= before else ""
         what = f"rows {before + 1} to {last}{again}"
@@ -281,7 +281,7 @@ def _attention(attention: Mapping[str, Any]) -> str:
     for group in attention["groups"]:
         heads = "/".join(str(n) for n in dict.fromkeys(group["n_heads"]))
         grid = "x".join(map(str, group["grid"]))
-        parts.append(f"{_count(group['blocks'], 'block')} of {heads} heads on a {grid} grid")
+        parts.append(f"{_count(group['blocks'], 'blocks')} of {heads} heads on a {grid} grid")
     return ", ".join([*parts, *(["rollout"] if attention["rollout"] else [])])
 
 
@@ -304,12 +304,12 @@ def _labels(labels: Sequence[Mapping[str, Any]]) -> str:
 def _grams(record: Mapping[str, Any]) -> str:
     if not record["grams"]:
         return ""
-    return f"{_count(record['grams'], 'site')}, within slabs of {record['slab']} images"
+    return f"{_count(record['grams'], 'sites')}, within slabs of {record['slab']} images"
 
 
 def _erf(record: Mapping[str, Any]) -> str:
     erf = record["erf"]
-    return f"{_count(erf['sites'], 'site')}, first {erf['n_images']} images" if erf else ""
+    return f"{_count(erf['sites'], 'sites')}, first {erf['n_images']} images" if erf else ""
 
 
 def _listed(record: Mapping[str, Any] | None, keys: tuple[str, ...]) -> str:
@@ -320,7 +320,6 @@ def _listed(record: Mapping[str, Any] | None, keys: tuple[str, ...]) -> str:
     return ", ".join(v if key == keys[0] else f"{key} {v}" for key, v in texts)
 
 
-def _count(items: Any, noun: str, plural: str = "s") -> str:
+def _count(items: Any, nouns: str) -> str:
     """`3 blocks`; empty for none."""
-    n = len(items)
-    return f"{n} {noun}{plural if n != 1 else ''}" if n else ""
+    return counted(len(items), nouns) if items else ""

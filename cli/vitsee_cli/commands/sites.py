@@ -15,6 +15,7 @@ from vitsee_cli import console, options
 from vitsee_cli.extraction_options import intervention_options
 from vitsee_cli.model_options import model_options
 from vitsee_cli.sections import STORES
+from vitsee_core.runtime.machine import counted
 
 if TYPE_CHECKING:
     from vitsee_core.extraction.options import ModelOptions
@@ -150,17 +151,16 @@ def _show(
         console.out(f"not listed: {n_modules} outputs of single modules (--sites modules)")
     attention = [block.name for block in table.attention]
     sublayers = [sublayer.name for sublayer in table.sublayers]
-    console.out(f"attention: {_range(attention, 'block', table.attention_refusal)}")
+    console.out(f"attention: {_range(attention, 'blocks', table.attention_refusal)}")
     if attention:
         console.out(f"rollout: {table.rollout_refusal or 'available'}")
-    console.out(f"residual: {_range(sublayers, 'sublayer', table.residual_refusal)}")
+    console.out(f"residual: {_range(sublayers, 'sublayers', table.residual_refusal)}")
     for line in by_reason(table.left_out):
         console.out(f"left out: {line}")
 
 
-def _range(names: list[str], noun: str, refusal: str | None) -> str:
+def _range(names: list[str], nouns: str, refusal: str | None) -> str:
     if not names:
         return refusal or "none"
-    if len(names) == 1:
-        return f"1 {noun} ({names[0]})"
-    return f"{len(names)} {noun}s ({names[0]} to {names[-1]})"
+    ends = f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
+    return f"{counted(len(names), nouns)} ({ends})"
