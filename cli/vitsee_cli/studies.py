@@ -124,10 +124,7 @@ def _execute(
     if not dry_run:
         running.make_folders(study)
     console.say(about)
-    for line in (
-        *plan.notes,
-        *(f"left out: {x}" for x in plan.reasons()),
-    ):
+    for line in (*plan.notes, *(f"left out: {x}" for x in plan.reasons())):
         console.say(line)
     if dry_run:
         folders = shlex.join(["mkdir", "-p", *map(str, running.folders(study))])
