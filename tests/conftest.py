@@ -35,7 +35,8 @@ LAYOUT = TokenLayout(prefix=("cls",), grid=(2, 3), stride_px=(16.0, 16.0))
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("fault"):
+        two_workers = "two" in getattr(item, "fixturenames", ())  # processes that start slowly
+        if two_workers or item.get_closest_marker("fault"):
             item.add_marker("slow")
 
 

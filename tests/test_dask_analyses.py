@@ -102,27 +102,27 @@ def check(two: DaskMap, run: Callable[..., Table], to: float = 0.0, most: int = 
     assert two.sent + two.received - sent - received < most
 
 
-def test_probe(two: DaskMap, store: Store, test: Store) -> None:
-    for options in ({}, {"tokens": ("each",)}, {"tokens": ("all",), "baselines": ("random",)}):
-        check(two, lambda o=options, **more: probe.run(store, test, shots=(5,), **o, **more))
-
-
-def test_knn(two: DaskMap, store: Store, test: Store) -> None:
-    check(two, lambda **more: knn.run(store, test, ks=(3,), baselines=("random",), **more))
-
-
-def test_cluster(two: DaskMap, store: Store) -> None:
-    check(two, lambda **more: cluster.run(store, **more))
-
-
-def test_spectrum(two: DaskMap, store: Store) -> None:
-    check(two, lambda **more: spectrum.run(store, **more))
-    check(two, lambda **more: spectrum.run(store, tokens="patches", **more))
-
-
-def test_retrieve(two: DaskMap, store: Store) -> None:
-    # A value of each query without each block of images comes back, too.
-    check(two, lambda **more: retrieve.run(store, **more), most=3 * SITE_BYTES)
+@pytest.mark.parametrize(
+    ("run", "options"),
+    [
+        (probe.run, {"shots": (5,)}),
+        (probe.run, {"shots": (5,), "tokens": ("each",)}),
+        (probe.run, {"shots": (5,), "tokens": ("all",), "baselines": ("random",)}),
+        (knn.run, {"ks": (3,), "baselines": ("random",)}),
+        (cluster.run, {}),
+        (spectrum.run, {}),
+        (spectrum.run, {"tokens": "patches"}),
+        (retrieve.run, {}),
+        (cka.run, {"no_cache": True}),
+    ],
+)
+def test_work_on_sites(
+    two: DaskMap, store: Store, test: Store, run: Run, options: dict[str, Any]
+) -> None:
+    stores = [store, test] if run in (probe.run, knn.run) else [store]
+    # Of retrieve a value of each query without each block of images comes back, too.
+    most = 3 * SITE_BYTES if run is retrieve.run else SITE_BYTES
+    check(two, partial(run, *stores, **options), most=most)
 
 
 @pytest.mark.parametrize("summary", [None, "site"])
@@ -145,10 +145,6 @@ def test_gram_matrices(two: DaskMap, store: Store, tmp_path: Path, how: dict[str
         for w in ("here", "there")
     )
     assert here == there and len(there) == 3
-
-
-def test_gram_matrices_that_are_not_kept(two: DaskMap, store: Store) -> None:
-    check(two, lambda **more: cka.run(store, no_cache=True, **more))
 
 
 def test_similarity(two: DaskMap, store: Store, tmp_path: Path) -> None:

