@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from vitsee_core.runtime.kept_sums import KeptSums
 from vitsee_core.runtime.machine import memory_bytes
@@ -113,7 +114,7 @@ class Execution:
         if unit:
             self.progress.start(done + len(items), done, unit)
         try:
-            for result, tally in self.map(_Alone(work, self), items):
+            for result, tally in self.map(partial(_alone, work, self), items):
                 self.progress.advance(1 if unit else tally.count, tally.size_bytes)
                 yield result
         finally:
@@ -157,7 +158,7 @@ class Execution:
             return
         size = max(1, min(LONGEST, len(items) // (PIECES * self.width)))
         pieces = [items[at : at + size] for at in range(0, len(items), size)]
-        for results in self.map(_Piece(work), pieces):
+        for results in self.map(partial(_piece, work), pieces):
             yield from results
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -170,26 +171,16 @@ class Execution:
         return Execution, (self.images, self.seed, jobs, memory, self.device)
 
 
-@dataclass(frozen=True)
-class _Alone(Generic[T, R]):
+def _alone(work: Callable[[Execution, T], R], execution: Execution, item: T) -> tuple[R, Tally]:
     """`work` in another process, with a tally of its progress."""
-
-    work: Callable[[Execution, T], R]
-    execution: Execution
-
-    def __call__(self, item: T) -> tuple[R, Tally]:
-        tally = Tally()
-        # This machine may be smaller than the one that the budget was chosen on.
-        memory = min(self.execution.budget, memory_bytes() // 2)
-        return self.work(replace(self.execution, memory=memory, progress=tally), item), tally
+    tally = Tally()
+    # This machine may be smaller than the one that the budget was chosen on.
+    memory = min(execution.budget, memory_bytes() // 2)
+    return work(replace(execution, memory=memory, progress=tally), item), tally
 
 
-@dataclass(frozen=True)
-class _Piece(Generic[T, R]):
-    work: Callable[[T], R]
-
-    def __call__(self, items: Sequence[T]) -> list[R]:
-        return [self.work(item) for item in items]
+def _piece(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    return [work(item) for item in items]
 
 
 DEFAULT = Execution()

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -170,7 +171,7 @@ def fold(
         done, total = kept.resume()
         progress.skip(sum(_n_chosen(rows, place) for place, _ in items[:done]))
     width = jobs if memory is None or not slab_bytes else min(jobs, max(1, memory // slab_bytes))
-    for part in _work_on(opened, _Fill(make), items[done:], rows, width, map, progress):
+    for part in _work_on(opened, partial(_filled, make), items[done:], rows, width, map, progress):
         if total is None:
             total = part
         else:
@@ -218,7 +219,9 @@ def _work_on(
     progress: Progress,
 ) -> Iterator[R]:
     work_on: Map = map or thread_map(jobs if len(items) > 1 else 1)
-    for (place, _), result in zip(items, work_on(_SlabWork(opened, work), items), strict=True):
+    for (place, _), result in zip(
+        items, work_on(partial(_on_slab, opened, work), items), strict=True
+    ):
         yield result
         progress.advance(_n_chosen(rows, place))
 
@@ -261,43 +264,26 @@ class Piece(Slab):
         return super().attention_sums(name, group)
 
 
-@dataclass(frozen=True)
-class _Fill(Generic[A]):
-    make: Callable[[], A]
-
-    def __call__(self, *slabs: Slab) -> A:
-        accumulator = self.make()
-        accumulator.update(*slabs)
-        return accumulator
+def _filled(make: Callable[[], A], *slabs: Slab) -> A:
+    accumulator = make()
+    accumulator.update(*slabs)
+    return accumulator
 
 
-@dataclass(frozen=True)
-class _SlabWork(Generic[R]):
-    stores: tuple[Store, ...]
-    work: Callable[..., R]
-
-    def __call__(self, item: tuple[slice, Mask]) -> R:
-        rows, counted = item
-        pieces = (Piece(s, rows.start // s.plan.slab, rows, counted) for s in self.stores)
-        return self.work(*pieces)
+def _on_slab(stores: tuple[Store, ...], work: Callable[..., R], item: tuple[slice, Mask]) -> R:
+    rows, counted = item
+    pieces = (Piece(s, rows.start // s.plan.slab, rows, counted) for s in stores)
+    return work(*pieces)
 
 
 def thread_map(jobs: int) -> Map:
-    """A `map` on threads; the builtin one for one job."""
-    return _Threads(jobs) if jobs > 1 else builtins.map
+    """A `map` on threads, with a bounded number of results waiting; the builtin one for one job."""
+    return partial(_on_threads, jobs) if jobs > 1 else builtins.map
 
 
-@dataclass(frozen=True)
-class _Threads:
-    """A `map` over threads with a bounded number of results waiting."""
-
-    jobs: int
-
-    def __call__(self, function: Callable[[Any], R], items: Iterable[Any], /) -> Iterator[R]:
-        with ThreadPoolExecutor(self.jobs) as pool:
-            yield from submitted(
-                lambda item: pool.submit(function, item), items, lambda: 2 * self.jobs
-            )
+def _on_threads(jobs: int, function: Callable[[Any], R], items: Iterable[Any], /) -> Iterator[R]:
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from submitted(lambda item: pool.submit(function, item), items, lambda: 2 * jobs)
 
 
 def submitted(
