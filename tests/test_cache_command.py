@@ -7,14 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 
+from tests.command_line import invoke as vitsee
+from tests.command_line import refused
 from tests.stores import write_sites
-from vitsee_cli.main import main
-
-
-def vitsee(*words: object) -> Result:
-    return CliRunner().invoke(main, [str(word) for word in words])
 
 
 def listed(*words: object) -> list[dict[str, str]]:
@@ -57,7 +53,6 @@ def test_what_is_cached_is_listed_and_removed(
 
 def test_what_is_no_place_of_caches(tmp_path: Path) -> None:
     for words in (("ls", tmp_path / "none"), ("rm", tmp_path / "none")):
-        done = vitsee("cache", *words)
-        assert (done.exit_code, done.stdout) == (1, "")
-        assert "none is no store and no folder; expected either" in done.stderr
+        line = refused("cache", *words)
+        assert "none is no store and no folder; expected either" in line
     assert vitsee("cache", "rm").exit_code == 2

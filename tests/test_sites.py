@@ -8,9 +8,9 @@ import json
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from vitsee_cli.main import main
+from tests.command_line import invoke, refused
 
 VIT = (
     *("vit_tiny_patch16_224", "--random-init", "0", "--img-size", "32x48"),
@@ -23,7 +23,7 @@ PROVE = ("--prove", "--random-init", "0")
 
 
 def sites(*args: str) -> Result:
-    return CliRunner().invoke(main, ["sites", *args])
+    return invoke("sites", *args)
 
 
 def rows(*args: str) -> list[dict[str, Any]]:
@@ -80,11 +80,7 @@ def test_json_tells_why_something_is_missing() -> None:
     ],
 )
 def test_mistakes_are_one_line(args: tuple[str, ...], phrase: str) -> None:
-    result = sites(*args)
-    assert result.exit_code == 1, result.output
-    assert result.stdout == ""
-    assert phrase in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    assert phrase in refused("sites", *args)
 
 
 def refuse_weights(*_: object, **__: object) -> None:
