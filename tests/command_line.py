@@ -15,12 +15,12 @@ def invoke(*words: object) -> Result:
     return CliRunner().invoke(main, [*map(str, words)])
 
 
-def refused(*words: object, code: int = 1) -> str:
-    """The one line on stderr with which a command ends, or of a wrong option (2) the last one."""
-    result = invoke(*words)
-    assert (result.exit_code, result.stdout) == (code, ""), result.output
-    assert code == 2 or result.stderr.count("\n") == 1, result.stderr
-    return result.stderr.splitlines()[-1]
+def one_line(*words: object, code: int = 1) -> str:
+    """The only line of a command that is refused, or of a wrong option (2) the last one."""
+    found = invoke(*words)
+    assert (found.exit_code, found.stdout) == (code, ""), found.output
+    assert code == 2 or found.stderr.count("\n") == 1, found.stderr
+    return found.stderr.splitlines()[-1]
 
 
 def said(folder: Path, *words: str, code: int = 0) -> str:
@@ -36,7 +36,7 @@ def said(folder: Path, *words: str, code: int = 0) -> str:
 def refused(*words: object, code: int = 1) -> str:
     """What is said of a command that prints nothing: its last line, or click's text where the
     `code` is 2."""
-    found = CliRunner().invoke(main, [str(word) for word in words])
+    found = invoke(*words)
     assert (found.exit_code, found.stdout) == (code, ""), found.output
     if code == 2:
         return " ".join(found.stderr.split())

@@ -12,7 +12,7 @@ import pytest
 from click.testing import Result
 from matplotlib.axes import Axes
 
-from tests.command_line import invoke, refused
+from tests.command_line import invoke, one_line
 from tests.manifests import edited
 from tests.stores import write_sites
 from vitsee_core.report.redrawing import redraw
@@ -105,7 +105,7 @@ def test_along_a_column_of_the_table_and_best_layers_results(tmp_path: Path) -> 
     rows = [row("tiny", 0.1 * s, shots=s) for s in (1, 2, 5)]
     rows += [row("tiny", 0.9, site="blocks.0.out", shots=s) for s in (1, 2, 5)]
     result = written(tmp_path / "r.csv", rows)
-    line = refused("plot", result, "--x", "shots")
+    line = one_line("plot", result, "--x", "shots")
     assert "several values of tiny at shots = 1, which differ in site" in line
     (axes,) = redraw(result, sites=["last"], x="shots").axes
     assert points(axes) == {"tiny": [(s, pytest.approx(0.1 * s)) for s in (1, 2, 5)]}
@@ -132,7 +132,7 @@ def test_what_is_not_known_is_said(tmp_path: Path) -> None:
         ((pairs, "--x", "params"), "compares pairs"),
         ((result, pairs, "-o", tmp_path / "x.png"), "expected results of one command"),
     ):
-        assert expected in refused("plot", *args) and not [*tmp_path.glob("*.png")]
+        assert expected in one_line("plot", *args) and not [*tmp_path.glob("*.png")]
     assert plot(result, "--by", "site").exit_code == plot(result, result).exit_code == 2
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.command_line import invoke as vitsee
-from tests.command_line import refused
+from tests.command_line import one_line
 from tests.stores import write_sites
 
 
@@ -53,6 +53,6 @@ def test_what_is_cached_is_listed_and_removed(
 
 def test_what_is_no_place_of_caches(tmp_path: Path) -> None:
     for words in (("ls", tmp_path / "none"), ("rm", tmp_path / "none")):
-        line = refused("cache", *words)
+        line = one_line("cache", *words)
         assert "none is no store and no folder; expected either" in line
     assert vitsee("cache", "rm").exit_code == 2

@@ -25,8 +25,7 @@ import vitsee_stores
 from tests.attention_maps import layout, random_attention
 from tests.attention_maps import write as write_heads
 from tests.clusters import two_workers
-from tests.command_line import invoke
-from tests.command_line import refused as stopped
+from tests.command_line import invoke, one_line
 from tests.tables import equal
 from vitsee_cli import console
 from vitsee_cli.analysis import spread_over
@@ -255,9 +254,9 @@ def test_addresses() -> None:
 def test_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WAIT_SECONDS", 0.5)
     write_heads(tmp_path / "a.zarr", [random_attention(layout(), 8, (2, 2))])
-    line = stopped("attn-dist", tmp_path / "a.zarr", "--dask", "tcp://127.0.0.1:1")
+    line = one_line("attn-dist", tmp_path / "a.zarr", "--dask", "tcp://127.0.0.1:1")
     assert "attn-dist: no Dask scheduler answers at tcp://127.0.0.1:1" in line
-    line = stopped("attn-dist", tmp_path / "a.zarr", "--dask", "local:none", code=2)
+    line = one_line("attn-dist", tmp_path / "a.zarr", "--dask", "local:none", code=2)
     assert "expected local:N" in line
 
 

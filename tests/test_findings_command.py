@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.command_line import invoke, refused
+from tests.command_line import invoke, one_line
 from tests.extractions import extracted
 from vitsee_core.analyses import attn_dist, knn
 from vitsee_core.findings import verdicts
@@ -125,4 +125,4 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
         ((a, "-o", out), 1, "exists"),
         ((), 2, "STORE"),
     ):
-        assert expected in refused("findings", *words, code=code)
+        assert expected in one_line("findings", *words, code=code)

@@ -13,7 +13,7 @@ import pytest
 from click.testing import Result
 
 import vitsee_stores
-from tests.command_line import invoke, refused
+from tests.command_line import invoke, one_line
 from tests.extractions import extracted
 from tests.manifests import edited
 from vitsee_cli import console
@@ -114,7 +114,7 @@ def test_several_stores(make_store: MakeStore) -> None:
     assert [r["path"] for r in json.loads(info(a, b, "--json").stdout)] == [str(a), str(b)]
     assert info(a, b, "-f", "n_committed").stdout == f"{a}\t3\n{b}\t1\n"
     for args in ([], ["--json"], ["-f", "complete"]):
-        refused("info", a, a.parent / "none.zarr", *args)
+        one_line("info", a, a.parent / "none.zarr", *args)
     assert info().exit_code == info(a, "--json", "-f", "model").exit_code == 2
 
 
@@ -143,8 +143,8 @@ def test_a_store_that_does_not_say_its_data(make_store: MakeStore) -> None:
 def test_unknown_field(make_store: MakeStore) -> None:
     store = make_store()
     for field in ("modle", "model.nam", "class_names.7", "model.name.x", ""):
-        assert f"no field {field!r}" in refused("info", store, "-f", field)
-    assert "there is: model" in refused("info", store, "-f", "modle")
+        assert f"no field {field!r}" in one_line("info", store, "-f", field)
+    assert "there is: model" in one_line("info", store, "-f", "modle")
 
 
 def test_unfinished_store(make_store: MakeStore) -> None:
@@ -191,7 +191,7 @@ def test_no_store(tmp_path: Path) -> None:
     (tmp_path / "file.zarr").write_text("x")
     for name in ("missing.zarr", "folder", "file.zarr"):
         for more in ([], ["--json"], ["-f", "complete"]):
-            assert name in refused("info", tmp_path / name, *more)
+            assert name in one_line("info", tmp_path / name, *more)
 
 
 def test_imports_no_models_and_no_pictures(make_store: MakeStore) -> None:

@@ -12,33 +12,33 @@ import numpy as np
 import pytest
 import torch
 
-from tests.command_line import invoke, refused
+from tests.command_line import invoke, one_line
 from tests.random_stores import PLANS, create
 from vitsee_core.attention.recompute import find_rows
 from vitsee_stores.errors import VitseeError
 
 
 def test_what_is_no_number(tmp_path: Path) -> None:
-    line = refused("knn", tmp_path / "a.zarr", "--k", "abc", code=2)
+    line = one_line("knn", tmp_path / "a.zarr", "--k", "abc", code=2)
     assert line.endswith("'abc' is not a valid whole number.")
-    line = refused("plot", tmp_path / "r.csv", "--dpi", "abc", code=2)
+    line = one_line("plot", tmp_path / "r.csv", "--dpi", "abc", code=2)
     assert line.endswith("'abc' is not a valid number.")
 
 
 def test_a_store_for_a_model_and_the_reverse(make_store: Callable[..., Path]) -> None:
     store = make_store()
     for words in (["sites", store], ["extract", store, "--data", "demo:test", "-o", "x.zarr"]):
-        assert f"{store} is a store; expected a model" in refused(*words)
-    assert f"{store} is a folder; expected a model's name" in refused("models", store)
-    line = refused("attn-dist", "demo:vit")
+        assert f"{store} is a store; expected a model" in one_line(*words)
+    assert f"{store} is a folder; expected a model's name" in one_line("models", store)
+    line = one_line("attn-dist", "demo:vit")
     assert "no store at demo:vit" in line
     assert "(run: vitsee extract demo:vit --data DATA -o NAME.zarr, if that is a model)" in line
-    assert "MODEL --data DATA -o x.zarr)" in refused("attn-dist", "x.zarr")
+    assert "MODEL --data DATA -o x.zarr)" in one_line("attn-dist", "x.zarr")
 
 
 def test_an_image_size_that_no_memory_holds() -> None:
     words = ["--random-init", 0, "--data", "demo:test", "-o", "x.zarr"]
-    line = refused("extract", "test_vit", "--img-size", 10**6, *words)
+    line = one_line("extract", "test_vit", "--img-size", 10**6, *words)
     assert "the weights of test_vit would take 1.0 TB, more than the memory" in line
 
 
@@ -46,13 +46,13 @@ def test_a_key_of_a_file_that_is_one_state_dict(tmp_path: Path) -> None:
     path = tmp_path / "w.pth"
     torch.save({"a.weight": torch.zeros(3, 3)}, path)
     words = ["--checkpoint-key", "ema", "--data", "demo:test", "-o", tmp_path / "x.zarr"]
-    line = refused("extract", "test_vit", "--checkpoint", path, *words)
+    line = one_line("extract", "test_vit", "--checkpoint", path, *words)
     assert f"{path} is itself one state dict: leave out --checkpoint-key" in line
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     missing = tmp_path / "none"
-    assert f"{missing} is no folder; expected one with results" in refused("report", missing)
+    assert f"{missing} is no folder; expected one with results" in one_line("report", missing)
 
 
 @pytest.mark.parametrize(
@@ -74,4 +74,4 @@ def test_one_slab_is_no_plural(tmp_path: Path) -> None:
     create(store, dataclasses.replace(PLANS["vit"], slab=PLANS["vit"].n_images))
     result = invoke("validate", store)
     assert result.stdout == f"ok: {store}: 0 of 1 slab, unfinished\n"
-    assert "0 of 1 slab is committed" in refused("attn-dist", store)
+    assert "0 of 1 slab is committed" in one_line("attn-dist", store)

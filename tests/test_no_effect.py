@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.command_line import invoke, refused
+from tests.command_line import invoke, one_line
 from tests.stores import write_labelled
 from vitsee_core.runtime.machine import human_bytes
 
@@ -40,7 +40,7 @@ CASES = {
 def test_refused(name: str, tmp_path: Path) -> None:
     (command, *args), line = CASES[name]
     out = tmp_path / "r.csv"
-    assert refused(command, "a.zarr", *args, "-o", out, code=2) == f"Error: {line}"
+    assert one_line(command, "a.zarr", *args, "-o", out, code=2) == f"Error: {line}"
     assert not out.exists()
 
 
@@ -57,5 +57,5 @@ def test_memory_below_a_chunk(tmp_path: Path) -> None:
     largest = max(spec.chunk_bytes for spec in stores[0].arrays.values())
     args = ["knn", *(store.path for store in stores), "--k", "3", "--memory"]
     need = f"--memory is 1.0 kB, but reading a chunk of a takes {human_bytes(3 * largest)}; give"
-    assert need in refused(*args, "1K")
+    assert need in one_line(*args, "1K")
     assert invoke(*args, 3 * largest).exit_code == 0

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.command_line import refused
+from tests.command_line import one_line
 from tests.features import activations
 from tests.image_files import plant
 from tests.stores import write_sites
@@ -44,7 +44,7 @@ def test_nothing_is_written_into_a_store(tmp_path: Path, words: tuple[str, ...])
     sites = {"x": activations(8), "y": activations(8, seed=1)}
     store = write_sites(tmp_path / "a.zarr", sites).path
     before = everything_below(tmp_path)
-    line = refused(
+    line = one_line(
         *(w.replace("STORE", str(store)).replace("FOLDER", str(tmp_path)) for w in words)
     )
     assert f"results do not go into a store ({store})" in line
@@ -54,7 +54,7 @@ def test_nothing_is_written_into_a_store(tmp_path: Path, words: tuple[str, ...])
 
 def test_a_cache_is_not_made_below_a_missing_folder(tmp_path: Path) -> None:
     store = write_sites(tmp_path / "a.zarr", {"x": activations(8)}).path
-    line = refused("cka", store, "--cache", tmp_path / "no" / "grams")
+    line = one_line("cka", store, "--cache", tmp_path / "no" / "grams")
     assert f"there is no folder {tmp_path / 'no'}" in line
 
 
@@ -64,7 +64,7 @@ def test_nothing_is_written_among_the_images(tmp_path: Path, of: str, force: lis
     photos = plant(tmp_path / "photos", "a/1.png", "b/2.png")
     if of == "study" and force:
         force = ["--dry-run"]
-    line = refused(of, "demo:vit", "--data", photos, "-o", photos / "a" / "out", *force)
+    line = one_line(of, "demo:vit", "--data", photos, "-o", photos / "a" / "out", *force)
     assert f"is inside the image folder {photos}" in line and "name a place outside" in line
     assert len(list(photos.rglob("*"))) == 4
     check_outputs(Outputs(photos / "r.csv"), images=str(photos))
@@ -119,15 +119,15 @@ def test_an_input_is_never_replaced(tmp_path: Path, more: list[str]) -> None:
     table.write_text(text)
     (tmp_path / "link.csv").symlink_to(table)
     for output in (("-o", table), ("-o", tmp_path / "link.csv")):
-        assert "is an input of this command" in refused("best-layer", table, *output, *more)
+        assert "is an input of this command" in one_line("best-layer", table, *output, *more)
     sidecar = tmp_path / "r.csv.json"
     sidecar.write_text(json.dumps({"command": ["vitsee", "knn"]}))
-    assert "is an input" in refused("best-layer", table, "-o", sidecar, *more)
+    assert "is an input" in one_line("best-layer", table, "-o", sidecar, *more)
     truth = tmp_path / "truth.csv"
     truth.write_text("query,image,grade\n")
     store = write_sites(tmp_path / "a.zarr", {"x": activations(8)}).path
     words: tuple[Any, ...] = ("retrieve", store, "--truth", truth, "-o", truth, *more)
-    assert "is an input of this command" in refused(*words)
+    assert "is an input of this command" in one_line(*words)
     assert table.read_text() == text and truth.read_text() == "query,image,grade\n"
 
 
@@ -169,14 +169,14 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, words: tuple[str, ...]) -> Non
     for ending in (".csv", ".zip"):
         fifo = tmp_path / f"pipe{ending}"
         os.mkfifo(fifo)
-        line = refused(*(w.replace("FIFO", str(fifo)) for w in words))
+        line = one_line(*(w.replace("FIFO", str(fifo)) for w in words))
         assert f"{fifo} is a pipe or a device; expected" in line
 
 
 def test_a_sidecar_that_is_a_pipe_is_none(tmp_path: Path) -> None:
     (tmp_path / "r.csv").write_text("store,site,depth,rel_depth,metric,value\na,x,0,0,top1,0.5\n")
     os.mkfifo(tmp_path / "r.csv.json")
-    assert "has no sidecar r.csv.json" in refused("plot", tmp_path / "r.csv")
+    assert "has no sidecar r.csv.json" in one_line("plot", tmp_path / "r.csv")
     with pytest.raises(VitseeError, match=r"cannot read .*r\.csv\.json: not a regular file"):
         read_file(tmp_path / "r.csv.json")
 

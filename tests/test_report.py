@@ -24,7 +24,7 @@ import pytest
 from click.testing import Result
 from PIL import Image
 
-from tests.command_line import invoke, refused
+from tests.command_line import invoke, one_line
 from tests.every_command import TABLES, vitsee
 from tests.stores import write_sites
 from vitsee_core.figures.plotting import figure_bytes, stores_in_order
@@ -188,11 +188,11 @@ def test_where_the_page_goes(folder: Path, tmp_path: Path) -> None:
         ([own, "-o", tmp_path / "r.pdf"], "expected a name that ends in .html"),
         ([tmp_path / "none"], "is no folder"),
     ):
-        assert expected in refused("report", *args)
+        assert expected in one_line("report", *args)
     (tmp_path / "empty").mkdir()
-    assert "has neither results" in refused("report", tmp_path / "empty")
+    assert "has neither results" in one_line("report", tmp_path / "empty")
     (tmp_path / "empty" / "x.csv").write_text("a,b\n1,2\n")
-    line = refused("report", tmp_path / "empty")
+    line = one_line("report", tmp_path / "empty")
     assert "has neither results" in line and "has no sidecar" in line
     assert not (tmp_path / "empty" / "report.html").exists()
 

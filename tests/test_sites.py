@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from tests.command_line import invoke, refused
+from tests.command_line import invoke, one_line
 
 VIT = (
     *("vit_tiny_patch16_224", "--random-init", "0", "--img-size", "32x48"),
@@ -80,7 +80,7 @@ def test_json_tells_why_something_is_missing() -> None:
     ],
 )
 def test_mistakes_are_one_line(args: tuple[str, ...], phrase: str) -> None:
-    assert phrase in refused("sites", *args)
+    assert phrase in one_line("sites", *args)
 
 
 def refuse_weights(*_: object, **__: object) -> None:

@@ -13,7 +13,7 @@ import timm
 from timm.models import save_for_hf
 
 from tests.command_line import invoke as vitsee
-from tests.command_line import refused
+from tests.command_line import one_line
 from tests.studies import NO_ATTENTION, study
 from vitsee_cli.main import main
 from vitsee_core.analyses import attn_dist
@@ -325,7 +325,7 @@ def test_options_in_a_models_name(tmp_path: Path) -> None:
             ("study", name, *words[2:]),
             ("extract", name, "--data", "demo:test"),
         ):
-            assert expected in refused(*command, "-o", tmp_path / "no", code=2)
+            assert expected in one_line(*command, "-o", tmp_path / "no", code=2)
             assert not (tmp_path / "no").exists()
 
 
@@ -360,7 +360,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         (["demo:vit", "--data", "demo", "--train-images", "3"], 2, "give that too"),
         (["--data", "demo"], 2, "MODEL"),
     ):
-        assert expected in refused("study", *args, "-o", folder, code=code)
+        assert expected in one_line("study", *args, "-o", folder, code=code)
         assert not folder.exists()
 
 

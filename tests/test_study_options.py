@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import Result
 
-from tests.command_line import invoke, refused
+from tests.command_line import invoke, one_line
 from tests.extractions import plant_images
 from vitsee_cli.main import main
 from vitsee_cli.study_settings import in_a_study
@@ -109,9 +109,9 @@ def test_what_a_file_may_not_say(file: Path, tmp_path: Path) -> None:
         file.write_text(text)
         data = () if text.startswith("data") else ("--data", "demo:test")
         words = ("study", "--file", file, "-o", tmp_path / "out", *data)
-        assert expected in refused(*words, code=code), text
+        assert expected in one_line(*words, code=code), text
         assert not (tmp_path / "out").exists()
-    line = refused("study", "--file", tmp_path / "no.toml", "-o", tmp_path / "out")
+    line = one_line("study", "--file", tmp_path / "no.toml", "-o", tmp_path / "out")
     assert "no.toml cannot be read: " in line
 
 
@@ -121,7 +121,7 @@ def test_the_images_themselves_are_not_to_learn_from(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "photos")
     for data, train in (("demo:test", "demo:test"), (tmp_path / "photos", tmp_path / "link")):
         words = ("demo:vit", "--data", data, "--train", train, "-o", tmp_path / "out")
-        assert f"--train {train} has the images of --data" in refused("study", *words)
+        assert f"--train {train} has the images of --data" in one_line("study", *words)
     assert not (tmp_path / "out").exists()
 
 

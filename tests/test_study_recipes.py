@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.command_line import invoke as vitsee
-from tests.command_line import refused
+from tests.command_line import one_line
 from tests.studies import study
 from vitsee_core.report.materials import find_materials
 from vitsee_core.report.overview import study_figures
@@ -155,7 +155,7 @@ def test_what_is_not_there_is_left_out(own: RecipeFile, tmp_path: Path) -> None:
 def test_a_file_that_is_no_recipe(tmp_path: Path, before: str, after: str, said: str) -> None:
     assert before in OWN
     path = written(tmp_path, OWN.replace(before, after, 1))
-    line = refused("study", path, "--quick", "-o", tmp_path / "out")
+    line = one_line("study", path, "--quick", "-o", tmp_path / "out")
     assert re.search(said, line) and str(path) in line and not (tmp_path / "out").exists()
 
 
