@@ -22,8 +22,7 @@ from vitsee_core.figures.plotting import (
     colour,
 )
 from vitsee_core.tables.metrics import direction
-from vitsee_core.tables.result_files import read_result
-from vitsee_core.tables.results import Table
+from vitsee_core.tables.results import Table, read_result
 from vitsee_stores.errors import VitseeError
 
 LAYERS = ("embed", "blocks.0.out", "blocks.1.out", "blocks.2.out")

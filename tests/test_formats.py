@@ -13,8 +13,7 @@ import pytest
 
 from vitsee_core.report.outputs import Outputs, check_outputs
 from vitsee_core.tables.formats import TABLE_ENDINGS, table_bytes
-from vitsee_core.tables.result_files import read_result
-from vitsee_core.tables.results import Table
+from vitsee_core.tables.results import Table, read_result
 from vitsee_stores.errors import VitseeError
 
 

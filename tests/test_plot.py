@@ -22,8 +22,7 @@ from vitsee_core.figures.plotting import (
     THEMES,
 )
 from vitsee_core.report.redrawing import open_result, redraw
-from vitsee_core.tables.result_files import read_result
-from vitsee_core.tables.results import Table
+from vitsee_core.tables.results import Table, read_result
 from vitsee_core.tables.table_sites import rows_of_sites
 from vitsee_stores.errors import SiteError, VitseeError
 

@@ -36,8 +36,7 @@ from vitsee_core.statistics.jackknife import (
     standard_error,
 )
 from vitsee_core.tables import replicates
-from vitsee_core.tables.result_files import read_replicates, read_result
-from vitsee_core.tables.results import Table
+from vitsee_core.tables.results import Table, read_replicates, read_result
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout
 

@@ -18,8 +18,7 @@ from matplotlib.figure import Figure
 
 from vitsee_core.report.outputs import Outputs, check_outputs, write_results
 from vitsee_core.tables.files import check_new_files, renamed, write_files
-from vitsee_core.tables.result_files import read_result
-from vitsee_core.tables.results import Table
+from vitsee_core.tables.results import Table, read_result
 from vitsee_core.tables.sidecars import describe_run
 from vitsee_stores.errors import VitseeError
 

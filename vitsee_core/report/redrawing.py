@@ -17,8 +17,7 @@ from vitsee_core.figures.looks import Look
 from vitsee_core.figures.panels import drawn_for
 from vitsee_core.figures.plotting import drawn_as
 from vitsee_core.tables.attributes import in_groups, with_attribute
-from vitsee_core.tables.result_files import ResultFile, read_result
-from vitsee_core.tables.results import Table
+from vitsee_core.tables.results import ResultFile, Table, read_result
 from vitsee_core.tables.same_labels import tell_apart
 from vitsee_core.tables.table_sites import rows_of_sites
 from vitsee_stores.errors import VitseeError

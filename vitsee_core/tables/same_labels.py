@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from vitsee_core.tables.columns import is_given
-from vitsee_core.tables.result_files import ResultFile
-from vitsee_core.tables.results import Table
+from vitsee_core.tables.results import ResultFile, Table
 
 SIDES = ("", "_a", "_b")
 Model = tuple[str, str]  # its name and that of its weights

@@ -17,7 +17,7 @@ from vitsee_core.analyses.best_layer.best_table import ENDINGS, BestTable
 from vitsee_core.report.outputs import Outputs, check_outputs, write_results
 from vitsee_core.tables.files import check_new_files
 from vitsee_core.tables.formats import ending_of
-from vitsee_core.tables.result_files import read_result
+from vitsee_core.tables.results import read_result
 from vitsee_core.tables.sidecars import describe_run
 from vitsee_stores.errors import VitseeError
 

@@ -51,8 +51,7 @@ from vitsee_core.runtime.machine import counted
 from vitsee_core.tables.columns import is_given
 from vitsee_core.tables.headlines import Answer, picked
 from vitsee_core.tables.metrics import direction
-from vitsee_core.tables.result_files import ResultFile, read_result
-from vitsee_core.tables.results import Table
+from vitsee_core.tables.results import ResultFile, Table, read_result
 from vitsee_core.tables.same_labels import tell_apart
 from vitsee_stores.errors import VitseeError
 

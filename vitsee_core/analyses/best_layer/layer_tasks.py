@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from vitsee_core.analyses.best_layer.redundancy import PAIRS
 from vitsee_core.tables.columns import PARTS, SITE, is_given
 from vitsee_core.tables.metrics import direction
-from vitsee_core.tables.result_files import ResultFile
-from vitsee_core.tables.results import Table
+from vitsee_core.tables.results import ResultFile, Table
 from vitsee_stores.errors import VitseeError
 
 SETTINGS = ("k", "shots", "class")  # with the metric they make the task

@@ -25,8 +25,7 @@ from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.simultaneous import METHOD as SIMULTANEOUS
 from vitsee_core.statistics.simultaneous import largest_t
 from vitsee_core.tables.columns import PAIR, SITE, VALUES
-from vitsee_core.tables.result_files import ResultFile, read_replicates
-from vitsee_core.tables.results import Table
+from vitsee_core.tables.results import ResultFile, Table, read_replicates
 from vitsee_stores.errors import StoreMismatch, VitseeError
 
 PLACE = ("token", "row", "col", "head")
