@@ -110,13 +110,9 @@ def test_against_a_loop(tmp_path: Path) -> None:
     ]
     table = run(read([write(tmp_path / "r.csv", rows)]))
     assert len(table) == 6
-    for i in range(6):
-        store, metric = table["store"][i], table["metric"][i]
-        best = None
-        for row in rows:
-            if row["store"] == store and row["metric"] == metric:
-                best = row if best is None or row["value"] > best["value"] else best
-        assert best is not None
+    for i, place in enumerate(zip(table["store"], table["metric"], strict=True)):
+        own = [row for row in rows if (row["store"], row["metric"]) == place]
+        best = max(own, key=lambda row: row["value"])  # of equal ones the first
         for name in ("site", "depth", "head", "value", "high"):
             assert table[name][i] == best[name]
 
@@ -128,8 +124,9 @@ def test_ties_gaps_and_nothing(tmp_path: Path) -> None:
     assert table["site"].tolist() == ["blocks.0.out", ""]
     assert table["n_layers"].tolist() == [3, 0]
     assert math.isnan(table["value"][1]) and table["depth"].tolist() == [1, None]
-    files = read([tmp_path / "r.csv"])
-    plot(table, files)
+    plot(table, read([tmp_path / "r.csv"]))
+    table = run(read([write(tmp_path / "inf.csv", scores([math.inf, 0.5, math.nan]))]))
+    assert (table["site"].tolist(), table["value"].tolist()) == (["blocks.0.out"], [0.5])
 
 
 def test_tasks_join_over_files_and_part_over_repetitions(tmp_path: Path) -> None:
@@ -167,6 +164,10 @@ def test_poolings_are_tasks(tmp_path: Path) -> None:
     both = write(tmp_path / "both.csv", rows)
     assert list(tasks(read([both]))) == ["top1, token = cls", "top1, token = mean"]
     assert list(tasks(read([write(tmp_path / "one.csv", rows[:2])]))) == ["top1"]
+    # --tokens 0,0 --tokens 1,0: no mean over all tokens stands for the layer
+    some = [row | {"token": f"{i},0", "row": i, "col": 0} for i in (0, 1) for row in scores([0.1])]
+    found = tasks(read([write(tmp_path / "some.csv", some)]))
+    assert list(found) == ["top1, token = 0,0", "top1, token = 1,0"]
 
 
 def probed(store: str, sites: dict[str, list[float]], cls: bool) -> list[dict[str, Any]]:
@@ -195,10 +196,7 @@ def test_a_layer_is_the_mean_over_its_tokens(tmp_path: Path) -> None:
         assert each["value"].tolist() == [0.6, 0.5]
         assert each.unique("site") == [scores([0, 0])[1]["site"]]
         assert table.unique("task") == ["top1, token = cls", "top1, token = each"]
-        assert any(
-            "left out: 8 rows about single tokens" in remark and "--best-token" in remark
-            for remark in table.notes["remarks"]
-        )
+        assert any("left out: 8 rows about single" in said for said in table.notes["remarks"])
         curve = plot(table, files).axes[1].lines[0]
         assert np.asarray(curve.get_ydata()).tolist() == [0.5, 0.6]
         best = run(files, best_token=True)
@@ -207,18 +205,6 @@ def test_a_layer_is_the_mean_over_its_tokens(tmp_path: Path) -> None:
         assert best.where(task="top1, token = each")["value"].tolist() == [0.6, 0.5]
         assert not any("single tokens" in remark for remark in best.notes["remarks"])
         assert len(plot(best, files).axes) > len(plot(table, files).axes)
-
-
-def test_tokens_that_were_asked_for_are_tasks(tmp_path: Path) -> None:
-    """`--tokens 0,0 --tokens 1,0`: no mean over all tokens stands for the layer."""
-    some = [
-        row | {"token": f"{i},0", "row": i, "col": 0}
-        for i in (0, 1)
-        for row in scores([i / 10, 0.1])
-    ]
-    assert list(tasks(read([write(tmp_path / "some.csv", some)]))) == [
-        "top1, token = 0,0", "top1, token = 1,0"
-    ]  # fmt: skip
 
 
 def test_a_site_measured_with_and_without_a_token(tmp_path: Path) -> None:
@@ -258,29 +244,13 @@ def test_read_result(tmp_path: Path) -> None:
         read_result(path)
 
 
-def test_a_table_survives_the_file(tmp_path: Path) -> None:
-    rows = scores([0.1, math.nan, 1 / 3], k=20)
-    file = read_result(write(tmp_path / "r.csv", rows, "knn"))
-    made = Table.from_rows(rows)
-    assert file.command == "knn"
-    assert list(file.table.columns) == list(made.columns)
-    for name in made.columns:
-        same = np.array_equal(file.table[name], made[name], equal_nan=made[name].dtype.kind == "f")
-        assert same, name
-
-
-def test_the_command_behind_its_flags(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.csv", scores([0.5]))
-    sidecar = {"command": ["vitsee", "-q", "knn", "a.zarr"]}
-    (tmp_path / "a.csv.json").write_text(json.dumps(sidecar))
-    assert read_result(path).command == "knn"
-
-
-def test_broken_sidecars_say_nothing(tmp_path: Path) -> None:
+def test_the_command_of_a_sidecar(tmp_path: Path) -> None:
+    """Behind its flags; none of a broken one."""
     path = write(tmp_path / "r.csv", scores([0.1]))
-    for text in ("{", "[1]", '{"command": 3}'):
+    flags = '{"command": ["vitsee", "-q", "knn", "a.zarr"]}'
+    for text, command in ((flags, "knn"), ("{", ""), ("[1]", ""), ('{"command": 3}', "")):
         (tmp_path / "r.csv.json").write_text(text)
-        assert read_result(path).command == ""
+        assert read_result(path).command == command
 
 
 def test_files_that_are_none_of_ours(tmp_path: Path) -> None:
@@ -319,11 +289,6 @@ def test_columns_of_numbers(tmp_path: Path) -> None:
         words = write(tmp_path / "words.csv", scores([0.2, 0.4], **{name: "high"}))
         with pytest.raises(VitseeError, match=f"column {name} has the text 'high'"):
             read([words])
-
-
-def test_what_is_not_finite_is_not_best(tmp_path: Path) -> None:
-    table = run(read([write(tmp_path / "r.csv", scores([math.inf, 0.5, math.nan]))]))
-    assert (table["site"].tolist(), table["value"].tolist()) == (["blocks.0.out"], [0.5])
 
 
 def test_no_l2_is_chosen_on_the_reported_images(tmp_path: Path) -> None:
@@ -400,9 +365,8 @@ def test_curves_keep_their_colour_and_sites_of_no_block_their_place() -> None:
     assert looks["vit", "norm1"]["linestyle"] != looks["vit", "out"]["linestyle"]
     axes = new_figure(4, 3).add_subplot()
     draw_depth_curves(axes, everything.where(store="cnn"), among=everything, ylabel="top1")
-    lines = {
-        str(line.get_label()): line for line in axes.lines if len(np.asarray(line.get_xdata()))
-    }
+    full = [line for line in axes.lines if len(np.asarray(line.get_xdata()))]
+    lines = {str(line.get_label()): line for line in full}
     assert np.asarray(lines["cnn, block output"].get_ydata()).tolist() == [0.3] * 4
     axes = new_figure(4, 3).add_subplot()
     draw_depth_curves(axes, everything)
@@ -416,11 +380,8 @@ def test_one_point_has_its_baseline_and_interval() -> None:
     rows = [{**scores([0.5])[0], "baseline": name} for name in ("", "random")]
     axes = new_figure(4, 3).add_subplot()
     draw_depth_curves(axes, Table.from_rows(rows))
-    ends = [
-        np.ptp(np.asarray(path.vertices), axis=0)
-        for c in axes.collections
-        for path in c.get_paths()
-    ]
+    paths = [path for c in axes.collections for path in c.get_paths()]
+    ends = [np.ptp(np.asarray(path.vertices), axis=0) for path in paths]
     assert any(width > 0 and height == 0 for width, height in ends)  # the baseline's dash
     assert any(height == pytest.approx(0.2) for _, height in ends)  # low to high
 
@@ -434,16 +395,9 @@ def test_panels_and_stars(tmp_path: Path) -> None:
     figure = plot(table, files)
     assert len(figure.axes) == 2 + 1
     stars = [line for line in figure.axes[0].lines if line.get_marker() == "*"]
-    places = [
-        (np.asarray(s.get_xdata()).tolist(), np.asarray(s.get_ydata()).tolist()) for s in stars
-    ]
-    ticks = dict(
-        zip(
-            [text.get_text() for text in figure.axes[0].get_xticklabels()],
-            figure.axes[0].get_xticks(),
-            strict=True,
-        )
-    )
+    places = [tuple(np.asarray(xy).tolist() for xy in s.get_data()) for s in stars]
+    texts = (text.get_text() for text in figure.axes[0].get_xticklabels())
+    ticks = dict(zip(texts, figure.axes[0].get_xticks(), strict=True))
     assert places == [([ticks["logits"]], [0.95]), ([0.0], [0.5]), ([], [])]
     written = [cell.get_text().get_text() for cell in figure.axes[2].tables[0].get_celld().values()]
     assert "0.950 (logits)" in written and "0.500 (0)" in written
@@ -580,25 +534,17 @@ def test_rows_about_a_part_of_the_images_are_left_out(tmp_path: Path, part: str)
 
 
 def test_saliency_s_baselines_stand_beside_each_token(tmp_path: Path) -> None:
-    rows = [
-        row | {"token": token, "head": 0, "best": "head", "baseline": ""}
-        for token in ("cls", "mean")
-        for row in scores([0.3, 0.4], metric="iou")
-    ]
-    rows += [
-        row | {"token": "", "head": None, "best": "", "baseline": "random"}
-        for row in scores([0.2, 0.2], metric="iou")
-    ]
-    rows += [
-        row | {"token": "cls", "head": None, "best": "image", "baseline": ""}
-        for row in scores([0.9, 0.9], metric="iou")
-    ]
+    rows = []
+    for token, head, best, baseline, value in (
+        ("cls", 0, "head", "", 0.4), ("mean", 0, "head", "", 0.4), ("", None, "", "random", 0.2),
+        ("cls", None, "image", "", 0.9),
+    ):  # fmt: skip
+        about = {"token": token, "head": head, "best": best, "baseline": baseline}
+        rows += scores([value / 2, value], metric="iou", **about)
     files = read([write(tmp_path / "iou.csv", rows, "saliency")])
     table = run(files)
-    assert (
-        table["task"].tolist()
-        == ["saliency iou, token = cls"] * 2 + ["saliency iou, token = mean"] * 2
-    )
+    expected = ["saliency iou, token = cls"] * 2 + ["saliency iou, token = mean"] * 2
+    assert table["task"].tolist() == expected
     assert table["baseline"].tolist() == ["", "random"] * 2
     assert table["value"].tolist() == [0.4, 0.2] * 2  # never the images' own best heads
     titles = [axes.get_title() or axes.get_title(loc="left") for axes in plot(table, files).axes]

@@ -24,17 +24,10 @@ SITES = ("embed", "blocks.0.out", "blocks.1.out", "blocks.2.out")
 
 def curve(store: str, metric: str, values: list[float], **more: Any) -> list[dict[str, Any]]:
     """A value per layer, with an interval of a hundredth to either side."""
+    of_store = {"store": store, "model": store, "block": "", "metric": metric, "baseline": ""}
     return [
-        {
-            "low": value - 0.01,
-            "high": value + 0.01,
-            "store": store,
-            "model": store,
-            "site": site,
-            "block": "",
-            "depth": depth,
-        }
-        | {"rel_depth": depth / 3, "metric": metric, "value": value, "baseline": ""}
+        {"low": value - 0.01, "high": value + 0.01, **of_store, "site": site, "depth": depth}
+        | {"rel_depth": depth / 3, "value": value}
         | more
         for depth, (site, value) in enumerate(zip(SITES, values, strict=True))
     ]
@@ -42,7 +35,6 @@ def curve(store: str, metric: str, values: list[float], **more: Any) -> list[dic
 
 def write(path: Path, rows: list[dict[str, Any]], command: str) -> Path:
     names = list(dict.fromkeys(name for row in rows for name in row))
-    path.write_text("")
     with path.open("w") as file:
         Table.from_rows(rows, names).to_csv(file)
     path.with_name(path.name + ".json").write_text(f'{{"command": ["vitsee", "{command}"]}}')
@@ -83,6 +75,12 @@ def results(folder: Path) -> list[str]:
     ]
 
 
+def rim(png: bytes) -> int:
+    """The darkest pixel of a picture's outermost ones."""
+    pixels = np.asarray(Image.open(BytesIO(png)).convert("L"))
+    return int(min(edge.min() for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1])))
+
+
 def vitsee(*arguments: Any) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
@@ -109,8 +107,13 @@ def test_a_row_a_model_and_a_column_a_task(tmp_path: Path) -> None:
     # of one model none is the best
 
 
-def test_the_lowest_is_bold_where_lower_is_better(tmp_path: Path) -> None:
-    table = run(read([p.partition("=")[2] or p for p in results(tmp_path)]))
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Table:
+    given = results(tmp_path_factory.mktemp("results"))
+    return run(read([name.partition("=")[2] or name for name in given]))
+
+
+def test_the_lowest_is_bold_where_lower_is_better(table: Table) -> None:
     printed = BestTable.of(table)
     column = next(i for i, name in enumerate(printed.header) if "decay" in name)
     cells = {row[0].text: row[column] for row in printed.models}
@@ -118,17 +121,14 @@ def test_the_lowest_is_bold_where_lower_is_better(tmp_path: Path) -> None:
     assert (cells["l_16"].text, cells["l_16"].bold) == ("0.250 (1)", False)
 
 
-def test_controls_are_below_and_said(tmp_path: Path) -> None:
-    table = run(read([p.partition("=")[2] or p for p in results(tmp_path)]))
+def test_controls_are_below_and_said(table: Table) -> None:
     printed = BestTable.of(table)
     controls = {row[0].text: [cell.text for cell in row[1:]] for row in printed.controls}
     assert [*controls] == ["chance", "random", "image"]
     assert controls["chance"][0] == "0.020"
     # the stores' controls differ: their range
-    assert (
-        controls["random"][printed.header.index("propagate: mean of J and F ↑") - 1]
-        == "0.060–0.080"
-    )
+    column = printed.header.index("propagate: mean of J and F ↑") - 1
+    assert controls["random"][column] == "0.060–0.080"
     assert controls["image"][-1] == "0.250" and controls["image"][0] == "–"
     assert not any(cell.bold for row in printed.controls for cell in row)
     assert "Random: Gaussian features of the same shape (Walmer" in printed.note
@@ -173,19 +173,14 @@ def test_latex(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", [".png", ".svg", ".pdf"])
-def test_as_a_picture(tmp_path: Path, ending: str) -> None:
-    table = run(read([p.partition("=")[2] or p for p in results(tmp_path)]))
+def test_as_a_picture(table: Table, tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"t{ending}"
     path.write_bytes(BestTable.of(table).written(path))
     if ending == ".svg":
         text = " ".join(re.findall(r">([^<]*)</text>", path.read_text()))
         assert "0.412 (2)" in text and "l_16" in text and CONTROLS["image"] in text
     elif ending == ".png":
-        pixels = np.asarray(Image.open(path).convert("L"))
-        # nothing is cut at the picture's rim
-        assert (
-            min(edge.min() for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1])) > 250
-        )
+        assert rim(path.read_bytes()) > 250, "nothing is cut there"
     else:
         assert path.read_bytes()[:4] == b"%PDF"
 
@@ -249,5 +244,4 @@ def test_many_columns_stand_below_each_other(tmp_path: Path) -> None:
     texts = [cell.get_text().get_text() for cell in cells]
     assert [texts.count(f"{0.4 + at / 1000:.3f} (3)") for at in range(1, 31)] == [1] * 30
     assert texts.count("model") == texts.count("a") > 1
-    pixels = np.asarray(Image.open(BytesIO(printed.written(Path("t.png")))).convert("L"))
-    assert min(e.min() for e in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1])) > 250
+    assert rim(printed.written(Path("t.png"))) > 250

@@ -228,45 +228,19 @@ def test_slabs_jobs_and_invalid_rows(tmp_path: Path) -> None:
     assert set(run(left, n_seeds=1)["n_images"].tolist()) == {8 * 3 - 1}
 
 
-def test_several_stores(tmp_path: Path) -> None:
-    a = made(tmp_path / "a.zarr")
-    b = write_labelled(
-        tmp_path / "b.zarr",
-        {"stem": np.random.default_rng(1).normal(size=(12, 2, 5))},
-        [0, 1, 2] * 4,
-        layout=CNN_PAIR,
-    )
-    table = run(a, b, n_seeds=2)
-    assert table.unique("store") == ["a", "b"]
-    assert equal(table.where(store="a"), run(a, n_seeds=2))
-    assert table.where(store="b").unique("k") == [3]
-    assert table.notes["tokens"]["b"] == {"stem": "mean"}
-    figure = plot(table)
-    assert len(figure.axes) == 3
-
-
 def test_refusals(tmp_path: Path) -> None:
     store = made(tmp_path / "a.zarr")
-    with pytest.raises(VitseeError, match=r"41 clusters .* a has 40 labelled images; .*--k"):
-        run(store, k=41)
-    with pytest.raises(VitseeError, match="no baseline 'gauss'"):
-        run(store, baselines=["gauss"])
-    with pytest.raises(VitseeError, match=r"takes 1\.9 kB of memory; --memory is 500 B .* 10 fit"):
-        run(store, memory=500)
-    with pytest.raises(VitseeError, match="0 seeds"):
-        run(store, n_seeds=0)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"k": 41}, r"41 clusters .* a has 40 labelled images; .*--k"),
+        ({"baselines": ["gauss"]}, "no baseline 'gauss'"),
+        ({"memory": 500}, r"takes 1\.9 kB of memory; --memory is 500 B .* 10 fit"),
+        ({"n_seeds": 0}, "0 seeds"),
+    ]
+    for options, phrase in wrong:
+        with pytest.raises(VitseeError, match=phrase):
+            run(store, **options)
     with pytest.raises(MissingInput, match="no label"):
         run(made(tmp_path / "b.zarr", labels=np.full(40, -1), classes=list("abcd")))
-    assert np.isnan(run(store, k=40, n_seeds=1, baselines=[])["value"]).all()
-
-
-def test_one_image(tmp_path: Path) -> None:
-    store = write_labelled(tmp_path / "a.zarr", {"embed": np.ones((1, 3, 4))}, [0])
-    table = run(store, n_seeds=1, baselines=[])
-    assert np.isnan(table["value"]).all() and len(table) == 3
-    assert table.notes["remarks"] == [
-        "a: no value: there is one image, with which all clusters agree"
-    ]
 
 
 @pytest.mark.parametrize(
@@ -276,24 +250,24 @@ def test_one_image(tmp_path: Path) -> None:
         ([0, 0, 1, 1, 2, 2], 6, "k is the number of images (6), so that each is a cluster of its"),
         ([0, 1, 2, 3, 4, 5], 3, "each of the 6 images has a class of its own"),
         ([0, 0, 1, 1, 2, 2], 1, "k is 1, so that all images are one cluster"),
+        ([0], 1, "there is one image, with which all clusters agree"),
     ],
 )
 def test_what_no_features_could_change_has_no_value(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, labels: list[int], k: int, said: str
 ) -> None:
     # That it is so: two kinds of features agree with the labels alike.
-    rng = np.random.default_rng(0)
+    rng, n = np.random.default_rng(0), len(labels)
     one, other = (
-        agreement(k_means(rng.normal(size=(6, 4)).astype(np.float32), k, 0), np.array(labels))
+        agreement(k_means(rng.normal(size=(n, 4)).astype(np.float32), k, 0), np.array(labels))
         for _ in range(2)
     )
     assert one["purity"] == other["purity"]
-    store = write_labelled(tmp_path / "a.zarr", {"embed": rng.normal(size=(6, 3, 4))}, labels)
-    table = run(store, k=k, n_seeds=2)
+    store = write_labelled(tmp_path / "a.zarr", {"embed": rng.normal(size=(n, 3, 4))}, labels)
+    table = run(store, k=k, n_seeds=1)
     assert np.isnan(table["value"]).all() and np.isnan(table["std"]).all()
     assert table["baseline"].tolist() == [name for name in ("", *BASELINES) for _ in METRICS]
     assert f"a: no value: {said}" in caplog.text
-    plot(table)
 
 
 def test_two_classes_have_values(tmp_path: Path) -> None:
@@ -317,8 +291,13 @@ def test_constant_features_are_said(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_curves(tmp_path: Path) -> None:
-    table = run(made(tmp_path / "a.zarr"), n_seeds=2)
-    for axes, metric in zip(plot(table).axes, METRICS, strict=True):
+    a, b = made(tmp_path / "a.zarr"), np.random.default_rng(1).normal(size=(12, 2, 5))
+    cnn = write_labelled(tmp_path / "b.zarr", {"stem": b}, [0, 1, 2] * 4, layout=CNN_PAIR)
+    both = run(a, cnn, n_seeds=1)
+    table = run(a, n_seeds=1)
+    assert equal(both.where(store="a"), table) and both.where(store="b").unique("k") == [3]
+    assert both.notes["tokens"]["b"] == {"stem": "mean"}
+    for axes, metric in zip(plot(both).axes, METRICS, strict=True):
         lines = {str(line.get_label()): line for line in axes.lines}
         expected = table.where(metric=metric, baseline="")["value"].tolist()
         assert np.asarray(lines["a"].get_ydata()).tolist() == expected
@@ -331,8 +310,8 @@ def cluster_command(*args: str | Path) -> Result:
 
 
 def test_command(tmp_path: Path) -> None:
-    store = made(tmp_path / "a.zarr")
     csv, png = tmp_path / "r.csv", tmp_path / "r.png"
+    store = made(tmp_path / "small.zarr", 16)
     result = cluster_command(f"mine={store.path}", "-o", csv, "--png", png, "--seeds", "2")
     assert (result.exit_code, result.stdout) == (0, "")
     lines = csv.read_text().splitlines()

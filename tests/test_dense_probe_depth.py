@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from PIL import Image
 from tests.printed_text import flat
 from tests.stores import write_sites
 from tests.test_dense_probe import Array, command, layout, made, transform, upsampled
-from vitsee_core.analyses.dense_probe import COLUMNS, plot, run
+from vitsee_core.analyses.dense_probe import COLUMNS, run
 from vitsee_core.analyses.dense_probe.labelled_images import eigen_crop
 from vitsee_core.analyses.dense_probe.metrics import errors
 from vitsee_core.analyses.dense_probe.neighbours import mean_depths
@@ -56,24 +55,16 @@ def every_pixel(store: Store, depths: Path) -> tuple[list[Array], list[Array]]:
 
 def by_image(found: list[Array], truth: list[Array]) -> Array:
     """(3,) rmse, abs_rel and a1, of plain formulas."""
-    rows = [
-        (
-            np.sqrt(np.mean((p - d) ** 2)),
-            np.mean(np.abs(p - d) / d),
-            np.mean(np.maximum(p / d, d / p) < 1.25),
-        )
-        for p, d in zip(found, truth, strict=True)
-    ]
+    rows = []
+    for p, d in zip(found, truth, strict=True):
+        rmse, off = np.sqrt(np.mean((p - d) ** 2)), np.mean(np.abs(p - d) / d)
+        rows.append([rmse, off, np.mean(np.maximum(p / d, d / p) < 1.25)])
     return np.mean(rows, axis=0)
 
 
 def values(table: Table, baseline: str = "", **wanted: Any) -> Array:
-    return np.array(
-        [
-            table.where(site=SITE, metric=metric, baseline=baseline, **wanted)["value"][0]
-            for metric in ("rmse", "abs_rel", "a1")
-        ]
-    )
+    rows = table.where(site=SITE, baseline=baseline, **wanted)
+    return np.array([rows.where(metric=m)["value"][0] for m in ("rmse", "abs_rel", "a1")])
 
 
 def test_the_table_equals_that_of_explicit_pixels(tmp_path: Path) -> None:
@@ -103,10 +94,8 @@ def test_l2_is_chosen_by_held_out_errors(tmp_path: Path) -> None:
 
 
 def test_errors_by_hand() -> None:
-    rmse, abs_rel, a1 = errors(np.array([1.0, 2.0]), np.array([1.0, 4.0]))
-    assert rmse == pytest.approx(np.sqrt(2))
-    assert abs_rel == pytest.approx(0.25)
-    assert a1 == 0.5
+    found = errors(np.array([1.0, 2.0]), np.array([1.0, 4.0]))
+    assert found == pytest.approx((np.sqrt(2), 0.25, 0.5))
 
 
 def test_errors_above_one_have_intervals_above_one(tmp_path: Path) -> None:
@@ -243,54 +232,59 @@ def test_the_layout_of_sync_depth(tmp_path: Path) -> None:
     assert 1 < np.nanmin(found) < np.nanmax(found) < 8
 
 
-def test_wrong_depths_are_refused_by_name(tmp_path: Path) -> None:
-    store, depths = made_depths(tmp_path, 4)
-    first = depths / "a0.png"
-    good = first.read_bytes()
-    args = (store.path, "--holdout", 0.5, "--depth", depths, "-o", "-")
+METRES, MM = "--depth-scale 1000", np.uint16
+# What the first map is, words after the store and --holdout, and what is said.
+WRONG: list[tuple[Any, str, str]] = [
+    (None, "--depth a-depths", "nothing in a-depths says how many units"),
+    (Image.new("RGB", (23, 17)), f"--depth a-depths {METRES}",
+     "a0.png is an image of mode RGB; expected one channel of 16 bits"),
+    (Image.new("L", (23, 17), 7), f"--depth a-depths {METRES}", "a0.png is an image of mode L"),
+    *((Image.fromarray(np.full((17, 23), value, MM)), f"--depth a-depths --max-depth 10 {METRES}",
+       "a0.png: no pixel has a depth between") for value in (0, 65535)),
+    (Image.fromarray(np.full((5, 5), 900, MM)), f"--depth a-depths {METRES}",
+     "a0.png is 5 x 5 pixels, its image a0.jpg is 23 x 17"),
+    (b"no picture", f"--depth a-depths {METRES}", "a0.png"),
+    (None, f"--depth a-depths {METRES} --eigen-crop", "--eigen-crop expects NYU's 640 x 480"),
+    (None, "", "give exactly one of --masks and --depth"),
+    (None, f"--depth a-depths --masks a-masks {METRES}", "give exactly one of --masks"),
+    (None, f"--depth none {METRES}", "no file or folder"),
+    (None, f"--depth empty {METRES}", "no .png files below"),
+    (None, f"--depth a-depths/a1.png {METRES}", "is no MATLAB file of version 7.3 (HDF5)"),
+    *((None, f"--depth a-depths {METRES} {words}", text) for words, text in (
+        ("--per-class", "--per-class belongs to --masks"),
+        ("--ignore 0", "--ignore belongs to --masks"),
+        ("--balanced", "--balanced belongs to classes"),
+        ("--solver logistic", "--solver logistic has no --depth; expected ridge or knn or"),
+        ("--preset capi", "--preset capi has no --depth"),
+        ("--resolution patch", "--resolution patch has no --depth"),
+    )),
+]  # fmt: skip
 
-    def line(*more: object, of: tuple[object, ...] = args) -> str:
-        result = command(*of, *more)
-        assert isinstance(result.exception, SystemExit), result.exception
-        assert result.exit_code == 1, result.output
-        assert result.stdout == ""
-        return flat(result.stderr)
 
-    metres = ("--depth-scale", 1000)
-    assert f"nothing in {depths} says how many units" in line()
-    Image.new("RGB", (23, 17)).save(first)
-    assert "a0.png is an image of mode RGB; expected one channel of 16 bits" in line(*metres)
-    Image.new("L", (23, 17), 7).save(first)
-    assert "a0.png is an image of mode L" in line(*metres)
-    for value in (0, 65535):
-        Image.fromarray(np.full((17, 23), value, np.uint16)).save(first)
-        assert "a0.png: no pixel has a depth between" in line(*metres, "--max-depth", 10)
-    Image.fromarray(np.full((5, 5), 900, np.uint16)).save(first)
-    assert "a0.png is 5 x 5 pixels, its image a0.jpg is 23 x 17" in line(*metres)
-    first.write_bytes(good[:60])
-    assert "a0.png" in line(*metres)
-    first.write_bytes(good)
-    assert "pixels; --eigen-crop expects NYU's 640 x 480" in line(*metres, "--eigen-crop")
-    both = (store.path, "--holdout", 0.5, "-o", "-")
-    assert "give exactly one of --masks and --depth" in line(of=both)
-    assert "give exactly one of --masks" in line("--masks", tmp_path / "a-masks", *metres)
-    for more, text in (
-        (("--per-class",), "--per-class belongs to --masks"),
-        (("--ignore", "0"), "--ignore belongs to --masks"),
-        (("--balanced",), "--balanced belongs to classes"),
-        (("--solver", "logistic"), "--solver logistic has no --depth; expected ridge or knn or"),
-        (("--preset", "capi"), "--preset capi has no --depth"),
-        (("--resolution", "patch"), "--resolution patch has no --depth"),
-    ):
-        assert text in line(*more, *metres)
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    for path, text in (
-        (tmp_path / "none", "no file or folder"),
-        (empty, "no .png files below"),
-        (first, "is no MATLAB file of version 7.3 (HDF5)"),
-    ):
-        assert text in line(*metres, of=(*both, "--depth", path))
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wrong")
+    made_depths(folder, 4)
+    (folder / "empty").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(("first", "words", "text"), WRONG)
+def test_wrong_depths_are_refused_by_name(
+    wrong: Path, first: Any, words: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(wrong)
+    place = Path("a-depths/a0.png")
+    good = place.read_bytes()
+    if isinstance(first, bytes):
+        place.write_bytes(first)
+    elif first is not None:
+        first.save(place)
+    result = command("a.zarr", "--holdout", 0.5, "-o", "-", *words.split())
+    place.write_bytes(good)
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert (result.exit_code, result.stdout) == (1, ""), result.output
+    assert text in flat(result.stderr)
 
 
 def test_wrong_nyu_files_are_refused(tmp_path: Path) -> None:
@@ -330,11 +324,10 @@ def test_images_without_a_depth_map_are_left_out(tmp_path: Path) -> None:
 def test_a_user_s_run(tmp_path: Path) -> None:
     store, depths = made_depths(tmp_path, 8)
     out, png = tmp_path / "r.csv", tmp_path / "r.png"
-    args = (store.path, "--depth", depths, "--depth-scale", 1000, "--holdout", 0.4)
+    args = (store.path, "--depth", depths, "--depth-scale", 1000, "--holdout", 0.4, "--l2", 1)
     result = command(*args, "--show", 1, "-o", out, "--png", png)
     assert result.exit_code == 0, result.output
     table = Table.read(out)
     assert set(table["metric"].tolist()) == {"rmse", "abs_rel", "a1"}
     assert set(table["baseline"].tolist()) == {"", "mean", "position"}
     assert png.stat().st_size > 0
-    assert plot(Table(table.columns, json.loads(json.dumps(table.notes))))

@@ -16,7 +16,6 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from sklearn.neighbors import KNeighborsClassifier
 
 from tests.stores import CNN_PAIR, write_labelled
 from tests.tables import equal
@@ -114,24 +113,6 @@ def test_more_ties_than_candidates() -> None:
     assert cosines[0].tolist() == [1.0] * 4 and cosines[1, 0] > cosines[1, 1]
 
 
-def test_ties_go_to_the_lower_row_however_the_rows_are_cut() -> None:
-    base = gauss(4, 5, 5)
-    train = np.concatenate([base] * 6)  # each vector six times
-    for cut in (1, 3, 5, 24):
-        _, rows = search(train, base, 6, cut)
-        for i in range(4):
-            assert rows[i].tolist() == [i, i + 4, i + 8, i + 12, i + 16, i + 20], cut
-
-
-def test_orthogonal_vectors_are_ties() -> None:
-    rng = np.random.default_rng(5)
-    train = rng.integers(-2, 3, (18, 3)).astype(np.float32)
-    test = rng.integers(-2, 3, (5, 3)).astype(np.float32)
-    cosines, rows = search(train, test, 4)
-    assert rows[3].tolist() == [3, 5, 8, 2] and cosines[3, 3] == 0
-    assert search(train, test, 4, 1, 2)[1].tolist() == rows.tolist()
-
-
 def test_equal_and_zero_vectors() -> None:
     constant = np.full((9, 3), 0.1, np.float32)
     for cut in (2, 4, 9):
@@ -144,13 +125,10 @@ def test_equal_and_zero_vectors() -> None:
     assert rows.tolist() == [[0, 1, 2, 3]]
 
 
-@given(
-    st.integers(1, 30),
-    st.integers(1, 4),
-    st.integers(1, 8),
-    st.integers(0, 9),
-    st.floats(1e-3, 1e3),
-)
+SIZES = st.integers(1, 30), st.integers(1, 4), st.integers(1, 8), st.integers(0, 9)
+
+
+@given(*SIZES, st.floats(1e-3, 1e3))
 @settings(max_examples=25, deadline=None)
 def test_cuts_and_scale_do_not_matter(n: int, dim: int, cut: int, seed: int, scale: float) -> None:
     # whole numbers: many ties
@@ -226,9 +204,7 @@ def test_small_temperatures_stay_finite() -> None:
 
 def pair(path: Path, n: int = 40, m: int = 23, **kwargs: Any) -> tuple[Store, Store]:
     """Train and test stores of seven classes whose features know something about them."""
-    rng = np.random.default_rng(0)
-    centres = rng.normal(size=(7, 1, 4))
-    made = []
+    centres, made = np.random.default_rng(0).normal(size=(7, 1, 4)), []
     for name, size, seed in (("train", n, 1), ("test", m, 2)):
         labels = np.random.default_rng(seed).integers(0, 7, size)
         labels[:7] = np.arange(7)[:size]
@@ -257,13 +233,13 @@ def test_run_against_a_loop(tmp_path: Path, vote: str) -> None:
     )
     keep = np.flatnonzero([v and i != 20 for i, v in enumerate(valid)])
     sites = ["embed", "blocks.0.out"]
-    table = run(train, test, sites=sites, ks=(6, 1), vote=vote, temperature=0.1, per_class=True)
+    table = run(train, test, sites=sites, ks=(6, 1), vote=vote, per_class=True)
     labels = train.samples.label[keep]
     for site in sites:
         a = train.pooled(site, "cls")[:][keep]
         found = loop_neighbours(a, test.pooled(site, "cls")[:], 6)
         for k in (1, 6):
-            votes = [loop_classes(one[:k], labels, 7, vote, 0.1) for one in found]
+            votes = [loop_classes(one[:k], labels, 7, vote, 0.07) for one in found]
             right = [c[0] == own for c, own in zip(votes, test.samples.label, strict=True)]
             rows = table.where(site=site, k=k)
             assert rows.where(metric="top1")["value"].tolist() == [np.mean(right)]
@@ -277,25 +253,6 @@ def test_run_against_a_loop(tmp_path: Path, vote: str) -> None:
                 assert classes["value"][number] == own.mean()
                 assert classes["n_images"][number] == len(own)
     assert table.notes["train"]["left_out"] == {"invalid": 2, "unlabelled": 1}
-
-
-def test_run_against_scikit_learn(tmp_path: Path) -> None:
-    train, test = pair(tmp_path, 60, 40)
-    table = run(train, test, tokens="mean", ks=(1, 3, 9), vote="majority")
-    for site in ("embed", "blocks.0.out", "blocks.1.out"):
-        a, b = train.pooled(site, "mean")[:], test.pooled(site, "mean")[:]
-        for k in (1, 3, 9):
-            model = KNeighborsClassifier(k, metric="cosine", algorithm="brute")
-            score = model.fit(a, train.samples.label).score(b, test.samples.label)
-            value = table.where(site=site, k=k, metric="top1")["value"][0]
-            assert value == pytest.approx(score, abs=1e-12)
-    weighted = run(train, test, tokens="mean", ks=(9,), sites=["blocks.0.out"])
-    a, b = train.pooled("blocks.0.out")[:], test.pooled("blocks.0.out")[:]
-    model = KNeighborsClassifier(
-        9, metric="cosine", algorithm="brute", weights=lambda d: np.exp((1 - d) / 0.07)
-    )
-    score = model.fit(a, train.samples.label).score(b, test.samples.label)
-    assert weighted.where(metric="top1")["value"][0] == pytest.approx(score, abs=1e-12)
 
 
 def test_columns_and_places(tmp_path: Path) -> None:
@@ -337,10 +294,9 @@ def test_slabs_jobs_and_memory_do_not_matter(tmp_path: Path) -> None:
 
     options: Any = {"ks": (1, 5), "baselines": ["random"], "per_class": True}
     expected = run(*made(40), **options)
-    for slab in (1, 7):
-        stores = made(slab)
-        assert equal(run(*stores, **options), expected)
-        assert equal(run(*stores, **options, jobs=3, memory=1), expected)
+    stores = made(7)
+    assert equal(run(*stores, **options), expected)
+    assert equal(run(*stores, **options, jobs=3, memory=1), expected)
 
 
 def test_top5_needs_five_neighbours_and_six_classes(
@@ -394,16 +350,16 @@ def test_committed_slabs_only(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     train, test = pair(tmp_path)
-    with pytest.raises(VitseeError, match=r"41 neighbours .* train has 40 labelled images; .*--k"):
-        run(train, test, ks=(41,))
-    with pytest.raises(VitseeError, match="no vote 'max'"):
-        run(train, test, vote="max")
-    with pytest.raises(VitseeError, match="no baseline 'shuffled'"):
-        run(train, test, baselines=["shuffled"])
-    with pytest.raises(VitseeError, match="temperature is 0"):
-        run(train, test, temperature=0)
-    with pytest.raises(VitseeError, match="k is 0"):
-        run(train, test, ks=(0,))
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"ks": (41,)}, r"41 neighbours .* train has 40 labelled images; .*--k"),
+        ({"ks": (0,)}, "k is 0"),
+        ({"vote": "max"}, "no vote 'max'"),
+        ({"baselines": ["shuffled"]}, "no baseline 'shuffled'"),
+        ({"temperature": 0}, "temperature is 0"),
+    ]
+    for options, phrase in wrong:
+        with pytest.raises(VitseeError, match=phrase):
+            run(train, test, **options)
     with pytest.raises(StoreMismatch, match="40 of the 40 test images"):
         run(train, train)
     assert run(train, train, ks=(1,), allow_shared=True)["value"].min() == 1.0
@@ -475,13 +431,6 @@ def test_command_refuses_in_one_line(tmp_path: Path) -> None:
         assert (result.exit_code, result.stdout) == (1, ""), args
         assert phrase in result.stderr and len(result.stderr.splitlines()) == 1
         assert not csv.exists()
+    for words in (["--tokens", "all"], ["--temperature", "0"]):
+        assert knn_command(train.path, test.path, *words).exit_code == 2
     assert knn_command(train.path).exit_code == 2
-    assert knn_command(train.path, test.path, "--tokens", "all").exit_code == 2
-    assert knn_command(train.path, test.path, "--temperature", "0").exit_code == 2
-
-
-def test_one_store_may_be_both(tmp_path: Path) -> None:
-    train, _ = pair(tmp_path)
-    result = knn_command(train.path, train.path, "--allow-shared", "--k", "1", "-q")
-    assert result.exit_code == 0
-    assert all(",top1,1.0," in line for line in result.stdout.splitlines()[1:])
