@@ -15,8 +15,13 @@ from scipy.stats import spearmanr
 
 from tests.extractions import VIT, extracted, plant_images
 from vitsee_cli.main import main
-from vitsee_core.analyses.head_importance import COLUMNS, headline, plot, run
-from vitsee_core.analyses.head_importance.rank_correlation import rank_correlation
+from vitsee_core.analyses.head_importance import (
+    COLUMNS,
+    headline,
+    plot,
+    rank_correlation,
+    run,
+)
 from vitsee_core.models.load import load_model
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store, open_store
@@ -28,6 +33,7 @@ WORDS = [word for key, value in SMALL.items() for word in ("--model-arg", f"{key
 
 
 def made(folder: Path, *more: object) -> Store:
+    folder.mkdir(exist_ok=True)
     images = plant_images(folder / "images", N)
     extracted(*VIT, *WORDS, "--data", images, "--slab", 4, *more, "-o", folder / "a.zarr")
     return open_store(folder / "a.zarr")
@@ -146,26 +152,21 @@ def test_other_classes(tmp_path: Path) -> None:
     assert headline(table) and plot(table) is not None
 
 
+@pytest.mark.slow
 def test_one_line_says_what_is_wrong(store: Store, tmp_path: Path) -> None:
     with pytest.raises(SiteError, match=r"blocks\.7"):
         run(store, sites="blocks.7")
-    (tmp_path / "bare").mkdir()
-    bare = made(tmp_path / "bare", "--attention", "none")
-    with pytest.raises(MissingInput, match="a has no attention summaries"):
-        run(bare)
-    (tmp_path / "none").mkdir()
-    headless = made(tmp_path / "none", "--model-arg", "num_classes=0")
-    with pytest.raises(MissingInput, match="the model of a has no classifier whose answer to ask"):
-        run(headless, device="cpu")
-    (tmp_path / "gone").mkdir()
+    for name, more, phrase in (
+        ("bare", ["--attention", "none"], "a has no attention summaries"),
+        ("none", ["--model-arg", "num_classes=0"], "the model of a has no classifier whose answer"),
+        ("cut", ["--ablate-heads", "blocks.0:1"], "nothing is recomputed of a changed model"),
+    ):
+        with pytest.raises(MissingInput, match=phrase):
+            run(made(tmp_path / name, *more), device="cpu")
     gone = made(tmp_path / "gone")
     shutil.rmtree(tmp_path / "gone" / "images")
     with pytest.raises(VitseeError, match="the images of a cannot be read again") as caught:
         run(gone, device="cpu")
     assert "\n" not in str(caught.value)
-    (tmp_path / "cut").mkdir()
-    cut = made(tmp_path / "cut", "--ablate-heads", "blocks.0:1")
-    with pytest.raises(MissingInput, match="nothing is recomputed of a changed model"):
-        run(cut, device="cpu")
     result = CliRunner().invoke(main, ["head-importance", str(store.path), "--by", "noise"])
     assert result.exit_code == 2 and "'mean', 'zero'" in result.output

@@ -233,12 +233,12 @@ def test_run_against_a_loop(tmp_path: Path, vote: str) -> None:
     )
     keep = np.flatnonzero([v and i != 20 for i, v in enumerate(valid)])
     sites = ["embed", "blocks.0.out"]
-    table = run(train, test, sites=sites, ks=(6, 1), vote=vote, per_class=True)
+    table = run(train, test, sites=sites, ks=(5, 1), vote=vote, per_class=True)
     labels = train.samples.label[keep]
     for site in sites:
         a = train.pooled(site, "cls")[:][keep]
-        found = loop_neighbours(a, test.pooled(site, "cls")[:], 6)
-        for k in (1, 6):
+        found = loop_neighbours(a, test.pooled(site, "cls")[:], 5)
+        for k in (1, 5):
             votes = [loop_classes(one[:k], labels, 7, vote, 0.07) for one in found]
             right = [c[0] == own for c, own in zip(votes, test.samples.label, strict=True)]
             rows = table.where(site=site, k=k)

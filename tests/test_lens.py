@@ -35,6 +35,7 @@ ARGS: dict[str, dict[str, Any]] = {
 
 
 def store_of(folder: Path, args: dict[str, Any], *more: object, n_classes: int = 2) -> Store:
+    folder.mkdir(exist_ok=True)
     images = plant_images(folder / "images", N)
     words = [w for key, value in args.items() for w in ("--model-arg", f"{key}={value}")]
     options = ["--model-arg", f"num_classes={n_classes}", "--dtype", "float32", "--slab", "4"]
@@ -73,8 +74,7 @@ def test_against_the_models_modules(name: str, stores: dict[str, Store]) -> None
     for site, rows in table.groups("site"):
         acts = store.acts(site)[:]
         logits = of_model(module, acts, pooled=True)
-        whole = rows.take(np.array([not v for v in rows["token"].tolist()]))
-        whole = whole.take(np.array([v is None or v != v for v in whole["row"].tolist()]))
+        whole = rows.take(~rows.given("token") & ~rows.given("row"))
         value = dict(zip(whole["metric"].tolist(), whole["value"].tolist(), strict=True))
         first = logits.argmax(1)
         # rank 1 or 2 of two classes
@@ -87,12 +87,11 @@ def test_against_the_models_modules(name: str, stores: dict[str, Store]) -> None
         alone = of_model(module, acts[:, n_prefix:], pooled=False).argmax(-1)
         right = (alone == labels[:, np.newaxis]).mean(0)
         cells = rows.where(metric="lens_top1")
-        cells = cells.take(np.array([row is not None for row in cells["row"].tolist()]))
+        cells = cells.take(cells.given("row"))
         assert cells["value"] == pytest.approx(right)
         assert cells["col"].tolist()[:7] == [0, 1, 2, 3, 4, 5, 0]
-        assert rows.where(metric="lens_top1", token="patches")["value"][0] == pytest.approx(
-            right.mean()
-        )
+        mean = rows.where(metric="lens_top1", token="patches")["value"][0]
+        assert mean == pytest.approx(right.mean())
     # As if the model ended where it does.
     last = table.where(metric="lens_agreement", site=table["site"][-1])
     assert last["value"][0] == 1
@@ -113,12 +112,10 @@ def test_scores_by_hand() -> None:
 def test_pooled_stores(stores: dict[str, Store], tmp_path: Path) -> None:
     """A class token is enough; a mean of normalised tokens is not."""
     whole = run(stores["class token"])
-    (tmp_path / "few").mkdir()
     few = store_of(tmp_path / "few", {}, "--tokens", "pooled")
     assert np.array_equal(run(few)["value"], whole["value"])
     with pytest.raises(MissingInput, match="pooled only"):
         run(few, patches=True)
-    (tmp_path / "mean").mkdir()
     mean = store_of(tmp_path / "mean", ARGS["norm, then mean"], "--tokens", "pooled")
     with pytest.raises(MissingInput, match="pooled only"):
         run(mean)
@@ -157,7 +154,6 @@ def test_other_classes_and_no_head(tmp_path: Path) -> None:
 def test_a_head_that_the_store_lacks_is_the_models(
     stores: dict[str, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "without").mkdir()
     without = store_of(tmp_path / "without", {}, "--no-head-weights")
     built = []
 
@@ -173,6 +169,7 @@ def test_a_head_that_the_store_lacks_is_the_models(
     assert built == ["a"]
 
 
+@pytest.mark.slow
 def test_attention_pooling(tmp_path: Path) -> None:
     args = {"global_pool": "map"}
     store, module = store_of(tmp_path, args), module_of(args)
@@ -218,7 +215,6 @@ def test_neither_store_nor_model_has_a_head(tmp_path: Path) -> None:
     found = CliRunner().invoke(main, ["lens", str(moved.path), *given])
     assert found.exit_code == 0, found.output
     assert "b: the classifier is that of its model" in found.stderr
-    (tmp_path / "c").mkdir()
     kept = store_of(tmp_path / "c", {})
     found = CliRunner().invoke(main, ["lens", str(kept.path), *given])
     assert "the checkpoint is not read: the stores keep their classifiers" in found.stderr

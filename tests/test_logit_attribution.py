@@ -26,7 +26,7 @@ from vitsee_core.models.load import load_model
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store, TokenLayout, open_store
-from vitsee_stores.errors import MissingInput, NotOffered, SiteError, VitseeError
+from vitsee_stores.errors import MissingInput, NotOffered, VitseeError
 
 Array = NDArray[Any]
 
@@ -51,34 +51,19 @@ def store_of(folder: Path, *words: object, dtype: str = "float32", name: str = "
 # Model, its options and arguments, where its stream begins, and how many sublayers are added.
 FAMILIES: dict[str, tuple[list[str], dict[str, Any], str, int]] = {
     "class token": (VIT, TWO, "embed", 12),
-    "mean, then norm": (
-        VIT,
-        {"global_pool": "avg", "class_token": False, **TWO},
-        *("embed", 12),
-    ),
+    "mean, then norm": (VIT, {"global_pool": "avg", "class_token": False, **TWO}, "embed", 12),
     "norm, then mean": (VIT, {"global_pool": "avg", "fc_norm": False, **TWO}, "embed", 12),
     "registers and layer scale": (VIT, {"reg_tokens": 2, "init_values": 0.1, **TWO}, "embed", 12),
-    "mixer": (
-        ["mixer_s32_224", *RANDOM, "--img-size", "96"],
-        TWO,
-        *("embed", 16),
-    ),
+    "mixer": (["mixer_s32_224", *RANDOM, "--img-size", "96"], TWO, "embed", 16),
     "last stage of a CNN": (
-        ["test_convnext", *RANDOM, "--img-size", "64"],
-        TWO,
-        *("stages.3.blocks.0.in", 2),
+        ["test_convnext", *RANDOM, "--img-size", "64"], TWO, "stages.3.blocks.0.in", 2
     ),
     "a scale parameter behind the sums (BEiT)": (
         ["beit_base_patch16_224", *RANDOM, "--img-size", "32"],
-        {"depth": 2, "embed_dim": 48, "num_heads": 3, **TWO},
-        *("embed", 4),
+        {"depth": 2, "embed_dim": 48, "num_heads": 3, **TWO}, "embed", 4,
     ),
-    "rms norm": (
-        [*VIT, "--model-arg", "norm_layer=rmsnorm"],
-        TWO,
-        *("embed", 12),
-    ),
-}
+    "rms norm": ([*VIT, "--model-arg", "norm_layer=rmsnorm"], TWO, "embed", 12),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +104,12 @@ def values_of(table: Table, **where: Any) -> dict[tuple[str, str], float]:
     return dict(zip(keys, rows["value"].astype(float).tolist(), strict=True))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+SLOW = ("mixer", "registers and layer scale", "a scale parameter behind the sums (BEiT)")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in FAMILIES]
+)
 def test_parts_add_up_to_the_logits(name: str, stores: dict[str, Store]) -> None:
     """Of every class, raw and less the mean over classes: relative to the largest logit less the
     classifier's bias, of images, classes and the mean alike."""
@@ -148,24 +138,17 @@ def test_parts_add_up_to_the_logits(name: str, stores: dict[str, Store]) -> None
 def branches_by_hooks(module: nn.Module, x: Any, names: list[str]) -> dict[str, Array]:
     """What these modules give in a forward pass; "" the logits, "in" what enters the first."""
     kept: dict[str, Array] = {}
-    handles = []
+
+    def keep(name: str, values: Any) -> None:
+        kept[name] = values.double().numpy()
+
     for name in names:
         part = module.get_submodule(name)
-
-        def keep(_m: Any, _i: Any, output: Any, name: str = name) -> None:
-            kept[name] = output.double().numpy()
-
-        handles.append(part.register_forward_hook(keep))
-
-    def enters(_m: Any, args: Any) -> None:
-        kept["in"] = args[0].double().numpy()
-
+        part.register_forward_hook(lambda _m, _i, output, name=name: keep(name, output))
     first = module.get_submodule(names[0].rpartition(".")[0])
-    handles.append(first.register_forward_pre_hook(enters))
+    first.register_forward_pre_hook(lambda _m, args: keep("in", args[0]))
     with torch.inference_mode():
-        kept[""] = module(x).double().numpy()
-    for handle in handles:
-        handle.remove()
+        keep("", module(x))
     return kept
 
 
@@ -307,6 +290,7 @@ def test_patches_against_hooks_on_the_model(slow: tuple[Store, Slow]) -> None:
         assert parts["rest"]["value"][0] == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_maps_of_several_models_and_of_a_cnn(stores: dict[str, Store]) -> None:
     """The same images, at their places; less the mean over classes the maps of two are opposite."""
     some = [stores["class token"], stores["last stage of a CNN"]]
@@ -331,12 +315,9 @@ def tiny(
     kernel = np.array([[1.0, 0.0], [0.0, 2.0]]) + shift
     bias = np.array([0.5, 0.0])
     logits = (embed + branch)[:, 0] @ kernel.T + bias
+    sites = {"embed": embed, "blocks.0.in": "embed", "blocks.0.branch": branch}
     store = write_sites(
-        folder / "t.zarr",
-        {
-            **{"embed": embed, "blocks.0.in": "embed", "blocks.0.branch": branch},
-            **{"blocks.0.out": embed + branch, "logits": (logits, None)},
-        },
+        folder / "t.zarr", {**sites, "blocks.0.out": embed + branch, "logits": (logits, None)},
         layout=layout, as_extracted=True, labels=np.array(labels), class_names=["cat", "dog"],
     )  # fmt: skip
     arrays = {"head_kernel": kernel.astype(np.float32), "head_bias": bias.astype(np.float32)}
@@ -395,11 +376,8 @@ def test_predictions_and_images_without_a_label(
 
 
 def test_the_readout_of_an_affine_norm() -> None:
-    arrays = {
-        **{"head_kernel": np.array([[1.0, 2.0]], np.float32)},
-        **{"head_norm_scale": np.array([2.0, 3.0], np.float32)},
-        **{"head_norm_bias": np.array([1.0, 1.0], np.float32)},
-    }
+    numbers = {"head_kernel": [[1, 2]], "head_norm_scale": [2, 3], "head_norm_bias": [1, 1]}
+    arrays = {name: np.array(own, np.float32) for name, own in numbers.items()}
     found = Readout.of(HeadWeights(arrays, "x", "mean", "affine", 0.0, False))
     assert found.vectors.tolist() == [[2.0, 6.0]] and found.offset.tolist() == [3.0]
 
@@ -407,6 +385,7 @@ def test_the_readout_of_an_affine_norm() -> None:
 # ------------------------------------------------------- precision, pieces, and other processes
 
 
+@pytest.mark.slow
 def test_half_precision_is_said_and_class_tokens_are_exact(tmp_path: Path) -> None:
     """A class token is in float32 in any store; of tokens in float16 the residue is a row."""
     cls = store_of(tmp_path, *VIT, *words_of(TWO), "--tokens", "pooled", dtype="float16")
@@ -493,7 +472,7 @@ def test_missing_branches_and_heads(tmp_path: Path, stores: dict[str, Store]) ->
     with pytest.raises(MissingInput, match=r"lacks blocks.0.attn.heads: extract with"):
         run(stores["mean, then norm"], heads=True)
     with pytest.raises(MissingInput, match="has no attention among its branches"):
-        run(stores["mixer"], heads=True)
+        run(stores["last stage of a CNN"], heads=True)
     # pooled alone is not enough where tokens are normalised one by one
     args = words_of(FAMILIES["norm, then mean"][1])
     (tmp_path / "elsewhere").rename(tmp_path / "images")
@@ -504,27 +483,23 @@ def test_missing_branches_and_heads(tmp_path: Path, stores: dict[str, Store]) ->
 
 def test_wrong_options(stores: dict[str, Store], tmp_path: Path) -> None:
     store = stores["class token"]
-    with pytest.raises(SiteError, match="no class 'dog'; expected class0, class1 or a number"):
-        run(store, classes=("dog",))
-    with pytest.raises(SiteError, match=r"no class '2'; .* from 0 to 1"):
-        run(store, classes=("2",))
-    with pytest.raises(VitseeError, match="--by-class each image's own: give one of them"):
-        run(store, classes=("0",), by_class=True)
-    with pytest.raises(VitseeError, match="--target each image's own"):
-        run(store, classes=("0",), target="label")
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"classes": ("dog",)}, "no class 'dog'; expected class0, class1 or a number"),
+        ({"classes": ("2",)}, r"no class '2'; .* from 0 to 1"),
+        ({"classes": ("0",), "by_class": True}, "--by-class each image's own: give one of them"),
+        ({"classes": ("0",), "target": "label"}, "--target each image's own"),
+        ({"patches": True, "heads": True}, "leave --heads and --by-class out"),
+        ({"patches": True, "by_class": True}, "leave --heads and --by-class out"),
+        ({"image": ("0",)}, "--image names images to map: give --patches"),
+        ({"patches": True, "image": ("dog",)}, "has no image 'dog'"),
+    ]
+    for options, phrase in wrong:
+        with pytest.raises(VitseeError, match=phrase):
+            run(store, **options)
     other = store_of(tmp_path, *VIT, *words_of({"num_classes": 3}))
-    with pytest.raises(
-        VitseeError, match=r"labels of 2 classes, its classifier 3: .* --target pre"
-    ):
+    with pytest.raises(VitseeError, match=r"labels of 2 classes, its classifier 3: .* --target p"):
         run(other, target="label")
     assert run(other).notes["target"] == {"a": "predicted"}
-    for more in ({"heads": True}, {"by_class": True}):
-        with pytest.raises(VitseeError, match="leave --heads and --by-class out"):
-            run(store, patches=True, **more)
-    with pytest.raises(VitseeError, match="--image names images to map: give --patches"):
-        run(store, image=("0",))
-    with pytest.raises(VitseeError, match="has no image 'dog'"):
-        run(store, patches=True, image=("dog",))
     done = CliRunner().invoke(main, ["logit-attribution", str(store.path), "--target", "mine"])
     assert done.exit_code == 2 and "'mine' is not one of 'label', 'predicted'" in done.output
 
@@ -534,8 +509,7 @@ def test_the_command(stores: dict[str, Store], tmp_path: Path) -> None:
     words = [str(stores["class token"].path), "--heads", "-o", str(out), "--png", str(out) + ".png"]
     done = CliRunner().invoke(main, ["logit-attribution", *words])
     assert done.exit_code == 0, done.output
-    assert json.loads((tmp_path / "r.csv.json").read_text())["notes"]["target"] == {
-        "class-token": "label"
-    }
+    notes = json.loads((tmp_path / "r.csv.json").read_text())["notes"]
+    assert notes["target"] == {"class-token": "label"}
     again = CliRunner().invoke(main, ["plot", str(out), "-o", str(tmp_path / "again.png")])
     assert again.exit_code == 0, again.output

@@ -696,13 +696,6 @@ def test_command_writes_files(pair: Pair, tmp_path: Path) -> None:
     assert png.read_bytes()[1:4] == b"PNG"
 
 
-def test_command_prints_the_table(pair: Pair) -> None:
-    result = command(pair.train.path, "--holdout", "0.25", "--l2", "2", "--sites", "pooled", "-q")
-    assert result.exit_code == 0
-    assert result.stdout.splitlines()[0] == ",".join(c for c in COLUMNS if c != "class")
-    assert result.stderr == ""
-
-
 def test_command_refuses_in_one_line(pair: Pair, tmp_path: Path) -> None:
     (tmp_path / "r.csv").write_text("mine")
     train, test = pair.train.path, pair.test.path

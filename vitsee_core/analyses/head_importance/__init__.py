@@ -27,7 +27,6 @@ import numpy as np
 
 from vitsee_core.analyses.head_importance.ablated_runs import AblatedRuns, Head, batches
 from vitsee_core.analyses.head_importance.importance_figure import draw_importance
-from vitsee_core.analyses.head_importance.rank_correlation import rank_correlation
 from vitsee_core.attention.heads import StoredAttention, attention_blocks
 from vitsee_core.labels.changed_outputs import (
     KL,
@@ -52,7 +51,7 @@ from vitsee_core.tables.columns import SITE, VALUES, site_columns
 from vitsee_core.tables.headlines import Answer, measured, picked
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
-from vitsee_core.types import Float
+from vitsee_core.types import Float, Integers
 
 if TYPE_CHECKING:
     from vitsee_stores import Slab, Store
@@ -255,6 +254,29 @@ def _read_distances(blocks: Sequence[StoredAttention], slab: Slab) -> dict[Head,
         for block in blocks
         for head in range(block.n_heads)
     }
+
+
+def rank_correlation(x: Float, y: Float, blocks: Integers | None = None) -> Float:
+    """(replicates,) Spearman's correlation of x and y (heads, replicates); NaN where either is
+    constant; heads with a NaN in any replicate are left out. blocks: (heads,) ranks are those
+    within a block, less their mean: what blocks differ in does not count."""
+    from scipy.stats import rankdata
+
+    keep = np.isfinite(x).all(1) & np.isfinite(y).all(1)
+    x, y = x[keep], y[keep]
+    of = np.zeros(len(x), np.int64) if blocks is None else blocks[keep]
+    if not len(x):
+        return np.full(x.shape[1], np.nan)
+    ranks = [np.zeros_like(x), np.zeros_like(y)]
+    for block in np.unique(of):
+        own = of == block
+        for made, values in zip(ranks, (x, y), strict=True):
+            made[own] = rankdata(values[own], axis=0)
+            made[own] -= made[own].mean(0)
+    a, b = ranks
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found: Float = (a * b).sum(0) / np.sqrt((a * a).sum(0) * (b * b).sum(0))
+    return found
 
 
 def headline(table: Table) -> list[Answer]:

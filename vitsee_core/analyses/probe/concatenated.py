@@ -14,8 +14,8 @@ import numpy as np
 
 from vitsee_core.analyses.probe.draws import Draw
 from vitsee_core.analyses.probe.fit import Fitted, Task, union
+from vitsee_core.analyses.probe.rows import Tally
 from vitsee_core.analyses.probe.sources import Source
-from vitsee_core.analyses.probe.tally import Tally
 from vitsee_core.kernels.ridge import GRID, Algebra, HeldOut, LeaveOneOut, Linear, from_kernel
 from vitsee_core.kernels.ridge.solver import mean_target, targets
 from vitsee_core.runtime.machine import human_bytes

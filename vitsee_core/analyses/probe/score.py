@@ -11,9 +11,9 @@ import numpy as np
 from vitsee_core.analyses.probe.concatenated import probe_concatenated
 from vitsee_core.analyses.probe.draws import Draw
 from vitsee_core.analyses.probe.fit import Fitted, Task, fit, token_bytes
+from vitsee_core.analyses.probe.rows import Tally
 from vitsee_core.analyses.probe.sgd import Training, fit_sgd
 from vitsee_core.analyses.probe.sources import ConcatenatedTokens, Source
-from vitsee_core.analyses.probe.tally import Tally
 from vitsee_core.runtime.lanes import one_blas_thread
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.streaming import thread_map

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.analyses.probe.fit import Task
-from vitsee_core.analyses.probe.rows import Scorer, tokens_of
+from vitsee_core.analyses.probe.rows import Scorer, Tally, tokens_of
 from vitsee_core.analyses.probe.score import Prober
 from vitsee_core.analyses.probe.sources import Random, Stored
-from vitsee_core.analyses.probe.tally import Tally
 from vitsee_core.features import SiteFeatures, check_alike
 from vitsee_core.kernels.ridge import GRID
 from vitsee_core.labels.labelled_rows import LabelledRows
