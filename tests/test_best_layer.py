@@ -539,7 +539,7 @@ def test_saliency_s_baselines_stand_beside_each_token(tmp_path: Path) -> None:
         ("cls", 0, "head", "", 0.4), ("mean", 0, "head", "", 0.4), ("", None, "", "random", 0.2),
         ("cls", None, "image", "", 0.9),
     ):  # fmt: skip
-        about = {"token": token, "head": head, "best": best, "baseline": baseline}
+        about: dict[str, Any] = {"token": token, "head": head, "best": best, "baseline": baseline}
         rows += scores([value / 2, value], metric="iou", **about)
     files = read([write(tmp_path / "iou.csv", rows, "saliency")])
     table = run(files)

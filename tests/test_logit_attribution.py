@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from tests.extractions import VIT, extracted, plant_images
-from tests.stores import write_sites
+from tests.stores import Site, write_sites
 from vitsee_cli.main import main
 from vitsee_core.analyses.logit_attribution import headline, plot, run
 from vitsee_core.analyses.logit_attribution.contributions import Readout
@@ -315,7 +315,7 @@ def tiny(
     kernel = np.array([[1.0, 0.0], [0.0, 2.0]]) + shift
     bias = np.array([0.5, 0.0])
     logits = (embed + branch)[:, 0] @ kernel.T + bias
-    sites = {"embed": embed, "blocks.0.in": "embed", "blocks.0.branch": branch}
+    sites: dict[str, Site] = {"embed": embed, "blocks.0.in": "embed", "blocks.0.branch": branch}
     store = write_sites(
         folder / "t.zarr", {**sites, "blocks.0.out": embed + branch, "logits": (logits, None)},
         layout=layout, as_extracted=True, labels=np.array(labels), class_names=["cat", "dog"],
