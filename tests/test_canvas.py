@@ -108,7 +108,7 @@ def tiled(canvas: Canvas = B4, **more: Any) -> StorePlan:
 
 def test_a_canvas_survives_json() -> None:
     for plan in (tiled(), tiled(replace(B4, tiles=None))):
-        assert read_plan(json.loads(json.dumps(plan.to_json()))) == plan
+        assert read_plan(json.loads(json.dumps(asdict(plan)))) == plan
         assert plan.features == ("canvas",)
     assert asdict(B4)["crop_mode"] == "corner"
 
@@ -125,7 +125,7 @@ def test_a_canvas_survives_json() -> None:
     ],
 )
 def test_no_canvas(change: dict[str, Any], phrase: str) -> None:
-    data = json.loads(json.dumps(tiled().to_json()))
+    data = json.loads(json.dumps(asdict(tiled())))
     data["canvas"] |= change
     with pytest.raises(ValueError, match=phrase):
         read_plan(data)
@@ -134,7 +134,7 @@ def test_no_canvas(change: dict[str, Any], phrase: str) -> None:
 @pytest.mark.parametrize("name", ["vit", "cnn", "registers"])
 def test_tiles_have_no_more_than_grids(name: str) -> None:
     with pytest.raises(ValueError, match="has tiles, beside what tiles do not have"):
-        read_plan(json.loads(json.dumps(replace(PLANS[name], canvas=B4).to_json())))
+        read_plan(json.loads(json.dumps(asdict(replace(PLANS[name], canvas=B4)))))
 
 
 def on_canvas(path: Path, sizes: list[tuple[int, int]], **more: Any) -> Store:

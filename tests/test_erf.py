@@ -331,7 +331,11 @@ def test_missing_input_and_mistakes(tmp_path: Path) -> None:
     write(tmp_path / "a.zarr", blobs(2), np.array([4, 4]))
     out = ["-o", tmp_path / "r.csv", "--png", tmp_path / "r.png"]
     for args, code, said in (
-        (["plain.zarr"], 1, "plain holds no receptive fields (extract it with --erf 256)"),
+        (
+            ["plain.zarr"],
+            1,
+            "plain holds no receptive fields (extract it with --erf 256 -o NEW",
+        ),
         (["a.zarr", "--sites", "embed"], 1, "extract it with --erf 256"),
         (["a.zarr", "--sites", "nothing"], 1, "no site matches 'nothing'"),
         (["a.zarr", "--metric", "nothing"], 2, "Invalid value for '--metric'"),

@@ -13,74 +13,45 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vitsee_stores.creation import remove_store
-    from vitsee_stores.errors import (
-        IdentityMismatch,
-        IncompleteStore,
-        MissingInput,
-        SiteError,
-        StoreError,
-        StoreMismatch,
-        VitseeError,
-    )
-    from vitsee_stores.info import describe
-    from vitsee_stores.layout import AttentionGroup, SiteSpec, StorePlan, TokenLayout
-    from vitsee_stores.lazy import LazyArray
-    from vitsee_stores.manifest import Manifest, Samples, new_manifest
-    from vitsee_stores.opening import open_store
-    from vitsee_stores.pairing import require_paired
-    from vitsee_stores.store import Slab, Store
-    from vitsee_stores.validation import validate
-    from vitsee_stores.writer import StoreWriter
+    from vitsee_stores.creation import remove_store as remove_store
+    from vitsee_stores.errors import IdentityMismatch as IdentityMismatch
+    from vitsee_stores.errors import IncompleteStore as IncompleteStore
+    from vitsee_stores.errors import MissingInput as MissingInput
+    from vitsee_stores.errors import SiteError as SiteError
+    from vitsee_stores.errors import StoreError as StoreError
+    from vitsee_stores.errors import StoreMismatch as StoreMismatch
+    from vitsee_stores.errors import VitseeError as VitseeError
+    from vitsee_stores.info import describe as describe
+    from vitsee_stores.layout import AttentionGroup as AttentionGroup
+    from vitsee_stores.layout import SiteSpec as SiteSpec
+    from vitsee_stores.layout import StorePlan as StorePlan
+    from vitsee_stores.layout import TokenLayout as TokenLayout
+    from vitsee_stores.lazy import LazyArray as LazyArray
+    from vitsee_stores.manifest import Manifest as Manifest
+    from vitsee_stores.manifest import Samples as Samples
+    from vitsee_stores.manifest import new_manifest as new_manifest
+    from vitsee_stores.opening import open_store as open_store
+    from vitsee_stores.pairing import require_paired as require_paired
+    from vitsee_stores.store import Slab as Slab
+    from vitsee_stores.store import Store as Store
+    from vitsee_stores.validation import validate as validate
+    from vitsee_stores.writer import StoreWriter as StoreWriter
 
 _HOME = {
-    "creation": ("remove_store",),
-    "errors": (
-        "IdentityMismatch",
-        "IncompleteStore",
-        "MissingInput",
-        "SiteError",
-        "StoreError",
-        "StoreMismatch",
-        "VitseeError",
-    ),
-    "info": ("describe",),
-    "layout": ("AttentionGroup", "SiteSpec", "StorePlan", "TokenLayout"),
-    "manifest": ("Manifest", "Samples", "new_manifest"),
-    "lazy": ("LazyArray",),
-    "opening": ("open_store",),
-    "pairing": ("require_paired",),
-    "store": ("Slab", "Store"),
-    "validation": ("validate",),
-    "writer": ("StoreWriter",),
-}
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
-
-__all__ = [
-    "AttentionGroup",
-    "IdentityMismatch",
-    "IncompleteStore",
-    "LazyArray",
-    "Manifest",
-    "MissingInput",
-    "Samples",
-    "SiteError",
-    "SiteSpec",
-    "Slab",
-    "Store",
-    "StoreError",
-    "StoreMismatch",
-    "StorePlan",
-    "StoreWriter",
-    "TokenLayout",
+    "creation": "remove_store",
+    "errors": "IdentityMismatch IncompleteStore MissingInput SiteError StoreError StoreMismatch "
     "VitseeError",
-    "describe",
-    "new_manifest",
-    "open_store",
-    "remove_store",
-    "require_paired",
-    "validate",
-]
+    "info": "describe",
+    "layout": "AttentionGroup SiteSpec StorePlan TokenLayout",
+    "lazy": "LazyArray",
+    "manifest": "Manifest Samples new_manifest",
+    "opening": "open_store",
+    "pairing": "require_paired",
+    "store": "Slab Store",
+    "validation": "validate",
+    "writer": "StoreWriter",
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
@@ -92,4 +63,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(_MODULE_OF)

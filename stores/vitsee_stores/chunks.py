@@ -172,19 +172,28 @@ def read_chunk(files: Files, spec: ArraySpec, index: Sequence[int]) -> tuple[NDA
     Raises:
         StoreError: missing, unreadable or damaged; names the array and, if there is one, the slab.
     """
+    name = chunk_name(spec, index)
     try:
-        name = chunk_name(spec, index)
         data = files.read_chunk(name, lambda size: check_length(size, spec))
         return decode(data, spec), checksum(data)
-    except FileNotFoundError:
-        what = "is missing"
-    except NoAnswer as error:
-        raise no_answer(files, chunk_name(spec, index), error) from None
-    except OSError as error:
-        what = f"cannot be read: {reason(error)}"
-    except (ValueError, RuntimeError) as error:
-        what = str(error) if isinstance(error, ValueError) else f"cannot be unpacked: {error}"
+    except (OSError, ValueError) as error:
+        what = defect(files, name, error)
+    except RuntimeError as error:
+        what = f"cannot be unpacked: {error}"
     raise damage(files, spec, index, what)
+
+
+def defect(files: Files, name: str, error: OSError | ValueError) -> str:
+    """What is wrong with a file that was not read, in words.
+
+    Raises:
+        Unreachable: it could not be requested, which is not damage.
+    """
+    if isinstance(error, NoAnswer):
+        raise no_answer(files, name, error) from None
+    if isinstance(error, FileNotFoundError):
+        return "is missing"
+    return f"cannot be read: {reason(error)}" if isinstance(error, OSError) else str(error)
 
 
 def no_answer(files: Files, name: str, error: OSError) -> Unreachable:

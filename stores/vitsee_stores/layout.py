@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from vitsee_stores.plan import AttentionGroup, ErfPlan, SiteSpec, StorePlan, TokenLayout
 from vitsee_stores.selectors import GROUPS, select_names
@@ -37,16 +39,6 @@ CODECS = ("none", "zstd", "lz4")
 COMMIT_BYTES = 4096
 CHECKSUM_BYTES = 4
 SMALL_CHUNK, LARGE_CHUNK = 4 << 20, 16 << 20
-ITEM_SIZE = {
-    "float16": 2,
-    "float32": 4,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "uint8": 1,
-    "uint32": 4,
-    "uint64": 8,
-}
 
 Per = Literal["image", "slab", "commit", "once"]
 
@@ -97,7 +89,7 @@ class ArraySpec:
     @property
     def chunk_bytes(self) -> int:
         """Size of a chunk without compression and checksum."""
-        return math.prod(self.chunks) * ITEM_SIZE[self.dtype]
+        return math.prod(self.chunks) * np.dtype(self.dtype).itemsize
 
 
 def n_bytes(plan: StorePlan) -> dict[str, int]:
@@ -140,9 +132,10 @@ def arrays(plan: StorePlan) -> dict[str, ArraySpec]:
         n = layout.n_tokens
         table.image(f"residual/{name}", (n, 3), (f"token_{n}", "product"))
     if plan.erf is not None:
+        some: Any = {"n_slabs": plan.n_erf_slabs, "axis": "first_slab"}
         for name in plan.erf.sites:
-            table.first_slabs(f"erf/{name}", plan.n_erf_slabs, plan.erf.size, ("y", "x"))
-        table.first_slabs("erf/count", plan.n_erf_slabs, (), (), "int64")
+            table.slab(f"erf/{name}", plan.erf.size, ("y", "x"), **some)
+        table.slab("erf/count", (), (), "int64", **some)
     if plan.inputs is not None:
         table.image("input", plan.inputs, ("rgb", "y", "x"), "uint8")
     for name, shape in plan.weights:
@@ -180,9 +173,9 @@ class _Specs:
     ) -> None:
         rest = (shape,) if isinstance(shape, int) else shape
         names = (axes,) if isinstance(axes, str) else axes
-        plan = self.plan
-        chunks = _chunks((plan.slab, *rest), ITEM_SIZE[dtype])
-        self._add(path, (plan.n_images, *rest), chunks, dtype, "image", nan_ok, ("image", *names))
+        full, chunks = (self.plan.n_images, *rest), (self.plan.slab, *rest)
+        chunks = _chunks(chunks, np.dtype(dtype).itemsize)
+        self._add(path, full, chunks, dtype, "image", ("image", *names), nan_ok)
 
     def slab(
         self,
@@ -191,29 +184,19 @@ class _Specs:
         axes: tuple[str, ...],
         dtype: str = "float32",
         pairs: bool = False,
+        n_slabs: int | None = None,
+        axis: str = "slab",
     ) -> None:
-        chunks = _chunks((1, *shape), ITEM_SIZE[dtype])
-        full, names = (self.plan.n_slabs, *shape), ("slab", *axes)
-        self._add(path, full, chunks, dtype, "slab", False, names, pairs=pairs)
+        full = (self.plan.n_slabs if n_slabs is None else n_slabs, *shape)
+        chunks = _chunks((1, *shape), np.dtype(dtype).itemsize)
+        self._add(path, full, chunks, dtype, "slab", (axis, *axes), pairs=pairs)
 
     def commit(self, path: str, length: int, axis: str, dtype: str) -> None:
         full, axes = (self.plan.n_slabs, length), ("slab", axis)
-        self._add(path, full, (1, length), dtype, "commit", False, axes, codec="none")
-
-    def first_slabs(
-        self,
-        path: str,
-        n_slabs: int,
-        shape: tuple[int, ...],
-        axes: tuple[str, ...],
-        dtype: str = "float32",
-    ) -> None:
-        chunks = _chunks((1, *shape), ITEM_SIZE[dtype])
-        full, names = (n_slabs, *shape), ("first_slab", *axes)
-        self._add(path, full, chunks, dtype, "slab", False, names)
+        self._add(path, full, (1, length), dtype, "commit", axes, codec="none")
 
     def once(self, path: str, shape: tuple[int, ...], dtype: str, axes: Sequence[str]) -> None:
-        self._add(path, shape, shape, dtype, "once", False, tuple(axes), codec="none")
+        self._add(path, shape, shape, dtype, "once", tuple(axes), codec="none")
 
     def _add(
         self,
@@ -222,16 +205,15 @@ class _Specs:
         chunks: tuple[int, ...],
         dtype: str,
         per: Per,
-        nan_ok: bool,
         axes: tuple[str, ...],
-        codec: str | None = None,
+        nan_ok: bool = False,
+        codec: str = "",
         pairs: bool = False,
     ) -> None:
         if path in self.specs:
             raise ValueError(f"two arrays would be {path}")
         codec = codec or self.plan.codec
-        spec = ArraySpec(path, shape, chunks, dtype, per, nan_ok, axes, codec, pairs)
-        self.specs[path] = spec
+        self.specs[path] = ArraySpec(path, shape, chunks, dtype, per, nan_ok, axes, codec, pairs)
 
 
 def _chunks(shape: tuple[int, ...], item: int) -> tuple[int, ...]:

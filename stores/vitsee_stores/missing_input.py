@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from vitsee_stores.manifest import Manifest
 
+# A store that is there takes more sites and images only.
+ELSEWHERE = "-o NEW.zarr"
+
 
 def no_weights(label: str, manifest: Manifest, name: str) -> str:
     head = "head_weights" if name.startswith("head_") else "input_weights"
@@ -18,24 +21,25 @@ def no_attention(label: str, manifest: Manifest, name: str, path: str) -> str:
         return f"{label} has no {path}: it was left out: {reason}"
     level = {"cls_rows": "rows", "received_rows": "rows"}.get(name, "summary")
     level = "full" if name.startswith("full/") else level
-    return f"{label} has no {path} (extract it with --attention {level})"
+    return f"{label} has no {path} (extract it with --attention {level} {ELSEWHERE})"
 
 
 def no_residual(label: str, manifest: Manifest, sublayer: str) -> str:
     names = [name for name, _ in manifest.plan.sublayers]
-    reason = manifest.left_out.get("residual")
     if names:
-        help_ = f"it has: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
+        why = f"it has: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
     else:
-        help_ = f"left out: {reason}" if reason else "extract it with --residual"
-    return f"{label} has no residual summary of {sublayer} ({help_})"
+        why = _left_out_or(manifest.left_out.get("residual"), "--residual")
+    return f"{label} has no residual summary of {sublayer} ({why})"
 
 
 def no_field(label: str, manifest: Manifest, site: str) -> str:
-    known = manifest.plan.erf.sites if manifest.plan.erf is not None else ()
-    reason = manifest.left_out.get(f"{site} erf") if known else None
-    why = f"left out: {reason}" if reason else "extract it with --erf 256"
-    return f"{label} has no receptive field of {site} ({why})"
+    reason = None if manifest.plan.erf is None else manifest.left_out.get(f"{site} erf")
+    return f"{label} has no receptive field of {site} ({_left_out_or(reason, '--erf 256')})"
+
+
+def _left_out_or(reason: str | None, option: str) -> str:
+    return f"left out: {reason}" if reason else f"extract it with {option} {ELSEWHERE}"
 
 
 def no_whole_grid(label: str, manifest: Manifest, n: int, n_images: int) -> str:

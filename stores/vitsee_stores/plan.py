@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from vitsee_stores.canvas import Canvas
 
@@ -47,9 +45,6 @@ class TokenLayout:
         """Index of the class token, None without one."""
         return self.prefix.index("cls") if "cls" in self.prefix else None
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 @dataclass(frozen=True)
 class SiteSpec:
@@ -87,9 +82,6 @@ class SiteSpec:
         """Input pixels between neighbouring cells (y, x); None without a grid."""
         return None if self.layout is None else self.layout.stride_px
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 @dataclass(frozen=True)
 class AttentionGroup:
@@ -104,9 +96,6 @@ class AttentionGroup:
     @property
     def folder(self) -> str:
         return f"attention/{self.prefix}/" if self.prefix else "attention/"
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True)
@@ -184,6 +173,3 @@ class StorePlan:
     def rows(self, slab: int) -> slice:
         """The rows of a slab's images."""
         return slice(slab * self.slab, min((slab + 1) * self.slab, self.n_images))
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)

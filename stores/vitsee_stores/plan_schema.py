@@ -10,9 +10,11 @@ import math
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from vitsee_stores.canvas import Canvas
 from vitsee_stores.json_schema import Fields, integer, items, name, number, text, unexpected
-from vitsee_stores.layout import CODECS, ITEM_SIZE, ArraySpec, arrays, n_places
+from vitsee_stores.layout import CODECS, ArraySpec, arrays, n_places
 from vitsee_stores.plan import AttentionGroup, ErfPlan, SiteSpec, StorePlan, TokenLayout
 
 MOST_IMAGES, MOST_SLAB = 1 << 27, 1 << 24
@@ -197,7 +199,7 @@ def _check_arrays(specs: dict[str, ArraySpec]) -> None:
         while above := above.rpartition("/")[0]:
             if above in specs:
                 raise ValueError(f"{above} is an array, and {path} would be in it")
-        row = math.prod(spec.shape[1:]) * ITEM_SIZE[spec.dtype]
+        row = math.prod(spec.shape[1:]) * np.dtype(spec.dtype).itemsize
         if spec.per != "once" and row > MOST_ROW_BYTES:
             raise ValueError(f"{path} has {row} bytes a row, expected at most {MOST_ROW_BYTES}")
     if (chunks := n_places(specs)) > MOST_CHUNKS:

@@ -16,17 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_stores import metadata
-from vitsee_stores.chunks import (
-    Box,
-    checksum,
-    chunk_name,
-    damage,
-    decode,
-    no_answer,
-    read_chunk,
-)
-from vitsee_stores.errors import StoreError, StoreMismatch, reason
-from vitsee_stores.files import Files, NoAnswer
+from vitsee_stores.chunks import Box, checksum, chunk_name, damage, decode, defect, read_chunk
+from vitsee_stores.errors import StoreError, StoreMismatch
+from vitsee_stores.files import Files
 from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec, arrays, places
 from vitsee_stores.manifest import Manifest, check_samples
 
@@ -124,18 +116,12 @@ class VerifiedChunks:
             self._check_not_replaced()
             what = "is no sound marker of this slab"
             raise damage(self.files, self.specs["commits"], index, what)
+        name = chunk_name(spec, index)
         try:
-            limit = spec.chunk_bytes + CHECKSUM_BYTES
-            data = self.files.read(chunk_name(spec, index), limit)
+            data = self.files.read(name, spec.chunk_bytes + CHECKSUM_BYTES)
             row: NDArray[np.uint32] = decode(data, spec)[0]
-        except FileNotFoundError:
-            what = "is missing"
-        except NoAnswer as error:
-            raise no_answer(self.files, chunk_name(spec, index), error) from None
-        except OSError as error:
-            what = f"cannot be read: {reason(error)}"
-        except ValueError as error:
-            what = str(error)
+        except (OSError, ValueError) as error:
+            what = defect(self.files, name, error)
         else:
             if checksum(data) == marker["checksums"]:
                 return row

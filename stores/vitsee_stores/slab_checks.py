@@ -15,12 +15,12 @@ from vitsee_stores.chunks import (
     check_length,
     checksum,
     chunk_name,
+    defect,
     file_name,
-    no_answer,
     where,
 )
-from vitsee_stores.errors import StoreError, Unreachable, reason
-from vitsee_stores.files import Files, NoAnswer
+from vitsee_stores.errors import StoreError, Unreachable
+from vitsee_stores.files import Files
 from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec
 from vitsee_stores.sealed import VerifiedChunks
 
@@ -98,17 +98,12 @@ class SlabChecks:
         """Check a chunk file's size and trailing checksum; the defect in words, "" if none."""
         spec, index = chunk
         expected, files = int(row[self.chunks.place(spec, index)]), self.chunks.files
+        name = chunk_name(spec, index)
         try:
-            size, end = files.read_end(chunk_name(spec, index), CHECKSUM_BYTES)
+            size, end = files.read_end(name, CHECKSUM_BYTES)
             check_length(size, spec)
-        except FileNotFoundError:
-            return MISSING
-        except NoAnswer as error:
-            raise no_answer(files, chunk_name(spec, index), error) from None
-        except OSError as error:
-            return f"cannot be read: {reason(error)}"
-        except ValueError as error:
-            return str(error)
+        except (OSError, ValueError) as error:
+            return defect(files, name, error)
         return "" if checksum(end) == expected else "does not have the checksum that was committed"
 
     def _contents(self, valid: NDArray[np.bool_] | None, chunk: Chunk) -> tuple[str, set[int]]:

@@ -2,58 +2,45 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from vitsee_stores.errors import SiteError
-from vitsee_stores.lazy import LazyArray, LazyTokenMean, StoredArray, TokenArray
+from vitsee_stores.lazy import LazyArray, LazyTokenMean, TokenArray
 from vitsee_stores.token_selection import TokenSelection, describe_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from vitsee_stores.plan import SiteSpec
+    from vitsee_stores.plan import SiteSpec, TokenLayout
+    from vitsee_stores.store_contents import StoreContents
 
 Tokens = str | tuple[int, int]
 
 
-class Arrays(Protocol):
-    """Signature of `Store.array`."""
-
-    def __call__(self, path: str, fixed: Mapping[int, int] | None = None, /) -> StoredArray: ...
-
-
-def token_array(array: Arrays, owner: str, spec: SiteSpec, tokens: Tokens) -> LazyArray:
-    """The array that `Store.acts` describes, for a site with a layout whose tokens are all stored.
-
-    Args:
-        array: reads arrays of the store.
-        owner: the store and the site, for messages.
-        spec: the site.
-        tokens: which of its tokens.
+def token_array(
+    store: StoreContents, spec: SiteSpec, layout: TokenLayout, tokens: Tokens
+) -> LazyArray:
+    """The array that `Store.acts` describes, for a site whose tokens are all stored.
 
     Raises:
         SiteError: the site has no such tokens.
     """
-    layout = spec.layout
-    assert layout is not None
-    folder = f"acts/{spec.name}"
-    body_path = f"{folder}/{'rows' if layout.grid is None else 'grid'}"
+    owner, folder = f"{store.label}: {spec.name}", f"acts/{spec.name}"
+    body = f"{folder}/{'rows' if layout.grid is None else 'grid'}"
     chosen = TokenSelection.parse(tokens)
     members = chosen.require(layout, owner)
     if chosen == "patches" and layout.grid is None:
         raise SiteError(f"{owner} has no tokens 'patches': it has {describe_layout(layout)}")
-    prefix = array(f"{folder}/prefix") if layout.prefix else None
+    prefix = store.array(f"{folder}/prefix") if layout.prefix else None
     if chosen in ("all", "each", "mean-all", "rest"):
-        everything = TokenArray(prefix, array(body_path))
+        everything = TokenArray(prefix, store.array(body))
         return LazyTokenMean(everything, members.start) if chosen.is_mean else everything
     if chosen == "patches":
-        return array(body_path)
+        return store.array(body)
     if chosen == "prefix" and prefix is not None:
         return prefix
     at = members.start - layout.n_prefix
     if at < 0:
-        return array(f"{folder}/prefix", {1: members.start})
+        return store.array(f"{folder}/prefix", {1: members.start})
     if layout.grid is None:
-        return array(body_path, {1: at})
+        return store.array(body, {1: at})
     row, col = divmod(at, layout.grid[1])
-    return array(body_path, {1: row, 2: col})
+    return store.array(body, {1: row, 2: col})

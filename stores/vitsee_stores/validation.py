@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_stores import metadata
-from vitsee_stores.chunks import no_answer
+from vitsee_stores.chunks import defect
 from vitsee_stores.disk import PARTIAL
 from vitsee_stores.errors import StoreError, Unreachable, reason
-from vitsee_stores.files import Files, NoAnswer
+from vitsee_stores.files import Files
 from vitsee_stores.generations import (
     FOLDER,
     Generation,
@@ -180,12 +180,8 @@ def _metadata(files: Files, specs: Mapping[str, ArraySpec]) -> Iterator[str]:
         name = f"{path}/{metadata.ZARR_JSON}" if path else metadata.ZARR_JSON
         try:
             actual = metadata.parse(files.read(name, metadata.MOST_BYTES))
-        except FileNotFoundError:
-            return "is missing"
-        except NoAnswer as error:
-            raise no_answer(files, name, error) from None
         except OSError as error:
-            return f"cannot be read: {reason(error)}"
+            return defect(files, name, error)
         except ValueError:
             return "is no JSON"
         return actual if isinstance(actual, dict) else "is no JSON object"

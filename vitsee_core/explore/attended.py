@@ -76,7 +76,7 @@ def attention_of(
     if not kept:
         raise MissingInput(
             f"{store.label} keeps no attention of single images: extract it with --attention rows "
-            "(heads) or full (heads and patches), or let explore --recompute it"
+            "(heads) or full (heads and patches) -o NEW.zarr, or let explore --recompute it"
         )
     return [BlockAttention(block, _stored_rows(store, block, shown.rows), None) for block in kept]
 

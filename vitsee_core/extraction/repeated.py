@@ -28,24 +28,22 @@ def n_complete(command: str, output: Place) -> int | None:
     generations = [one for one in read_generations(writer.files) if one.published]
     if not all(one.complete for one in generations):
         return None
-    made = next((n for one in generations if (n := _n_made(one, command)) is not None), None)
-    if made is not None:
-        tidy(writer.files)
-    return made
+    if not any(_was_made_by(command, one) for one in generations):
+        return None
+    tidy(writer.files)
+    return generations[-1].whole.plan.n_images
 
 
-def _n_made(generation: Generation, command: str) -> int | None:
-    """The number of images of a store with this generation, if the command made that."""
+def _was_made_by(command: str, generation: Generation) -> bool:
     info, place = generation.manifest.info, generation.files.place
     try:
         made = shlex.split(str(info.get("command", "")))
     except ValueError:
-        return None
+        return False
     same = without_options(made, _HOW) == without_options(shlex.split(command), _HOW)
     if not same or info.get("data_folder") != os.getcwd():
-        return None
-    if isinstance(place, Path):
-        finished = (place / ZARR_JSON).stat().st_mtime
-        if any(os.path.isfile(word) and os.path.getmtime(word) > finished for word in made):
-            return None
-    return generation.whole.plan.n_images
+        return False
+    if not isinstance(place, Path):
+        return True
+    finished = (place / ZARR_JSON).stat().st_mtime
+    return not any(os.path.isfile(word) and os.path.getmtime(word) > finished for word in made)

@@ -185,7 +185,9 @@ def choose_sites(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
 
 def _with_fields(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
     if store.plan.erf is None:
-        raise MissingInput(f"{store.label} holds no receptive fields (extract it with --erf 256)")
+        raise MissingInput(
+            f"{store.label} holds no receptive fields (extract it with --erf 256 -o NEW.zarr)"
+        )
     asked = {site.alias_of or site.name for site in store.select(list(patterns))}
     return [s for s in store.plan.sites if s.name in asked and s.name in store.plan.erf.sites]
 

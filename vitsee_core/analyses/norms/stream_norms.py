@@ -62,7 +62,7 @@ def norm_source(store: Store, site: SiteSpec) -> NormSource:
         return NormSource()
     raise MissingInput(
         f"{store.label} keeps {site.name} pooled only, and no dot products of it: extract it with "
-        f"--tokens {site.name}=all (every site: --tokens all)"
+        f"--tokens {site.name}=all -o NEW.zarr (every site: --tokens all)"
     )
 
 
