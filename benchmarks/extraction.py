@@ -30,7 +30,13 @@ import torch
 from common import Result, add_record_option, interleaved, machine, paired_ratio, record
 from PIL import Image
 
-from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
+from vitsee_core.extraction.options import (
+    DataOptions,
+    KeepOptions,
+    ModelOptions,
+    Request,
+    RunOptions,
+)
 from vitsee_core.extraction.run import default_workers, extract
 from vitsee_core.extraction.sharding import Shard
 from vitsee_core.images import batches, normalise, open_source, select
@@ -66,7 +72,7 @@ def bare(args: argparse.Namespace, folder: Path, images: int) -> float:
 def ours(args: argparse.Namespace, folder: Path, images: int, attention: str) -> float:
     store = folder.with_name(f"{attention}.zarr")
     shutil.rmtree(store, ignore_errors=True)
-    outcome = extract(
+    asked = Request(
         ModelOptions(args.model, random_init=0),
         DataOptions(str(folder), images=images),
         KeepOptions(
@@ -76,8 +82,8 @@ def ours(args: argparse.Namespace, folder: Path, images: int, attention: str) ->
             slab=args.slab or args.batch,
         ),
         RunOptions(store, args.batch, args.device, args.workers),
-        Shard(),
     )
+    outcome = extract(asked, Shard())
     stages = ", ".join(f"{k} {v:.1f}" for k, v in sorted(outcome.clock.items()))
     if images == args.images:
         print(f"    attention {attention}: {outcome.seconds:.1f} s ({stages})", file=sys.stderr)

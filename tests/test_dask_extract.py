@@ -26,6 +26,7 @@ from vitsee_core.extraction.options import (
     DataOptions,
     KeepOptions,
     ModelOptions,
+    Request,
     OptionError,
     RunOptions,
 )
@@ -91,7 +92,7 @@ class Killing:
 
 def run_by_workers(output: str | Path, photos: Path, map: Any, progress: Any = None) -> Outcome:
     data, run = DataOptions(str(photos)), RunOptions(parse_place(output), device="cpu")
-    return extract_by_workers(MODEL, data, KEEP, run, map, progress or Tally())
+    return extract_by_workers(Request(MODEL, data, KEEP, run), map, progress or Tally())
 
 
 def plain(output: str | Path, photos: Path) -> None:
@@ -177,13 +178,14 @@ def test_options_mean_the_same_elsewhere(
     monkeypatch.chdir(photos.parent)
     model = ModelOptions("local-dir:m", checkpoint=Path("c.pth"))
     data, run = DataOptions(photos.name, only=Path("l")), RunOptions(Path("s.zarr"), force=True)
-    work = by_absolute_paths(model, data, KEEP, run)
-    assert work.model.name == f"local-dir:{photos.parent / 'm'}"
-    assert work.model.checkpoint == photos.parent / "c.pth"
-    assert work.data.data == str(photos) and work.data.only == photos.parent / "l"
-    assert work.run.output == photos.parent / "s.zarr"
-    demo = by_absolute_paths(ModelOptions("demo:vit"), DataOptions("demo:test"), KEEP, run)
-    assert (demo.model.name, demo.data.data) == ("demo:vit", "demo:test")
+    work = by_absolute_paths(Request(model, data, KEEP, run))
+    asked, placed = work.asked, work.asked.model
+    assert isinstance(placed, ModelOptions) and placed.checkpoint == photos.parent / "c.pth"
+    assert placed.name == f"local-dir:{photos.parent / 'm'}"
+    assert asked.data.data == str(photos) and asked.data.only == photos.parent / "l"
+    assert asked.run.output == photos.parent / "s.zarr"
+    demo = by_absolute_paths(Request(ModelOptions("demo:vit"), DataOptions("demo:test"), KEEP, run))
+    assert (demo.asked.model.name, demo.asked.data.data) == ("demo:vit", "demo:test")
 
 
 @pytest.mark.parametrize("more", [["--shard", "0/2"], ["--dry-run"], ["--plan", "slurm"]])
@@ -208,7 +210,7 @@ def test_a_worker_without_the_files(photos: Path, tmp_path: Path, lost: str) -> 
     out, data = tmp_path / "a.zarr", tmp_path / "data"
     if lost == "images":
         plain(out, photos)
-    work = by_absolute_paths(MODEL, DataOptions(str(data)), KEEP, RunOptions(out))
+    work = by_absolute_paths(Request(MODEL, DataOptions(str(data)), KEEP, RunOptions(out)))
     line = rf"^on the Dask worker at .*: .*{out if lost == 'store' else data}.* \(workers need"
     with pytest.raises(DaskError, match=line):
         work(Execution(), [0])

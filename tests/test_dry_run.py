@@ -13,7 +13,13 @@ from tests.extractions import VIT, extract, extracted, plant_images
 from vitsee_core.extraction import dry_run as module
 from vitsee_core.extraction.begin import prepare
 from vitsee_core.extraction.dry_run import UNCHECKED, dry_run
-from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
+from vitsee_core.extraction.options import (
+    DataOptions,
+    KeepOptions,
+    ModelOptions,
+    Request,
+    RunOptions,
+)
 from vitsee_core.extraction.small_weights import small_weights
 from vitsee_core.models.dummy_weights import stand_in
 from vitsee_core.models.load import load_model
@@ -49,9 +55,10 @@ def test_arrays_are_those_of_an_extraction(
     model = ModelOptions(name, random_init=0, model_args=MODELS[name])
     data, keep = DataOptions(str(folder)), KeepOptions(sites=("all",))
     run = RunOptions(tmp_path / "s.zarr", device="cpu")
-    wanted = prepare(model, data, keep, run)
+    asked = Request(model, data, keep, run)
+    wanted = prepare(asked)
     monkeypatch.setattr(module, "prepare", lambda *_: pytest.fail("weights were made"))
-    found = dry_run(model, data, keep, run)
+    found = dry_run(asked)
     assert arrays(found.plan) == arrays(wanted.plan)
     assert found.left_out == wanted.manifest.left_out
     assert found.notes[-1] == UNCHECKED and not (tmp_path / "s.zarr").exists()
@@ -60,7 +67,8 @@ def test_arrays_are_those_of_an_extraction(
 @pytest.mark.slow
 def test_where_shapes_do_not_suffice_weights_are_made(folder: Path, tmp_path: Path) -> None:
     model = ModelOptions("crossvit_tiny_240", random_init=0, model_args={"depth": ((1, 1, 0),)})
-    found = dry_run(model, DataOptions(str(folder)), KeepOptions(), RunOptions(tmp_path / "s.zarr"))
+    data, run = DataOptions(str(folder)), RunOptions(tmp_path / "s.zarr")
+    found = dry_run(Request(model, data, KeepOptions(), run))
     assert UNCHECKED not in found.notes and not (tmp_path / "s.zarr").exists()
 
 

@@ -18,7 +18,13 @@ from tests.models_helpers import images, small
 from vitsee_core.extraction import timing
 from vitsee_core.extraction.erf import ErfPasses
 from vitsee_core.extraction.loop import _batch_fits
-from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
+from vitsee_core.extraction.options import (
+    DataOptions,
+    KeepOptions,
+    ModelOptions,
+    Request,
+    RunOptions,
+)
 from vitsee_core.extraction.outcome import Outcome
 from vitsee_core.extraction.run import extract
 from vitsee_core.extraction.sharding import Shard
@@ -145,7 +151,7 @@ def _timed(clock: Clock, stage: str) -> None:
 def test_stages_of_an_extraction_add_up(tmp_path: Path) -> None:
     data = DataOptions(str(plant_images(tmp_path / "images", 4)))
     model, run = ModelOptions("test_vit", random_init=0), RunOptions(tmp_path / "s.zarr")
-    outcome = extract(model, data, KeepOptions(slab=2), run, Shard())
+    outcome = extract(Request(model, data, KeepOptions(slab=2), run), Shard())
     stages = {"loading", "model", "reductions", "waiting for the writer", "setting up"}
     assert set(outcome.clock) == stages and set(outcome.beside) == {"writing"}
     # What is outside is the end of the progress bar.

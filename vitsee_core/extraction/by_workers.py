@@ -25,7 +25,7 @@ import numpy as np
 
 from vitsee_core.extraction import claimed
 from vitsee_core.extraction.begin import prepare
-from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
+from vitsee_core.extraction.options import ModelOptions, Request
 from vitsee_core.extraction.outcome import Outcome
 from vitsee_core.extraction.prepare import Prepared
 from vitsee_core.extraction.run import announce, fill, made_or_joined, stopped
@@ -55,10 +55,7 @@ class SlabsByWorker:
     this run's claims. Pickles as the options alone; paths are absolute, as a worker has its own
     working directory."""
 
-    model: ModelOptions
-    data: DataOptions
-    keep: KeepOptions
-    run: RunOptions
+    asked: Request
     about: dict[str, Any]
     prepared: Prepared | None = None
 
@@ -87,28 +84,22 @@ class SlabsByWorker:
                 # What was added when this worker began may be whole: it then has the first store.
                 missing = [k for k in slabs if k < len(committed) and not committed[k]]
                 mine = claims.take(missing, len(slabs))
-                how = self.run, BY_DASK, mine, execution.progress, StopRequest()
+                how = self.asked.run, BY_DASK, mine, execution.progress, StopRequest()
                 return fill(self.prepared, writer, *how, remarks=False)
 
     def _prepare(self) -> Prepared:
         """Repeat the preparation that succeeded in the command's own process. Raises DaskError: the
         worker does not see the store, the images or the model."""
         try:
-            if StoreWriter.join(self.run.output) is None:
-                raise NoStore(f"no store at {self.run.output}: nothing is there")
-            return prepare(self.model, self.data, self.keep, self.run)
+            output = self.asked.run.output
+            if StoreWriter.join(output) is None:
+                raise NoStore(f"no store at {output}: nothing is there")
+            return prepare(self.asked)
         except VitseeError as error:
             raise on_this_worker(error) from None
 
 
-def extract_by_workers(
-    model: ModelOptions,
-    data: DataOptions,
-    keep: KeepOptions,
-    run: RunOptions,
-    map: Map,
-    progress: Progress = SILENT,
-) -> Outcome:
+def extract_by_workers(asked: Request, map: Map, progress: Progress = SILENT) -> Outcome:
     """`extract` with the slabs distributed over the workers of `map`; this process creates the
     store, and makes none of its slabs.
 
@@ -116,13 +107,13 @@ def extract_by_workers(
         VitseeError: as `extract`.
         Interrupted: a signal; exit code 75.
     """
-    work = by_absolute_paths(model, data, keep, run)
-    options = work.model, work.data, work.keep, work.run
-    prepared, writer = made_or_joined(prepare(*options), *options)
-    if announce(prepared, writer, run):
+    work = by_absolute_paths(asked)
+    prepared, writer = made_or_joined(prepare(work.asked), work.asked)
+    if announce(prepared, writer, asked.run):
         return Outcome(complete=True)
     plan = prepared.plan
-    work.run = dataclasses.replace(work.run, force=False)  # already deleted
+    run = dataclasses.replace(work.asked.run, force=False)  # already deleted
+    work.asked = dataclasses.replace(work.asked, run=run)
     del prepared  # frees this process' model
     execution = Execution(map=map, progress=progress)
     started, outcome = time.perf_counter(), Outcome(False)
@@ -160,29 +151,22 @@ def _until_done(
         yield from execution.spread(work, pieces)
 
 
-def by_absolute_paths(
-    model: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunOptions
-) -> SlabsByWorker:
+def by_absolute_paths(asked: Request) -> SlabsByWorker:
     """The options with paths that are valid in any working directory."""
-    name = source_of(model.name).placed(Path.cwd())
-    return SlabsByWorker(
-        dataclasses.replace(
-            model,
-            name=name,
-            checkpoint=model.checkpoint and model.checkpoint.absolute(),
-            replace=placed_stores(model.replace),
-            ablate_heads=placed_stores(model.ablate_heads),
-            registers=placed_stores(model.registers),
-        ),
-        dataclasses.replace(
-            data,
-            data=placed(data.data, Path.cwd()),
-            only=data.only and data.only.absolute(),
-        ),
-        keep,
-        dataclasses.replace(run, output=run.output.absolute()),
-        {"run": secrets.token_hex(8)},
+    model, data, run = asked.model, asked.data, asked.run
+    assert isinstance(model, ModelOptions), "workers load the model by its name"
+    model = dataclasses.replace(
+        model,
+        name=source_of(model.name).placed(Path.cwd()),
+        checkpoint=model.checkpoint and model.checkpoint.absolute(),
+        replace=placed_stores(model.replace),
+        ablate_heads=placed_stores(model.ablate_heads),
+        registers=placed_stores(model.registers),
     )
+    only = data.only and data.only.absolute()
+    data = dataclasses.replace(data, data=placed(data.data, Path.cwd()), only=only)
+    run = dataclasses.replace(run, output=run.output.absolute())
+    return SlabsByWorker(Request(model, data, asked.keep, run), {"run": secrets.token_hex(8)})
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import numpy as np
 
 from vitsee_core.extraction.signals import StopRequest
 from vitsee_core.runtime.machine import counted
-from vitsee_core.runtime.progress import Progress
 from vitsee_stores import StoreWriter
 from vitsee_stores.leases import Claims
 
@@ -41,33 +40,6 @@ def claimed_rounds(writer: StoreWriter, stop: StopRequest) -> Generator[list[int
                 log.info("waiting for %s that others have claimed", counted(len(missing), "slabs"))
                 pause = pauses()
             _sleep(next(pause), stop)
-
-
-class Together:
-    """Progress of all rounds as one phase of `total` images, `done` of them before."""
-
-    def __init__(self, progress: Progress, total: int, done: int):
-        self.progress, self.total, self.done = progress, total, done
-        self._started = False
-
-    def start(self, total: int, done: int = 0, unit: str = "images") -> None:
-        """Only the first round starts."""
-        if not self._started:
-            self._started = True
-            self.progress.start(self.total, self.done, unit)
-
-    def advance(self, count: int, size_bytes: int = 0) -> None:
-        self.progress.advance(count, size_bytes)
-
-    def skip(self, count: int) -> None:
-        self.progress.skip(count)
-
-    def stop(self) -> None:
-        """Nothing: another round may follow."""
-
-    def close(self) -> None:
-        if self._started:
-            self.progress.stop()
 
 
 def _at_once(n_missing: int) -> int:

@@ -8,13 +8,8 @@ from dataclasses import dataclass
 from vitsee_core.extraction.begin import prepare
 from vitsee_core.extraction.gram_strategy import choose_strategy
 from vitsee_core.extraction.image_layout import ImageLayout
-from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
-from vitsee_core.extraction.prepare import (
-    check_output,
-    chosen_images,
-    cut_sides,
-    plan_contents,
-)
+from vitsee_core.extraction.options import ModelOptions, Request
+from vitsee_core.extraction.prepare import check_output, chosen_images, cut_sides, plan_contents
 from vitsee_core.extraction.run import default_batch, erf_cost, strategy_of
 from vitsee_core.models.checkpoints import Checkpoint
 from vitsee_core.models.dummy_weights import stand_in
@@ -46,7 +41,7 @@ class DryRun:
     adds: str = ""  # to a complete store, in words
 
 
-def dry_run(model: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunOptions) -> DryRun:
+def dry_run(asked: Request) -> DryRun:
     """What `extract` with these options would store. Nothing is written.
 
     Weights are loaded if shapes are not enough (order of tokens, ablated skips, interventions,
@@ -56,32 +51,25 @@ def dry_run(model: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunO
     Raises:
         VitseeError: anything the user can fix, in one line.
     """
+    model = asked.model
+    assert isinstance(model, ModelOptions), "a model that is loaded has its weights"
     check_model_options(model.name, vars(model))
-    planned = None
-    if not needs_weights(model, data, keep, run):
-        planned = _from_shapes(model, data, keep, run)
-    if planned is not None:
+    if not needs_weights(model, asked) and (planned := _from_shapes(model, asked)) is not None:
         return planned
-    prepared = prepare(model, data, keep, run)
-    batch_size = strategy_of(prepared, run).batch_size
+    prepared = prepare(asked)
+    batch_size = strategy_of(prepared, asked.run).batch_size
     cost = erf_cost(prepared, batch_size, [slice(0, prepared.plan.n_images)])
     left_out = dict(prepared.manifest.left_out)
     return DryRun(prepared.plan, left_out, prepared.notes, cost, adds=prepared.adds)
 
 
-def needs_weights(
-    model: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunOptions
-) -> bool:
+def needs_weights(model: ModelOptions, asked: Request) -> bool:
     """Whether the options depend on weights, whatever the architecture."""
+    data, run = asked.data, asked.run
     canvas = data.short_side is not None or data.tiles or data.multiple is not None
     ablated = model.ablate_skip or source_of(model.name).skips_left_out
-    if (
-        canvas
-        or ablated
-        or any(model.interventions.values())
-        or keep.erf
-        or _brings_arguments(model)
-    ):
+    changed = ablated or any(model.interventions.values())
+    if canvas or changed or asked.keep.erf or _brings_arguments(model):
         return True
     return not run.force and StoreWriter.join(run.output) is not None
 
@@ -95,12 +83,11 @@ def _brings_arguments(model: ModelOptions) -> bool:
     return bool(file and file.layout and source_of(model.name).layout_arguments(file.layout.args))
 
 
-def _from_shapes(
-    options: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunOptions
-) -> DryRun | None:
+def _from_shapes(options: ModelOptions, asked: Request) -> DryRun | None:
     """The plan without weights; None if shapes are not enough."""
-    check_output(run, data)
-    device, selection = resolve_device(run.device), chosen_images(data, {})
+    check_output(asked)
+    keep, run = asked.keep, asked.run
+    device, selection = resolve_device(run.device), chosen_images(asked.data, {})
     listing = from_shapes(options.name, vars(options))
     if listing is None:
         return None

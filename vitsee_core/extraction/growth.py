@@ -17,7 +17,7 @@ from typing import Any
 from vitsee_core.extraction.erf import prepare_erf
 from vitsee_core.extraction.identity import fixed_identity, given_identity
 from vitsee_core.extraction.image_layout import ImageLayout
-from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
+from vitsee_core.extraction.options import DataOptions, KeepOptions, Request
 from vitsee_core.extraction.plan import Choices, choose_erf, in_order
 from vitsee_core.extraction.prepare import (
     Known,
@@ -29,7 +29,6 @@ from vitsee_core.extraction.prepare import (
     with_dtypes,
 )
 from vitsee_core.images import Selection
-from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.reproduced import check_reproduced
 from vitsee_core.models.same_images import check_same_images, first_images
 from vitsee_core.runtime.machine import counted
@@ -70,14 +69,7 @@ class Addition:
         return slice(self.first_slab * plan.slab, self.n_images)
 
 
-def grow_store(
-    writer: StoreWriter,
-    options: ModelOptions | LoadedModel,
-    data: DataOptions,
-    keep: KeepOptions,
-    run: RunOptions,
-    progress: Progress = SILENT,
-) -> Prepared:
+def grow_store(writer: StoreWriter, request: Request, progress: Progress = SILENT) -> Prepared:
     """An extraction that adds to a complete store, or goes on with what is being added; without
     anything to add, one that has nothing to do.
 
@@ -89,7 +81,8 @@ def grow_store(
     generations, unfinished = usable(read_generations(writer.files))
     store = Store(generations, committed(generations), True, "")
     stored, plan = store.manifest.identity, store.plan
-    device, selection, layout = of_same_model(writer, stored, options, data, keep, run, progress)
+    data, keep = request.data, request.keep
+    device, selection, layout = of_same_model(writer, stored, request, progress)
     model, table = layout.model, layout.table
     # Which sites have receptive fields is no question of those that are asked for alone.
     of_sites = {**stored, "erf": 0}
@@ -114,7 +107,7 @@ def grow_store(
         return prepared
     check_reproduced(store, model, table, first, device, asked.precision)
     choices = {} if added.n_images > plan.n_images else own_choices(asked, added)
-    return _growing(prepared, store, layout, choices, added, unfinished, data, run)
+    return _growing(prepared, store, layout, choices, added, unfinished, request)
 
 
 def _growing(
@@ -124,8 +117,7 @@ def _growing(
     choices: dict[str, Any],
     added: Addition,
     unfinished: Generation | None,
-    data: DataOptions,
-    run: RunOptions,
+    request: Request,
 ) -> Prepared:
     """The extraction into the next generation, which is joined if it was begun."""
     files = files_of(store.files, store.generation + 1)
@@ -169,9 +161,9 @@ def _growing(
             selfcheck=check.figures,
             left_out=without_erf,
             info={
-                "data": asdict(data),
+                "data": asdict(request.data),
                 "data_folder": os.getcwd(),
-                "command": run.command,
+                "command": request.run.command,
                 "versions": store_versions(),
             },
             splits=store.manifest.splits,

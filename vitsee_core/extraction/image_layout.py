@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, OptionError
+from vitsee_core.extraction.options import ModelOptions, OptionError, Request
 from vitsee_core.extraction.tiles import TILED, n_tiles
 from vitsee_core.images import ImageError, Selection
 from vitsee_core.images.transform import MOST_PIXELS
@@ -62,19 +62,11 @@ class ImageLayout:
 Size3 = tuple[int, int, int]
 
 
-def lay_out(
-    options: ModelOptions | LoadedModel,
-    data: DataOptions,
-    keep: KeepOptions,
-    selection: Selection,
-    stored: Canvas | None = None,
-) -> ImageLayout:
+def lay_out(asked: Request, selection: Selection, stored: Canvas | None = None) -> ImageLayout:
     """The model, and the canvas if one is requested.
 
     Args:
-        options: the model, or how to load it.
-        data: which images, and on what canvas.
-        keep: refused by tiles in part.
+        asked: the model, and the options of the canvas.
         selection: the images, whose headers are read.
         stored: the canvas of an existing store, which is kept.
 
@@ -83,7 +75,8 @@ def lay_out(
         VitseeError: the model has no grid, or one that does not fit; images that would not fill the
             canvas, without tiles.
     """
-    _check_options(options, data, keep)
+    _check_options(asked)
+    options, data = asked.model, asked.data
     model = options if isinstance(options, LoadedModel) else load_model(**vars(options))
     model.module.cpu()
     table = site_table(model)
@@ -93,13 +86,11 @@ def lay_out(
     multiple = step if data.multiple is None else data.multiple
     tiles = model.input_size[1:] if data.tiles else None
     _check_numbers(model, data.short_side, multiple, step, tiles)
-    asked = Canvas((0, 0), data.short_side, multiple, tiles)
-    notes: tuple[str, ...] = ()
+    canvas, notes = Canvas((0, 0), data.short_side, multiple, tiles), tuple[str, ...]()
     if stored is not None:
-        canvas = dataclasses.replace(asked, size=stored.size)
+        canvas = dataclasses.replace(canvas, size=stored.size)
     else:
-        sizes = image_sizes(selection)
-        canvas, notes = _around(asked, sizes, selection)
+        canvas, notes = _around(canvas, image_sizes(selection), selection)
     if tiles is None and canvas.size != model.input_size[1:]:
         assert isinstance(options, ModelOptions)
         model = load_model(**{**vars(options), "img_size": canvas.size})
@@ -146,9 +137,8 @@ def image_sizes(selection: Selection) -> NDArray[np.int64]:
     return np.array(sizes, np.int64).reshape(-1, 2)
 
 
-def _check_options(
-    options: ModelOptions | LoadedModel, data: DataOptions, keep: KeepOptions
-) -> None:
+def _check_options(asked: Request) -> None:
+    options, data = asked.model, asked.data
     if data.short_side is None:
         if data.tiles or data.multiple is not None:
             name = "--tiles" if data.tiles else "--multiple"
@@ -172,7 +162,7 @@ def _check_options(
         )
     if data.tiles:
         for name in ("grams", "erf"):
-            if getattr(keep, name):
+            if getattr(asked.keep, name):
                 raise VitseeError(f"--{name} is not supported with --tiles: {TILED}")
 
 

@@ -21,6 +21,7 @@ from vitsee_core.extraction.options import (
     KeepOptions,
     ModelOptions,
     OptionError,
+    Request,
     RunOptions,
 )
 from vitsee_core.extraction.run import extract as fill_store
@@ -119,11 +120,11 @@ def extract(
         output=parse_place(output), command="vitsee.extract", **_taken(RunOptions, values)
     )
     what = DataOptions(_name_of(data), **_taken(DataOptions, values))
-    keep = KeepOptions(**_taken(KeepOptions, values))
-    if map is not None and isinstance(source, ModelOptions):
-        outcome = extract_by_workers(source, what, keep, run, map, progress)
+    asked = Request(source, what, KeepOptions(**_taken(KeepOptions, values)), run)
+    if map is not None:
+        outcome = extract_by_workers(asked, map, progress)
     else:
-        outcome = fill_store(source, what, keep, run, shard, progress)
+        outcome = fill_store(asked, shard, progress)
     if line := outcome.unreadable_line():
         log.warning("%s", line)
     store = open_store(run.output, allow_partial=not outcome.complete)

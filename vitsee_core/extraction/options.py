@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vitsee_core.models.intervention_spec import parse
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.url import Place
+
+if TYPE_CHECKING:
+    from vitsee_core.models.loaded import LoadedModel
 
 
 class OptionError(VitseeError):
@@ -112,6 +115,16 @@ class RunOptions:
     force: bool = False
     dry_run: bool = False
     command: str = ""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one call of `extract` asks for; a model that is loaded already is the caller's own."""
+
+    model: ModelOptions | LoadedModel
+    data: DataOptions
+    keep: KeepOptions
+    run: RunOptions
 
 
 def split_model(text: str) -> tuple[str, dict[str, list[str]]]:

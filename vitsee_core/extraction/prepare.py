@@ -23,7 +23,7 @@ from vitsee_core.extraction.identity import (
     given_identity,
 )
 from vitsee_core.extraction.image_layout import ImageLayout, lay_out
-from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
+from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, Request
 from vitsee_core.extraction.plan import Choices, build_plan, choose, fit_slab
 from vitsee_core.extraction.small_weights import SmallWeights, small_weights
 from vitsee_core.images import Selection, normalise, open_source, select
@@ -110,21 +110,15 @@ class Prepared:
         return [site for site in self.plan.sites if site.alias_of is None]
 
 
-def check_output(run: RunOptions, data: DataOptions) -> None:
+def check_output(asked: Request) -> None:
     """Refuse a new store inside another store, or inside the folder of its images. Raises
     VitseeError: names the folder."""
-    if isinstance(run.output, Path):
-        check_place(run.output, images=data.data)
+    if isinstance(asked.run.output, Path):
+        check_place(asked.run.output, images=asked.data.data)
 
 
 def of_same_model(
-    writer: StoreWriter,
-    stored: Mapping[str, Any],
-    options: ModelOptions | LoadedModel,
-    data: DataOptions,
-    keep: KeepOptions,
-    run: RunOptions,
-    progress: Progress,
+    writer: StoreWriter, stored: Mapping[str, Any], asked: Request, progress: Progress
 ) -> tuple[torch.device, Selection, ImageLayout]:
     """The device to compute on, the images, and the model laid out on an existing store's canvas.
     stored: the store's identity, with which choices that are not made now agree.
@@ -133,34 +127,26 @@ def of_same_model(
         IdentityMismatch: the store is of another architecture.
         VitseeError: no such device, images or model.
     """
-    device = resolve_device(run.device)
-    selection = chosen_images(data, stored, progress)
+    device = resolve_device(asked.run.device)
+    selection = chosen_images(asked.data, stored, progress)
     with soon_said("loading the model"):
-        layout = lay_out(options, data, keep, selection, writer.manifest.plan.canvas)
+        layout = lay_out(asked, selection, writer.manifest.plan.canvas)
     check_same_model(writer, layout.model)
     return device, selection, layout
 
 
-def join_store(
-    writer: StoreWriter,
-    options: ModelOptions | LoadedModel,
-    data: DataOptions,
-    keep: KeepOptions,
-    run: RunOptions,
-    progress: Progress = SILENT,
-) -> Prepared:
+def join_store(writer: StoreWriter, asked: Request, progress: Progress = SILENT) -> Prepared:
     """An extraction that continues an existing store, by that store's plan.
 
     Raises:
         VitseeError: as `prepare`.
         IdentityMismatch: the store was made from another model, other images or other choices.
     """
-    stored = writer.manifest.identity
-    plan = writer.manifest.plan
-    device, selection, layout = of_same_model(writer, stored, options, data, keep, run, progress)
+    stored, plan, keep = writer.manifest.identity, writer.manifest.plan, asked.keep
+    device, selection, layout = of_same_model(writer, stored, asked, progress)
     model, table = layout.model, layout.table
     choices = choose_of(layout, keep, stored)
-    given = given_identity(keep, data, choices, plan)
+    given = given_identity(keep, asked.data, choices, plan)
     switch = switch_of(layout, keep, selection, stored.get("seed", 0))
     changes = switch.changes(model.module)
     absent: dict[str, Any] = {"interventions": []} if stored.get("interventions") else {}
@@ -187,21 +173,16 @@ def join_store(
     )
 
 
-def plan_store(
-    options: ModelOptions | LoadedModel,
-    data: DataOptions,
-    keep: KeepOptions,
-    run: RunOptions,
-    progress: Progress = SILENT,
-) -> Prepared:
+def plan_store(asked: Request, progress: Progress = SILENT) -> Prepared:
     """An extraction into a new store, planned but not yet created. Raises VitseeError: as
     `prepare`."""
+    data, keep, run = asked.data, asked.keep, asked.run
     device, selection = resolve_device(run.device), chosen_images(data, {}, progress)
     with soon_said("loading the model"):
-        layout = lay_out(options, data, keep, selection)
+        layout = lay_out(asked, selection)
     model, table = layout.model, layout.table
     choices, plan, weights, notes = plan_contents(layout, keep, len(selection.samples))
-    notes += [*model.notes(), *cut_sides(options, model), *unseen_pixels(model, table)]
+    notes += [*model.notes(), *cut_sides(asked.model, model), *unseen_pixels(model, table)]
     switch = switch_of(layout, keep, selection, data.seed or 0)
     changes = switch.changes(model.module)
     model.module.to(device)
@@ -228,7 +209,7 @@ def plan_store(
         info={
             "data": asdict(data),
             "data_folder": os.getcwd(),
-            "checkpoint": getattr(options, "checkpoint", None),
+            "checkpoint": getattr(asked.model, "checkpoint", None),
             "selection": selection.identity,
             **first.record(),
             "command": run.command,

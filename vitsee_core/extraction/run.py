@@ -10,8 +10,8 @@ import dataclasses
 import logging
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,22 @@ import numpy as np
 import torch
 
 from vitsee_core.extraction.begin import prepare
-from vitsee_core.extraction.claimed import Together, claimed_rounds
+from vitsee_core.extraction.claimed import claimed_rounds
 from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.gram_strategy import GramStrategy, choose_strategy
 from vitsee_core.extraction.image_layout import describe
 from vitsee_core.extraction.loop import SlabLoop
-from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, RunOptions
+from vitsee_core.extraction.options import Request, RunOptions
 from vitsee_core.extraction.outcome import Outcome
 from vitsee_core.extraction.plan import slab_bytes
 from vitsee_core.extraction.prepare import Prepared
 from vitsee_core.extraction.sharding import Shard
 from vitsee_core.extraction.signals import Interrupted, StopRequest
+from vitsee_core.extraction.sizes import folder_sizes
 from vitsee_core.extraction.slab_locks import without_writer
 from vitsee_core.extraction.tiles import n_tiles
 from vitsee_core.extraction.timing import REST
 from vitsee_core.images import batches
-from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.same_images import check_same_images
 from vitsee_core.runtime.device import device_name
 from vitsee_core.runtime.machine import (
@@ -45,7 +45,7 @@ from vitsee_core.runtime.machine import (
     n_cores,
     scratch_folder,
 )
-from vitsee_core.runtime.progress import SILENT, Progress
+from vitsee_core.runtime.progress import SILENT, Progress, counting
 from vitsee_core.runtime.versions import store_versions
 from vitsee_stores import StoreWriter, remove_store
 from vitsee_stores.disk_usage import max_disk_bytes
@@ -59,46 +59,34 @@ log = logging.getLogger(__name__)
 MOST_WORKERS = 32
 
 
-def extract(
-    model: ModelOptions | LoadedModel,
-    data: DataOptions,
-    keep: KeepOptions,
-    run: RunOptions,
-    shard: Shard,
-    progress: Progress = SILENT,
-) -> Outcome:
+def extract(asked: Request, shard: Shard, progress: Progress = SILENT) -> Outcome:
     """Fill (this shard's part of) a store; repeat the call to resume it.
 
     Raises:
         VitseeError: one line for the user; the store keeps every slab committed so far.
         Interrupted: a signal; exit code 75.
     """
-    if run.force and (shard.claims or shard.count > 1):
+    if asked.run.force and (shard.claims or shard.count > 1):
         raise VitseeError("--force with --shard would delete other shards' work: delete it first")
-    prepared = prepare(model, data, keep, run, progress)
+    prepared = prepare(asked, progress)
     with StopRequest() as stop:
-        prepared, writer = made_or_joined(prepared, model, data, keep, run)
-        return fill_all(prepared, writer, run, shard, progress, stop)
+        prepared, writer = made_or_joined(prepared, asked)
+        return fill_all(prepared, writer, asked.run, shard, progress, stop)
 
 
-def made_or_joined(
-    prepared: Prepared,
-    model: ModelOptions | LoadedModel,
-    data: DataOptions,
-    keep: KeepOptions,
-    run: RunOptions,
-) -> tuple[Prepared, StoreWriter]:
+def made_or_joined(prepared: Prepared, asked: Request) -> tuple[Prepared, StoreWriter]:
     """The store's writer, with the preparation that belongs to it.
 
     Raises:
         VitseeError: as `open_writer`.
     """
     try:
-        return prepared, open_writer(prepared, run)
+        return prepared, open_writer(prepared, asked.run)
     except IdentityMismatch:
         # Another process made the store meanwhile: take its defaults, compare explicit choices.
-        prepared = prepare(model, data, keep, dataclasses.replace(run, force=False))
-        return prepared, open_writer(prepared, run)
+        run = dataclasses.replace(asked.run, force=False)
+        prepared = prepare(dataclasses.replace(asked, run=run))
+        return prepared, open_writer(prepared, asked.run)
 
 
 def fill_all(
@@ -162,13 +150,11 @@ def fill_claimed(
     rows = [plan.rows(int(k)) for k in np.flatnonzero(writer.committed())]
     done = sum(part.stop - part.start for part in rows)
     with (
-        closing(Together(progress, plan.n_images, done)) as together,
+        counting(progress, plan.n_images, done=done),
         closing(claimed_rounds(writer, stop)) as rounds,
     ):
-        remarks = True
-        for mine in rounds:
-            outcome.add(fill(prepared, writer, run, shard, mine, together, stop, remarks))
-            remarks = False
+        for number, mine in enumerate(rounds):
+            outcome.add(fill(prepared, writer, run, shard, mine, progress, stop, number == 0))
     return outcome
 
 
@@ -192,7 +178,9 @@ def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
         taken = max_disk_bytes(prepared.manifest, disk_block_bytes(run.output))
     strategy = strategy_of(prepared, run)
     place = run.output if prepared.files is None else prepared.files
-    log.info("%s takes %s: %s", place, human_bytes(need), by_folder(sizes))
+    folders = folder_sizes(prepared.plan)
+    by_folder = (f"{one.name.rstrip('/')} {human_bytes(one.size_bytes)}" for one in folders)
+    log.info("%s takes %s: %s", place, human_bytes(need), ", ".join(by_folder))
     for path, size in sizes.items():
         log.debug("%s: %s", path, human_bytes(size))
     if taken > free:
@@ -201,26 +189,12 @@ def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
             "free; choose fewer --sites, --tokens pooled or fewer --images (see --dry-run)"
         )
     strategy.check_room(free - taken, prepared.plan.slab)
-    writer = StoreWriter.create_or_join(
-        place,
-        prepared.manifest,
-        prepared.selection.samples,
-        once,
-    )
+    samples = prepared.selection.samples
+    writer = StoreWriter.create_or_join(place, prepared.manifest, samples, once)
     is_theirs = writer.manifest.store_id != prepared.manifest.store_id  # they were first
     if is_theirs and prepared.files is None:
         check_same_images(writer, prepared.selection, prepared.first)
     return writer
-
-
-def by_folder(sizes: Mapping[str, int]) -> str:
-    """`acts 190 MB, residual 12.5 MB, ...`: bytes by top folder, the largest first."""
-    folders: dict[str, int] = {}
-    for path, size in sizes.items():
-        folder = path.split("/", 1)[0]
-        folders[folder] = folders.get(folder, 0) + size
-    largest = sorted(folders.items(), key=lambda item: -item[1])
-    return ", ".join(f"{folder} {human_bytes(size)}" for folder, size in largest)
 
 
 def fill(
@@ -250,12 +224,8 @@ def fill(
     if not todo:
         return Outcome(complete=False)
     if len(todo) < len(mine):
-        log.log(
-            level,
-            "resuming: %d of %s are there",
-            len(mine) - len(todo),
-            counted(len(mine), "slabs"),
-        )
+        there = len(mine) - len(todo)
+        log.log(level, "resuming: %d of %s are there", there, counted(len(mine), "slabs"))
     strategy = strategy_of(prepared, run)
     batch_size = strategy.batch_size
     workers = run.workers if run.workers is not None else default_workers(device)
@@ -287,12 +257,10 @@ def fill(
         prepared.selection, prepared.model.transform, ranges, workers=workers, on_error=run.on_error
     )
     started = time.perf_counter()
-    progress.start(total)
-    try:
-        with job.clock(REST), closing(loading):
-            job.run(todo, loading, stop, progress)
-    finally:
-        progress.stop()
+    # Claims and workers make several rounds of one phase, which their caller counts.
+    phase = nullcontext() if shard.claims or shard.dask else counting(progress, total)
+    with phase, job.clock(REST), closing(loading):
+        job.run(todo, loading, stop, progress)
     seconds = time.perf_counter() - started
     log.log(level, "the run was limited by %s", job.clock.limit())
     committed = writer.committed()

@@ -8,14 +8,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vitsee_core.extraction.options import (
-    DEFAULT_SLAB,
-    DataOptions,
-    KeepOptions,
-    ModelOptions,
-    OptionError,
-    RunOptions,
-)
+from vitsee_core.extraction.options import DEFAULT_SLAB, OptionError, Request
 from vitsee_core.extraction.prepare import chosen_images
 from vitsee_core.models.sources import source_of
 from vitsee_stores import StoreWriter, open_store
@@ -130,23 +123,17 @@ class ArrayPlan:
         )
 
 
-def plan_array(
-    words: Sequence[str],
-    model: ModelOptions,
-    data: DataOptions,
-    keep: KeepOptions,
-    run: RunOptions,
-    shard: str = "slurm",
-) -> ArrayPlan:
+def plan_array(words: Sequence[str], asked: Request, shard: str = "slurm") -> ArrayPlan:
     """The array for an extraction with the command line `words`. The images are counted and the
     model's name is looked up, so that mistakes are found before they wait in a queue; no model is
     built, and nothing is written. Raises VitseeError: no such model or images; the store is
     complete; --force."""
+    data, keep, run = asked.data, asked.keep, asked.run
     if run.force:
         raise VitseeError(
             "--force with --plan: each task would delete the others' work; delete the store first"
         )
-    source_of(model.name).check()
+    source_of(asked.model.name).check()
     writer = StoreWriter.join(run.output)
     stored = {} if writer is None else writer.manifest.identity
     n_images = len(chosen_images(data, stored).samples)

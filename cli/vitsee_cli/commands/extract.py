@@ -28,6 +28,7 @@ from vitsee_core.extraction.options import (
     DataOptions,
     KeepOptions,
     ModelOptions,
+    Request,
     RunOptions,
 )
 from vitsee_core.runtime.machine import counted
@@ -74,17 +75,22 @@ def command(model: ModelOptions, **given: Any) -> None:
     model = dataclasses.replace(
         model, **{name: given.pop(name) for name in ("ablate_skip", *INTERVENTIONS)}
     )
+
+    def asked() -> Request:
+        return Request(model, take(DataOptions), take(KeepOptions), take(RunOptions))
+
     dask = given.pop("dask")
     if given.pop("plan"):
         if dask is not None:
             raise click.UsageError("--plan is of jobs that need no cluster: leave out --dask")
-        show_script(model, take(DataOptions), take(KeepOptions), take(RunOptions), given["shard"])
+        show_script(asked(), given["shard"])
         return
     if dask is not None and (given["shard"] is not None or given["dry_run"]):
         raise click.UsageError("--dask gives the slabs out itself: leave out --shard and --dry-run")
     shard = parse_shard(given.pop("shard"), os.environ)
     given["command"] = shlex.join(console.command_line())
-    data, keep, run = take(DataOptions), take(KeepOptions), take(RunOptions)
+    request = asked()
+    run = request.run
     again = not (run.dry_run or run.force)
     if again and (n_images := n_complete(run.command, run.output)) is not None:
         console.say(
@@ -98,28 +104,26 @@ def command(model: ModelOptions, **given: Any) -> None:
         from vitsee_core.extraction.run import extract
     if run.dry_run:
         each = click.get_current_context().meta.get(options.VERBOSITY, 0) > 0
-        show_plan(dry_run(model, data, keep, run), run, each)
+        show_plan(dry_run(request), run, each)
         return
     progress = SlabReporter(run.output.name)
     if dask is not None:
         with spread_over(dask, progress) as own:
-            outcome = extract_by_workers(model, data, keep, run, **own, progress=progress)
+            outcome = extract_by_workers(request, **own, progress=progress)
     else:
-        outcome = extract(model, data, keep, run, shard, progress)
+        outcome = extract(request, shard, progress)
     report(outcome, run.output)
 
 
-def show_script(
-    model: ModelOptions, data: DataOptions, keep: KeepOptions, run: RunOptions, shard: str | None
-) -> None:
+def show_script(asked: Request, shard: str | None) -> None:
     """The script of an array job on stdout."""
     from vitsee_core.extraction.slurm import plan_array
     from vitsee_core.runtime.command_lines import without_options
 
-    if shard not in (None, "slurm", "claims") or run.dry_run:
+    if shard not in (None, "slurm", "claims") or asked.run.dry_run:
         raise click.UsageError("--plan numbers the shards itself: leave out --shard and --dry-run")
     words = without_options(console.command_line(), ["--plan", "--shard"])
-    console.out(plan_array(words, model, data, keep, run, shard or "slurm").script().rstrip())
+    console.out(plan_array(words, asked, shard or "slurm").script().rstrip())
 
 
 class SlabReporter(console.Reporter):
