@@ -26,8 +26,8 @@ from vitsee_core.extraction.options import (
     DataOptions,
     KeepOptions,
     ModelOptions,
-    Request,
     OptionError,
+    Request,
     RunOptions,
 )
 from vitsee_core.extraction.outcome import Outcome
