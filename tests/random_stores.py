@@ -1,11 +1,8 @@
-"""Stores of random numbers in many shapes, and a process that writes one: `python -m
-tests.random_stores STORE --plan NAME --shard I N`."""
+"""Stores of random numbers in many shapes."""
 
 from __future__ import annotations
 
-import argparse
 import functools
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -240,33 +237,3 @@ def leftovers(store: Path) -> list[str]:
     """Names of what killed processes left beside and below a store."""
     hidden = [p.name for p in store.parent.iterdir() if p.name.startswith(f".{store.name}.")]
     return hidden + [p.name for p in store.rglob("*.partial")]
-
-
-def say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
-def main(arguments: list[str]) -> None:
-    """Say `ready`, wait for a line on stdin, then make or join the store, resume and finish."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("store", type=Path)
-    parser.add_argument("--plan", default="vit")
-    parser.add_argument("--shard", type=int, nargs=2, default=(0, 1))
-    options = parser.parse_args(arguments)
-    plan = PLANS[options.plan]
-    whole = expected(plan)
-    say("ready")
-    sys.stdin.readline()
-    writer = create(options.store, plan, durable=True)
-    say(writer.manifest.store_id)
-    index, count = options.shard
-    todo = [k for k in range(index, plan.n_slabs, count) if not writer.committed()[k]]
-    writer.sweep(todo)
-    for k in todo:
-        writer.write_slab(k, slab_of(plan, whole, k), {"shard": f"{index}/{count}"})
-    say("complete" if writer.finish() else "incomplete")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

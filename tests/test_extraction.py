@@ -17,7 +17,6 @@ from tests import reference
 from tests.extractions import (
     RESNET,
     VIT,
-    array_bytes,
     extract,
     extracted,
     plant_bright,
@@ -286,18 +285,6 @@ def test_an_overflow_after_the_first_images_stops_with_the_option_that_helps(
     assert extract(*options).exit_code == 1  # resuming meets it again
     with pytest.raises(IncompleteStore):
         open_store(path)
-
-
-def test_the_same_command_twice_is_complete_and_changes_nothing(
-    folder: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "a.zarr"
-    command = [*VIT, "--data", folder, "-o", path, "--slab", SLAB, "--tokens", "norms=pooled"]
-    extracted(*command)
-    before = array_bytes(path)
-    again = extracted(*command)
-    assert "is complete" in again.stderr
-    assert array_bytes(path) == before
 
 
 def test_weights_and_pixels_that_are_not_used_are_named(folder: Path, tmp_path: Path) -> None:

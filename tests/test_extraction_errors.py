@@ -233,28 +233,6 @@ def test_a_disk_that_fills_up_on_the_way(folder: Path, tmp_path: Path) -> None:
     assert np.isfinite(open_store(path).acts("blocks.0.out")[:]).all()
 
 
-def test_a_corrupted_chunk_is_found_by_readers_and_by_validate(
-    folder: Path, tmp_path: Path
-) -> None:
-    from click.testing import CliRunner
-
-    from vitsee_cli.main import main
-
-    path = tmp_path / "store.zarr"
-    extracted(*VIT, "--data", folder, "-o", path)
-    chunk = next((path / "attention" / "distance_px").glob("c.*"))
-    data = bytearray(chunk.read_bytes())
-    data[7] ^= 1
-    chunk.write_bytes(bytes(data))
-    found = CliRunner().invoke(main, ["validate", "--deep", str(path)])
-    assert found.exit_code == 1
-    assert "attention/distance_px" in found.output
-    read = CliRunner().invoke(main, ["attn-dist", str(path)])
-    assert read.exit_code == 1
-    assert read.stdout == ""
-    assert "attention/distance_px" in read.stderr
-
-
 def test_defaults_that_a_model_has_not_are_left_out(folder: Path, tmp_path: Path) -> None:
     """A trunk without norm, pooled vector and logits; asked for by name they are refused."""
     bare = [*RESNET, "--model-arg", "num_classes=0", "--model-arg", "global_pool="]

@@ -93,34 +93,6 @@ def test_a_joining_process_takes_the_stores_defaults(folder: Path, tmp_path: Pat
     assert store.manifest.identity["seed"] == 3
 
 
-@pytest.mark.parametrize(
-    ("extra", "phrases"),
-    [
-        (["--slab", "8"], ["slab is 4", "given 8"]),
-        (["--seed", "1"], ["seed is 0", "given 1", "more --sites or more --images"]),
-        (["--dtype", "float32"], ["stored with dtype float16", "given float32"]),
-        (["--attention", "rows"], ["attention is summary", "given rows"]),
-        (["--images", "8"], ["samples_fingerprint"]),
-        (["--random-init", "1"], ["weights is"]),
-        (["--crop-pct", "0.5"], ["transform.crop_pct"]),
-    ],
-)
-def test_another_identity_is_refused_and_shown(
-    extra: list[str], phrases: list[str], folder: Path, whole: Path
-) -> None:
-    before = array_bytes(whole)
-    words = options(folder, whole)
-    if extra[0] in words:  # an option of one value is given once
-        words[words.index(extra[0]) + 1] = extra[1]
-        extra = []
-    result = extract(*words, *extra)
-    assert result.exit_code == 1
-    assert result.stdout == ""
-    for phrase in phrases:
-        assert phrase in result.stderr
-    assert array_bytes(whole) == before
-
-
 @pytest.mark.slow
 def test_force_starts_anew(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "store.zarr"

@@ -179,15 +179,6 @@ def test_a_removed_marker_makes_the_store_incomplete_and_the_slab_is_made_again(
     assert open_store(path).complete
 
 
-def test_a_torn_marker_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "a.zarr"
-    made = write(path, VIT)
-    marker = path / "commits/c.2.0"
-    marker.write_bytes(marker.read_bytes()[:100])
-    assert made.committed().tolist() == [True, True, False]
-    assert not made.complete
-
-
 def ended() -> str:
     """The tag of a process of this machine that is no more."""
     process = subprocess.Popen([sys.executable, "-c", ""])

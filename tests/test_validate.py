@@ -95,24 +95,6 @@ def test_what_to_do_is_said_of_slabs_only(make_store: MakeStore) -> None:
     assert "delete" not in validate(store).stderr
 
 
-def test_lost_chunk(make_store: MakeStore) -> None:
-    store = make_store()
-    a_chunk(store, "pooled/embed/cls").unlink()
-    result = validate(store)
-    assert result.exit_code == 1
-    assert "pooled/embed/cls" in result.stderr
-
-
-def test_no_store(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
-    for name in ("missing.zarr", "folder"):
-        result = validate(tmp_path / name)
-        assert result.exit_code == 1
-        assert result.stdout == ""
-        assert len(result.stderr.splitlines()) == 1
-        assert name in result.stderr
-
-
 def test_several_stores(make_store: MakeStore, tmp_path: Path) -> None:
     sound, cut, part = make_store("a.zarr"), make_store("b.zarr"), make_store("c.zarr", slabs=[0])
     result = validate(sound, part)
@@ -132,12 +114,3 @@ def test_several_stores(make_store: MakeStore, tmp_path: Path) -> None:
     assert len(result.stderr.splitlines()) == 1
     assert "2 of 3 stores are damaged" in result.stderr
     assert validate().exit_code == 2
-
-
-def test_a_chunk_of_another_slab_is_found_without_reading(make_store: MakeStore) -> None:
-    store = make_store()
-    folder = store / "acts/embed/grid"
-    (folder / "c.1.0.0.0").write_bytes((folder / "c.0.0.0.0").read_bytes())
-    result = validate(store)
-    assert result.exit_code == 1
-    assert "acts/embed/grid, slab 1: c.1.0.0.0 does not have the checksum" in result.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.extractions import array_bytes, plant_images
-from tests.faults.trials import N, extraction
+from tests.faults.trials import N, ends_well, extraction
 from tests.processes import Server
 from tests.random_stores import tokens_site, write
 from vitsee_stores.layout import StorePlan, TokenLayout
@@ -29,6 +30,27 @@ class Whole:
     seconds: float
 
 
+@dataclass
+class Trial:
+    """What one trial works with. rng: of its seed, 0 for a trial without one."""
+
+    run: Server
+    images: Path
+    whole: Whole
+    folder: Path
+    rng: random.Random
+    ended: Ends
+
+    @property
+    def path(self) -> Path:
+        """Where its store is, or will be."""
+        return self.folder / "s.zarr"
+
+    def extraction(self, *more: object) -> list[object]:
+        """The words of an extraction into that store."""
+        return extraction(self.images, self.path, *more)
+
+
 @pytest.fixture(scope="session")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return plant_images(tmp_path_factory.mktemp("images"), N)
@@ -38,9 +60,17 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(run: Server, images: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """What an extraction gives that nothing disturbs."""
     path, started = tmp_path_factory.mktemp("whole") / "whole.zarr", time.monotonic()
-    done = run.run(*extraction(images, path))
-    assert done.code == 0, done.stderr
+    ends_well(run.run(*extraction(images, path)))
     return Whole(path, array_bytes(path), time.monotonic() - started)
+
+
+@pytest.fixture
+def trial(
+    request: pytest.FixtureRequest, run: Server, images: Path, whole: Whole, tmp_path: Path
+) -> Trial:
+    seed = getattr(request.node, "callspec", None) and request.node.callspec.params.get("seed", 0)
+    ended = request.getfixturevalue("ended")
+    return Trial(run, images, whole, tmp_path, random.Random(seed or 0), ended)
 
 
 @pytest.fixture
@@ -90,6 +120,5 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def clean(run: Server, many: Path) -> tuple[str, float]:
     """What cka prints of it, and the seconds that takes."""
     started = time.monotonic()
-    done = run.run("cka", many, "--no-cache")
-    assert done.code == 0, done.stderr
+    done = ends_well(run.run("cka", many, "--no-cache"))
     return done.stdout, time.monotonic() - started

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.conftest import Ends, Whole
+from tests.faults.conftest import Ends, Trial
 from tests.faults.trials import (
     check_finished,
     check_unfinished,
+    ends_well,
     extraction,
     moment,
     n_committed,
@@ -23,10 +24,11 @@ from tests.faults.trials import (
 from tests.processes import Process, Server
 
 Disk = tuple[Path, Path]
+Disks = Callable[[float], Disk]
 
 
 @pytest.fixture
-def disk(run: Server, tmp_path: Path) -> Iterator[Callable[[float], Disk]]:
+def disk(run: Server, tmp_path: Path) -> Iterator[Disks]:
     """Makes a disk of so many MiB: its place for commands, and where this process sees it."""
     place = tmp_path / "disk"
 
@@ -56,63 +58,47 @@ def fill(folder: Path) -> Path:
 
 @pytest.mark.fault("disk full while extracting")
 @seeds(1)
-def test_an_extraction_on_a_disk_that_gets_full(
-    run: Server,
-    images: Path,
-    whole: Whole,
-    disk: Callable[[float], Disk],
-    seed: int,
-    ended: Ends,
-) -> None:
+def test_an_extraction_on_a_disk_that_gets_full(trial: Trial, disk: Disks, seed: int) -> None:
     """One line, committed slabs kept; with room again the same command makes the rest."""
-    rng, (place, seen) = random.Random(seed), disk(16)
+    run, whole, (place, seen) = trial.run, trial.whole, disk(16)
     path, view = place / "s.zarr", seen / "s.zarr"
-    process = run.start(*extraction(images, path))
-    moment(rng, process, whole.seconds, lambda: n_committed(view) > 0)
+    words = extraction(trial.images, path)
+    process = run.start(*words)
+    moment(trial.rng, process, whole.seconds, lambda: n_committed(view) > 0)
     filler = fill(seen)
     done = process.end()
     if done.code == 0:
-        ended("ended before the disk was full")
+        trial.ended("ended before the disk was full")
     else:
-        line = says_one_line(done)
-        assert str(path) in line and any(
-            words in line for words in ("is full", "no space left", "the disk has")
-        ), line
-        ended("one line, resumed")
+        line, told = says_one_line(done), ("is full", "no space left", "the disk has")
+        assert str(path) in line and any(how in line for how in told), line
+        trial.ended("one line, resumed")
     check_unfinished(view, whole.bytes)
     assert not list(seen.rglob("*.partial")) and not list(seen.glob(".*"))
     filler.unlink()
-    assert run.run(*extraction(images, path)).code == 0
+    ends_well(run.run(*words))
     check_finished(view, whole.bytes)
 
 
 @pytest.mark.fault("disk read-only while extracting")
 @seeds(1)
-def test_an_extraction_on_a_disk_that_turns_read_only(
-    run: Server,
-    images: Path,
-    whole: Whole,
-    disk: Callable[[float], Disk],
-    seed: int,
-    ended: Ends,
-) -> None:
-    rng, (place, seen) = random.Random(seed), disk(16)
+def test_an_extraction_on_a_disk_that_turns_read_only(trial: Trial, disk: Disks, seed: int) -> None:
+    run, whole, (place, seen) = trial.run, trial.whole, disk(16)
     path, view = place / "s.zarr", seen / "s.zarr"
-    shard = rng.choice(([], ["--shard", "claims"]))
-    process = run.start(*extraction(images, path, *shard))
-    moment(rng, process, whole.seconds, lambda: n_committed(view) > 0)
+    words = extraction(trial.images, path, *trial.rng.choice(([], ["--shard", "claims"])))
+    process = run.start(*words)
+    moment(trial.rng, process, whole.seconds, lambda: n_committed(view) > 0)
     turn(run, place, "ro", process.running)
     done = process.end()
     if done.code == 0:
-        ended("ended before")
+        trial.ended("ended before")
     else:
         line = says_one_line(done)
         assert str(path) in line and "read-only file system" in line, line
-        ended("one line, resumed")
+        trial.ended("one line, resumed")
     check_unfinished(view, whole.bytes)
     turn(run, place, "rw", lambda: True)
-    again = run.run(*extraction(images, path, *shard))
-    assert again.code == 0, again.stderr
+    ends_well(run.run(*words))
     check_finished(view, whole.bytes)
 
 
@@ -136,12 +122,7 @@ def caching(
 @pytest.mark.fault("disk of the Gram cache full")
 @seeds(1)
 def test_a_gram_cache_on_a_disk_that_gets_full(
-    run: Server,
-    many: Path,
-    clean: tuple[str, float],
-    disk: Callable[[float], Disk],
-    seed: int,
-    ended: Ends,
+    run: Server, many: Path, clean: tuple[str, float], disk: Disks, seed: int, ended: Ends
 ) -> None:
     """One line that names the cache; what it holds is whole, and used by the next."""
     place, seen = disk(100)
@@ -164,12 +145,7 @@ def test_a_gram_cache_on_a_disk_that_gets_full(
 @pytest.mark.fault("disk of the Gram cache read-only")
 @seeds(1)
 def test_a_gram_cache_on_a_disk_that_turns_read_only(
-    run: Server,
-    many: Path,
-    clean: tuple[str, float],
-    disk: Callable[[float], Disk],
-    seed: int,
-    ended: Ends,
+    run: Server, many: Path, clean: tuple[str, float], disk: Disks, seed: int, ended: Ends
 ) -> None:
     """The right numbers, from scratch files, or one line that names the cache."""
     place, seen = disk(200)
@@ -190,14 +166,12 @@ def test_a_gram_cache_on_a_disk_that_turns_read_only(
 
 
 @pytest.mark.fault("disk of the table full")
-def test_a_table_on_a_full_disk(
-    run: Server, whole: Whole, disk: Callable[[float], Disk], ended: Ends
-) -> None:
+def test_a_table_on_a_full_disk(trial: Trial, disk: Disks) -> None:
     """Neither the table nor half of it, nor a sidecar or a picture alone."""
     place, seen = disk(0.05)
     filler = fill(seen)
-    words = ["attn-dist", whole.path, "-o", place / "r.csv", "--png", place / "r.png"]
-    line = says_one_line(run.run(*words))
+    words = ["attn-dist", trial.whole.path, "-o", place / "r.csv", "--png", place / "r.png"]
+    line = says_one_line(trial.run.run(*words))
     assert "cannot write" in line and str(place) in line and "no space left" in line
     assert list(seen.iterdir()) == [filler]
-    ended("one line, no file")
+    trial.ended("one line, no file")

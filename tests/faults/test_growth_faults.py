@@ -3,10 +3,9 @@ readers get either the previous generation or the next one, always complete."""
 
 from __future__ import annotations
 
-import random
 import shutil
-import signal
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,47 +13,65 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from tests.extractions import array_bytes, extracted
-from tests.faults.conftest import Ends
-from tests.faults.trials import N, changed, extraction, moment, n_committed, seeds
-from tests.processes import Server
+from tests.faults.conftest import Trial
+from tests.faults.trials import (
+    N,
+    changed,
+    ends_well,
+    extraction,
+    killed,
+    moment,
+    n_committed,
+    seeds,
+)
 from tests.random_stores import leftovers
 from vitsee_stores import open_store, validate
 from vitsee_stores.generations import SEALS
 
-KINDS = ("sites", "images")
 FIRST = 13  # the last slab of two is half empty
 SITES = ["--sites", "blocks", "--sites", "head"]
 
 
-def first(images: Path, path: object, *more: object) -> list[object]:
-    return extraction(images, path, "--images", FIRST, *SITES, *more)
+# The words of what adds twelve sites, or eleven images.
+GROWTH = {
+    "sites": ["--images", FIRST, "--sites", "norms"],
+    "images": ["--images", N],
+}
 
 
-def growth(kind: str, images: Path, path: object, *more: object) -> list[object]:
-    """The words of what adds twelve sites, or eleven images."""
-    if kind == "images":
-        return extraction(images, path, "--images", N, *more)
-    return extraction(images, path, "--images", FIRST, "--sites", "norms", *more)
+@dataclass
+class Growing:
+    """The store before, and the one that was asked for at once; `words` make the first the second.
+    path: a copy of the first, for one trial."""
+
+    base: Path
+    at_once: Path
+    path: Path
+    words: list[object]
+
+    def check(self, complete: bool = False) -> None:
+        check(self.path, self.base, self.at_once, complete)
 
 
 @pytest.fixture(scope="module")
-def base(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("base") / "s.zarr"
-    extracted(*first(images, path)[1:])
-    return path
-
-
-@pytest.fixture(scope="module")
-def at_once(images: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of each kind the store that was asked for at once."""
+def stores(images: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("once")
-    made = {kind: folder / f"{kind}.zarr" for kind in KINDS}
-    extracted(*first(images, made["sites"], "--sites", "norms")[1:])
+    made = {name: folder / f"{name}.zarr" for name in ("base", *GROWTH)}
+    first = ["--images", FIRST, *SITES]
+    extracted(*extraction(images, made["base"], *first)[1:])
+    extracted(*extraction(images, made["sites"], *first, "--sites", "norms")[1:])
     extracted(*extraction(images, made["images"], *SITES)[1:])
     return made
 
 
-def check(path: Path, base: Path, at_once: Path, complete: bool = False) -> None:
+@pytest.fixture(params=GROWTH)
+def growing(stores: dict[str, Path], trial: Trial, request: pytest.FixtureRequest) -> Growing:
+    shutil.copytree(stores["base"], trial.path)
+    words = trial.extraction(*GROWTH[request.param])
+    return Growing(stores["base"], stores[request.param], trial.path, words)
+
+
+def check(path: Path, base: Path, at_once: Path, complete: bool) -> None:
     """A reader has all that was there before, or all; numbers are those of an undisturbed run."""
     store, whole = open_store(path), open_store(at_once)
     left = [] if complete else ["was left behind by a killed process"]
@@ -73,84 +90,48 @@ def check(path: Path, base: Path, at_once: Path, complete: bool = False) -> None
 
 
 @pytest.mark.fault("a growing store killed")
-@pytest.mark.parametrize("kind", KINDS)
 @seeds(1)
-def test_a_growing_store_killed_again_and_again(
-    run: Server,
-    images: Path,
-    base: Path,
-    at_once: dict[str, Path],
-    tmp_path: Path,
-    kind: str,
-    seed: int,
-    ended: Ends,
-) -> None:
-    rng, path = random.Random(seed), Path(shutil.copytree(base, tmp_path / "s.zarr"))
-    words = growth(kind, images, path)
+def test_a_growing_store_killed_again_and_again(trial: Trial, growing: Growing, seed: int) -> None:
     for _ in range(3):
-        begun = changed(partial(n_committed, path / "generations/2"))
-        process = run.start(*words)
-        moment(rng, process, 2.0, begun)
-        killed = process.kill().code == -signal.SIGKILL
-        ended("resumed" if killed else "ended before the signal")
-        check(path, base, at_once[kind])
-    done = run.run(*words)
-    assert done.code == 0, done.stderr
-    check(path, base, at_once[kind], complete=True)
+        begun = changed(partial(n_committed, growing.path / "generations/2"))
+        process = trial.run.start(*growing.words)
+        moment(trial.rng, process, 2.0, begun)
+        killed(process, trial.ended)
+        growing.check()
+    ends_well(trial.run.run(*growing.words))
+    growing.check(complete=True)
 
 
 @pytest.mark.fault("a growing store killed")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_growing_store_killed_at_each_commit(
-    run: Server,
-    images: Path,
-    base: Path,
-    at_once: dict[str, Path],
-    tmp_path: Path,
-    kind: str,
-    ended: Ends,
-) -> None:
+def test_a_growing_store_killed_at_each_commit(trial: Trial, growing: Growing) -> None:
     """Before and after each step that others can see."""
-    path = Path(shutil.copytree(base, tmp_path / "s.zarr"))
-    words, steps = growth(kind, images, path), 0
+    hooks, steps = "tests.faults.hooks:die", 0
     while True:
-        before = run.run(*words, before="tests.faults.hooks:die_before_a_commit")
-        after = run.run(*words, before="tests.faults.hooks:die_after_a_commit")
+        before = trial.run.run(*growing.words, before=f"{hooks}_before_a_commit")
+        after = trial.run.run(*growing.words, before=f"{hooks}_after_a_commit")
         if before.code == after.code == 0:
             break
         assert before.code == after.code == 137, before.stderr + after.stderr
         steps += 1
-        ended("resumed")
-        check(path, base, at_once[kind])
-    slabs = open_store(path).generations[1].manifest.plan.n_slabs
+        trial.ended("resumed")
+        growing.check()
+    slabs = open_store(growing.path).generations[1].manifest.plan.n_slabs
     assert steps == 1 + slabs + 1, "the empty generation, its slabs, and that it is complete"
-    done = run.run(*words)
-    assert done.code == 0, done.stderr
-    assert validate(path, deep=True) == []
+    ends_well(trial.run.run(*growing.words))
+    assert validate(growing.path, deep=True) == []
 
 
 @pytest.mark.fault("two owners of every slab")
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", [(), ("--shard", "claims")], ids=["all", "claims"])
 @seeds(1)
 def test_two_processes_add_the_same(
-    run: Server,
-    images: Path,
-    base: Path,
-    at_once: dict[str, Path],
-    tmp_path: Path,
-    kind: str,
-    how: tuple[str, ...],
-    seed: int,
-    ended: Ends,
+    trial: Trial, growing: Growing, how: tuple[str, ...], seed: int
 ) -> None:
-    rng, path = random.Random(seed), Path(shutil.copytree(base, tmp_path / "s.zarr"))
     both = []
     for _ in range(2):
-        both.append(run.start(*growth(kind, images, path, *how)))
-        time.sleep(rng.uniform(0, 0.5))
+        both.append(trial.run.start(*growing.words, *how))
+        time.sleep(trial.rng.uniform(0, 0.5))
     for process in both:
-        done = process.end()
-        assert done.code == 0, done.stderr
-    check(path, base, at_once[kind], complete=True)
-    ended("same bytes")
+        ends_well(process.end())
+    growing.check(complete=True)
+    trial.ended("same bytes")

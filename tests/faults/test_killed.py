@@ -12,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.conftest import Ends, Whole
+from tests.faults.conftest import Ends, Trial
 from tests.faults.trials import (
     changed,
     check_all_finish,
     check_finished,
     check_unfinished,
+    ends_well,
     extraction,
+    killed,
     moment,
     n_committed,
     seeds,
@@ -32,37 +34,28 @@ QUICKLY = "tests.faults.hooks:look_often"
 
 @pytest.mark.fault("extraction killed")
 @seeds(1)
-def test_an_extraction_killed_again_and_again(
-    run: Server, images: Path, whole: Whole, tmp_path: Path, seed: int, ended: Ends
-) -> None:
-    rng, path = random.Random(seed), tmp_path / "s.zarr"
+def test_an_extraction_killed_again_and_again(trial: Trial, seed: int) -> None:
     for _ in range(3):
-        begun = changed(partial(n_committed, path))
-        process = run.start(*extraction(images, path))
-        moment(rng, process, whole.seconds, begun)
-        killed = process.kill().code == -signal.SIGKILL
-        ended("resumed" if killed else "ended before the signal")
-        check_unfinished(path, whole.bytes)
-    done = run.run(*extraction(images, path))
-    assert done.code == 0, done.stderr
-    check_finished(path, whole.bytes)
+        begun = changed(partial(n_committed, trial.path))
+        process = trial.run.start(*trial.extraction())
+        moment(trial.rng, process, trial.whole.seconds, begun)
+        killed(process, trial.ended)
+        check_unfinished(trial.path, trial.whole.bytes)
+    ends_well(trial.run.run(*trial.extraction()))
+    check_finished(trial.path, trial.whole.bytes)
 
 
 @pytest.mark.fault("one of two claiming processes killed")
 @seeds(1)
-def test_claiming_processes_are_killed_and_replaced(
-    run: Server, images: Path, whole: Whole, tmp_path: Path, seed: int, ended: Ends
-) -> None:
-    rng, path = random.Random(seed), tmp_path / "s.zarr"
-    words = extraction(images, path, "--shard", "claims")
+def test_claiming_processes_are_killed_and_replaced(trial: Trial, seed: int) -> None:
+    run, whole, words = trial.run, trial.whole, trial.extraction("--shard", "claims")
     both = [run.start(*words, before=QUICKLY) for _ in range(2)]
     for _ in range(2):
-        one = both[rng.randrange(2)]
-        moment(rng, one, whole.seconds, changed(partial(n_committed, path)))
-        killed = one.kill().code == -signal.SIGKILL
-        ended("made by the others" if killed else "ended before the signal")
+        one = both[trial.rng.randrange(2)]
+        moment(trial.rng, one, whole.seconds, changed(partial(n_committed, trial.path)))
+        killed(one, trial.ended, "made by the others")
         both[both.index(one)] = run.start(*words, before=QUICKLY)
-    check_all_finish(both, path, whole.bytes)
+    check_all_finish(both, trial.path, whole.bytes)
 
 
 @pytest.mark.fault("cka killed while it caches")
@@ -77,10 +70,10 @@ def test_a_gram_pass_killed_again_and_again(
         begun = changed(lambda: set(cache.glob("*")))
         process = run.start(*words, "-o", table, "--force")
         moment(rng, process, clean[1], begun)
-        killed = process.kill().code == -signal.SIGKILL
+        was_killed = process.kill().code == -signal.SIGKILL
         half = "swept half a matrix" if list(cache.glob("*.partial")) else "same numbers"
-        ended(half if killed else "ended before the signal")
-        assert killed or table.read_text() == clean[0]
+        ended(half if was_killed else "ended before the signal")
+        assert was_killed or table.read_text() == clean[0]
         assert not table.exists() or table.read_text() == clean[0]
     done = run.run(*words)
     assert (done.code, done.stdout) == (0, clean[0]), done.stderr
@@ -99,8 +92,7 @@ def test_a_sum_killed_again_and_again(
     write(path, StorePlan(240, 8, "none", (site,)))
     words = ["spectrum", path, "--tokens", "all", *spread]
     whole, table = tmp_path / "whole.csv", tmp_path / "r.csv"
-    done = run.run(*words, "-o", whole)
-    assert done.code == 0, done.stderr
+    ends_well(run.run(*words, "-o", whole))
     kept = table.with_name("r.csv.partial")
     how = []
     for sent in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
@@ -118,9 +110,7 @@ def test_a_sum_killed_again_and_again(
             break
         assert not table.exists()
     if how[-1] != 0:
-        done = run.run(*words, "-o", table)
-        assert done.code == 0, done.stderr
-        assert "goes on after slab" in done.stderr
+        assert "goes on after slab" in ends_well(run.run(*words, "-o", table)).stderr
     assert table.read_bytes() == whole.read_bytes()
     assert not kept.exists()
 

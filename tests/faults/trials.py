@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -65,6 +66,18 @@ def moment(rng: random.Random, process: Process, seconds: float, begun: Callable
     time.sleep(rng.uniform(0, 0.2))
 
 
+def ends_well(done: Ended) -> Ended:
+    assert done.code == 0, done.stderr
+    return done
+
+
+def killed(process: Process, ended: Callable[[str], None], how: str = "resumed") -> bool:
+    """Kill a process; whether it still ran, which is noted as `how`."""
+    was_running = process.kill().code == -signal.SIGKILL
+    ended(how if was_running else "ended before the signal")
+    return was_running
+
+
 def says_one_line(done: Ended) -> str:
     """The line of a failure that a user can mend; the test fails where it is none."""
     assert done.code == 1 and "Traceback" not in done.stderr, done.stderr
@@ -96,8 +109,7 @@ def check_unfinished(path: Path, whole: dict[str, bytes]) -> None:
 def check_all_finish(processes: Sequence[Process], path: Path, whole: dict[str, bytes]) -> None:
     """All end well, and their store is as `check_finished` asks."""
     for process in processes:
-        done = process.end()
-        assert done.code == 0, done.stderr
+        ends_well(process.end())
     check_finished(path, whole)
 
 
