@@ -233,14 +233,6 @@ def no_plan(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (
-            lambda p: set_manifest(p, format=3),
-            "store format 3, but this vitsee reads format 2; update",
-        ),
-        (
-            lambda p: set_manifest(p, format=1),
-            "store format 1, but this vitsee reads format 2; extract it anew",
-        ),
         (lambda p: set_manifest(p, format=None), "store format null"),
         (
             lambda p: set_manifest(p, features=["colour", "echo"]),

@@ -214,8 +214,7 @@ def _with_sites(old: Mapping[str, Any], own: Mapping[str, Any], plan: StorePlan)
         if isinstance(before, dict) and isinstance(added, dict):
             usual = before.get("default") if len(before) == 1 else None
             by_site[key] = before | {site: v for site, v in added.items() if v != usual}
-    stored = [site.name for site in plan.sites if site.alias_of is None]
-    return {**old, "sites": stored, **by_site}
+    return {**old, "sites": [site.name for site in plan.stored], **by_site}
 
 
 def committed(generations: Sequence[Generation], *, marked: bool = False) -> NDArray[np.bool_]:

@@ -97,7 +97,7 @@ def _generation(one: Generation) -> dict[str, Any]:
     return {
         "number": one.number,
         "complete": one.complete,
-        "sites": [site.name for site in plan.sites if site.alias_of is None],
+        "sites": [site.name for site in plan.stored],
         "rows": [first, first + plan.n_images - 1],
         "n_slabs": plan.n_slabs,
         "n_committed": len(one.markers),

@@ -118,9 +118,8 @@ def n_places(specs: Mapping[str, ArraySpec]) -> int:
 def arrays(plan: StorePlan) -> dict[str, ArraySpec]:
     """Every array of a store: path -> spec, in writing order."""
     table = _Specs(plan)
-    for site in plan.sites:
-        if site.alias_of is None:
-            _site(table, site)
+    for site in plan.stored:
+        _site(table, site)
     for site in plan.gram_sites:
         both = (plan.slab, plan.slab)
         table.slab(f"grams/{site.name}/all", both, ("image_i", "image_j"), pairs=True)

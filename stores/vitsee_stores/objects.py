@@ -146,28 +146,24 @@ class Objects(Files):
         self, onerror: Callable[[OSError], object]
     ) -> Iterator[tuple[str, list[str], list[str]]]:
         """Computed from one list of all objects."""
-        below: dict[str, list[str]] = {"": []}
-        files: dict[str, list[str]] = {"": []}
         try:
             paths = self.listed()
         except OSError as error:
             error.filename = "."
             onerror(error)
             return
-        for path in paths:
-            parts = path.split("/")
-            for depth in range(1, len(parts)):
-                folder = "/".join(parts[:depth])
-                if folder not in below:
-                    below[folder], files[folder] = [], []
-                    below["/".join(parts[: depth - 1])].append(parts[depth - 1])
-            files["/".join(parts[:-1])].append(parts[-1])
-        waiting = [""]
+        waiting = [("", paths)]
         while waiting:
-            folder = waiting.pop()
-            yield folder, below[folder], files[folder]
+            folder, inside = waiting.pop()
+            below: dict[str, list[str]] = {}
+            for path in inside:
+                name, slash, rest = path.partition("/")
+                if slash:
+                    below.setdefault(name, []).append(rest)
+            names = list(below)
+            yield folder, names, [path for path in inside if "/" not in path]
             start = f"{folder}/" if folder else ""
-            waiting += [start + name for name in reversed(below[folder])]
+            waiting += [(start + name, below[name]) for name in reversed(names)]
 
     def exists(self, name: str = "") -> bool:
         """Without a name: whether any object begins with the URL."""

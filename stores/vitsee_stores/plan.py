@@ -158,12 +158,15 @@ class StorePlan:
         return math.ceil(self.n_images / self.slab)
 
     @property
+    def stored(self) -> tuple[SiteSpec, ...]:
+        """The sites with arrays of their own: all but aliases."""
+        return tuple(site for site in self.sites if site.alias_of is None)
+
+    @property
     def gram_sites(self) -> tuple[SiteSpec, ...]:
         """The sites with a Gram matrix within each slab: all stored sites except vectors, whose
         values are stored anyway."""
-        if not self.grams:
-            return ()
-        return tuple(s for s in self.sites if s.alias_of is None and s.kind != "vector")
+        return tuple(s for s in self.stored if s.kind != "vector") if self.grams else ()
 
     @property
     def n_erf_slabs(self) -> int:

@@ -171,7 +171,7 @@ def _parts(value: Any, where: str, length: int) -> list[Any]:
 
 def _check_names(plan: StorePlan) -> None:
     """Check that references to sites are to stored ones."""
-    stored = {site.name for site in plan.sites if site.alias_of is None}
+    stored = {site.name for site in plan.stored}
     for site in plan.sites:
         if site.alias_of is not None and site.alias_of not in stored:
             raise ValueError(f"{site.name} is an alias of {site.alias_of}, which is not stored")

@@ -12,9 +12,9 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from tests.extractions import array_bytes, extracted
-from tests.faults.conftest import Ends
-from tests.faults.trials import TRIALS, extraction, moment, says_one_line, seeds
-from tests.processes import Ended, Server
+from tests.faults.conftest import Trial
+from tests.faults.trials import TRIALS, ends_well, extraction, moment, says_one_line, seeds
+from tests.processes import Ended
 from tests.s3 import Fault, Proxy, download, environment, make_bucket, proxy, upload
 from tests.s3 import server as s3_server
 from vitsee_stores import open_store, validate
@@ -66,96 +66,80 @@ def how(done: Ended, url: str) -> str:
     return "one line, resumed"
 
 
+def disturbed(
+    trial: Trial, bad: Proxy, url: str, words: list[object], begun: str
+) -> Iterator[None]:
+    """After each process of a command: one that is killed, perhaps once a request names `begun`,
+    and one for each share of requests that fail."""
+    for share in (0.0, *SHARES):
+        bad.faults = failing(trial.rng, share)
+        process = trial.run.start(*words, env=surroundings(bad), before=QUICKLY)
+        if not share:  # a good server, but killed
+            moment(trial.rng, process, 6.0, lambda: any(begun in r for r in bad.requests))
+            process.kill()
+        trial.ended(how(process.end(), url))
+        bad.faults = []
+        yield
+
+
 @pytest.mark.fault("extraction into a bucket whose server fails at random, killed too")
 @seeds(1)
 def test_an_extraction_through_a_bad_server(
-    run: Server,
-    bad: Proxy,
-    local: Path,
-    images: Path,
-    tmp_path: Path,
-    seed: int,
-    ended: Ends,
+    trial: Trial, bad: Proxy, local: Path, seed: int
 ) -> None:
     """Each process ends well or with one line; what the bucket holds at the end is right."""
-    rng, url = random.Random(seed), f"s3://trials/{seed}/s.zarr"
-    words = extraction(images, url, *SMALL)
-    env = surroundings(bad)
-    for share in (0.0, *SHARES):
-        bad.faults = failing(rng, share)
-        process = run.start(*words, env=env, before=QUICKLY)
-        if not share:  # a good server, but killed
-            moment(rng, process, 6.0, lambda: any("c.0.0" in r for r in bad.requests))
-            process.kill()
-        done = process.end()
-        ended(how(done, url))
-    bad.faults = []
-    done = run.run(*words, env=env)
-    assert done.code == 0, done.stderr
+    url, copy = f"s3://trials/{seed}/s.zarr", trial.folder / "copy.zarr"
+    words = extraction(trial.images, url, *SMALL)
+    for _ in disturbed(trial, bad, url, words, "c.0.0"):
+        pass
+    ends_well(trial.run.run(*words, env=surroundings(bad)))
     assert validate(url, deep=True) == []
-    download(url, tmp_path / "copy.zarr")
-    assert array_bytes(tmp_path / "copy.zarr") == array_bytes(local)
+    download(url, copy)
+    assert array_bytes(copy) == array_bytes(local)
 
 
 @pytest.mark.fault("cka on a bucket whose server fails at random")
 @seeds(1)
-def test_cka_through_a_bad_server(
-    run: Server, bad: Proxy, local: Path, tmp_path: Path, seed: int, ended: Ends
-) -> None:
+def test_cka_through_a_bad_server(trial: Trial, bad: Proxy, local: Path, seed: int) -> None:
     """The numbers of a good disk, or one line; never others."""
-    rng, url = random.Random(seed), f"s3://trials/cka{seed}/s.zarr"
+    run, url, env = trial.run, f"s3://trials/cka{seed}/s.zarr", surroundings(bad)
     bad.faults = []
     upload(local, url)
-    env = surroundings(bad)
-    cache = tmp_path / "cache"
-    expected = run.run("cka", local, "--sites", "*", "--no-cache")
-    assert expected.code == 0, expected.stderr
+    cache = trial.folder / "cache"
+    words = ["cka", url, "--sites", "*", "--cache", cache]
+    expected = ends_well(run.run("cka", local, "--sites", "*", "--no-cache"))
     for share in SHARES:
-        bad.faults = failing(rng, share)
-        done = run.run("cka", url, "--sites", "*", "--cache", cache, env=env, before=QUICKLY)
+        bad.faults = failing(trial.rng, share)
+        done = run.run(*words, env=env, before=QUICKLY)
         if done.code:
             assert url in says_one_line(done)
-            ended("one line")
         else:
             assert done.stdout == expected.stdout
-            ended("same numbers")
+        trial.ended("one line" if done.code else "same numbers")
     bad.faults = []
     assert open_store(url).complete
-    done = run.run("cka", url, "--sites", "*", "--cache", cache, env=env)
-    assert (done.code, done.stdout) == (0, expected.stdout), done.stderr
+    assert ends_well(run.run(*words, env=env)).stdout == expected.stdout
     assert Counter(path.suffix for path in cache.iterdir()).keys() == {".tiles", ".json"}
 
 
 @pytest.mark.fault("a store in a bucket whose server fails at random grows, killed too")
 @pytest.mark.parametrize("kind", ["sites", "images"])
 @seeds(1)
-def test_a_store_grows_through_a_bad_server(
-    run: Server, bad: Proxy, images: Path, tmp_path: Path, kind: str, seed: int, ended: Ends
-) -> None:
+def test_a_store_grows_through_a_bad_server(trial: Trial, bad: Proxy, kind: str, seed: int) -> None:
     """After each process the store has what it had, or all; at the end what a good disk gets."""
-    rng, url = random.Random(seed), f"s3://trials/grown-{kind}{seed}/s.zarr"
+    url, env = f"s3://trials/grown-{kind}{seed}/s.zarr", surroundings(bad)
     more = {"sites": ["--images", 13, "--sites", "norms"], "images": ["--images", 24]}[kind]
     bad.faults = []
-    first, env = extraction(images, url, *SMALL, "--images", 13), surroundings(bad)
-    assert run.run(*first, env=env).code == 0
+    first = extraction(trial.images, url, *SMALL, "--images", 13)
+    ends_well(trial.run.run(*first, env=env))
     before = open_store(url).vectors("logits")[:12]  # the 13th is made again, in another batch
-    words = extraction(images, url, *more)
-    for share in (0.0, *SHARES):
-        bad.faults = failing(rng, share)
-        process = run.start(*words, env=env, before=QUICKLY)
-        if not share:  # a good server, but killed
-            moment(rng, process, 6.0, lambda: any("generations/2" in r for r in bad.requests))
-            process.kill()
-        done = process.end()
-        ended(how(done, url))
-        bad.faults = []
+    words = extraction(trial.images, url, *more)
+    for _ in disturbed(trial, bad, url, words, "generations/2"):
         assert_array_equal(open_store(url).vectors("logits")[:12], before)
-    done = run.run(*words, env=env)
-    assert done.code == 0, done.stderr
+    ends_well(trial.run.run(*words, env=env))
     assert validate(url, deep=True) == []
-    whole = ["--sites", "norms"] if kind == "sites" else []
-    extracted(*extraction(images, tmp_path / "s.zarr", *SMALL, *more[:2], *whole)[1:])
-    there, here = open_store(url), open_store(tmp_path / "s.zarr")
+    extracted(*trial.extraction(*SMALL, *more)[1:])
+    there, here = open_store(url), open_store(trial.path)
     assert there.generation == 2 and there.plan == here.plan
     for name in there.arrays:
         assert_array_equal(there.array(name)[...], here.array(name)[...], err_msg=name)

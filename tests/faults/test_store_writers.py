@@ -37,7 +37,7 @@ def make(store: Path, name: str, index: int, count: int, late: float, go: object
 def start(
     store: Path, name: str, shards: list[tuple[int, int]], late: float = 0.0
 ) -> list[BaseProcess]:
-    """Processes with the slabs of their shards; each begins so many seconds after the one before."""
+    """Processes with the slabs of their shards; each begins `late` seconds after the one before."""
     go = SPAWN.Barrier(len(shards) + 1)
     made = [
         SPAWN.Process(target=make, args=(store, name, *shard, late * place, go))

@@ -64,6 +64,11 @@ class Addition:
     first_slab: int
     n_images: int
 
+    @property
+    def stored(self) -> list[SiteSpec]:
+        """The sites without aliases."""
+        return [site for site in self.sites if site.alias_of is None]
+
     def rows(self, plan: StorePlan) -> slice:
         """The rows of the grown store that it is computed for."""
         return slice(self.first_slab * plan.slab, self.n_images)
@@ -130,7 +135,7 @@ def _growing(
         **store.manifest.identity,
         "n_images": added.n_images,
         "samples_fingerprint": fingerprint,
-        "sites": [site.name for site in added.sites if site.alias_of is None],
+        "sites": [site.name for site in added.stored],
         **choices,
         "generation": store.generation + 1,
     }
@@ -276,7 +281,7 @@ def check_sites(stored: Choices, asked: Choices, keep: KeepOptions) -> None:
 
 def own_choices(choices: Choices, added: Addition) -> dict[str, Any]:
     """The choices of each added site, by name."""
-    names = {site.name for site in added.sites if site.alias_of is None}
+    names = {site.name for site in added.stored}
     sites = [site for site in choices.sites if site.name in names]
     return {key: {site.name: getattr(site, key) for site in sites} for key in ("tokens", "dtype")}
 
@@ -319,10 +324,9 @@ def plan_of(store: Store, layout: ImageLayout, added: Addition) -> StorePlan:
             left = erf.n_images - first
             erf = dataclasses.replace(erf, n_images=left) if left > 0 else None
         return dataclasses.replace(plan, n_images=added.n_images - first, weights=(), erf=erf)
-    stored = [site for site in added.sites if site.alias_of is None]
     erf = None
-    if plan.erf is not None and any(s.layout is not None and s.layout.grid for s in stored):
-        erf = choose_erf(plan.erf.n_images, stored, layout.input_size, {})
+    if plan.erf is not None and any(s.layout is not None and s.layout.grid for s in added.stored):
+        erf = choose_erf(plan.erf.n_images, added.stored, layout.input_size, {})
     return StorePlan(
         n_images=plan.n_images,
         slab=plan.slab,
@@ -343,6 +347,6 @@ def describe(store: Store, added: Addition) -> str:
         again = plan.n_images - added.first_slab * plan.slab
         remade = f", and makes the last {counted(again, 'images')} again" if again else ""
         return f"{what} adds {more} to {plan.n_images}{remade}"
-    names = [site.name for site in added.sites if site.alias_of is None]
+    names = [site.name for site in added.stored]
     images = counted(plan.n_images, "images")
     return f"{what} adds {counted(len(names), 'sites')} ({few(names)}) of {images}"

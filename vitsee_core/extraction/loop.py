@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 from vitsee_core.extraction.buffers import SlabBuffers, to_store
 from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.gram_strategy import GramStrategy
+from vitsee_core.extraction.plan import hook_points
 from vitsee_core.extraction.prepare import Prepared
 from vitsee_core.extraction.signals import StopRequest
 from vitsee_core.extraction.slab import SlabObserver, check_peaks
 from vitsee_core.extraction.slab_grams import SlabGrams
 from vitsee_core.extraction.slab_locks import only_writer
 from vitsee_core.extraction.tiles import TiledObserver
-from vitsee_core.extraction.timing import Clock, TimedObserver
+from vitsee_core.extraction.timing import Clock
 from vitsee_core.extraction.transfer import PixelFeed
 from vitsee_core.images import Batch, normalise
 from vitsee_core.models.capture import Capture
@@ -66,16 +67,8 @@ class SlabLoop:
         """Make the slabs `todo` from their batches, in order, until done or asked to stop."""
         self.progress = progress
         prepared, plan, device = self.prepared, self.prepared.plan, self.prepared.device
-        blocks = {block for group in plan.attention for block in group.blocks}
-        sublayers = {name for name, _ in plan.sublayers}
         table = prepared.table
-        capture = Capture(
-            prepared.model,
-            table,
-            sites=prepared.captured,
-            sublayers=[s for s in table.sublayers if s.name in sublayers],
-            attention=[b for b in table.attention if b.name in blocks],
-        )
+        capture = Capture(prepared.model, table, **hook_points(table, plan))
         feed = PixelFeed(loading, device)
         with (
             freed_memory_kept() if device.type == "cpu" else nullcontext(),
@@ -118,7 +111,8 @@ class SlabLoop:
             )
             tiled = plan.canvas is not None and plan.canvas.tiles is not None
             kind = TiledObserver if tiled else SlabObserver
-            observer = kind(plan, device, grams, self.prepared.precision)
+            clock = self.clock if device.type == "cpu" else None
+            observer = kind(plan, device, grams, self.prepared.precision, clock)
             stack.callback(observer.close)
             yield grams, observer
 
@@ -145,7 +139,6 @@ class SlabLoop:
         """One slab through the model; False if a signal came before it was complete."""
         prepared, clock = self.prepared, self.clock
         rows = prepared.plan.rows(k)
-        timed = TimedObserver(observer, clock) if prepared.device.type == "cpu" else observer
         observer.start(buffers)
         changes = prepared.changes
         if changes is not None:
@@ -166,7 +159,7 @@ class SlabLoop:
                     if changes is not None:
                         changes.at(slice(row, row + len(batch.valid)))
                     for part in self._parts(pixels, batch, observer):
-                        capture.run(part, timed)
+                        capture.run(part, observer)
                     if changes is not None:
                         changes.check()
                 with clock("loading"):
@@ -218,7 +211,7 @@ class SlabLoop:
         buffers.wait()
         precision = self.prepared.precision
         with self.clock("writing"):
-            check_peaks(buffers.peaks, self.prepared.captured, where, grams.kept, precision)
+            check_peaks(buffers.peaks, plan.stored, where, grams.kept, precision)
             sums = {**buffers.sums, **grams.on_host(buffers, n)}
             slab = to_store(buffers, sums, n, plan) | fields
             if (known := self.prepared.known) is not None:

@@ -218,6 +218,18 @@ def places(table: SiteTable) -> tuple[tuple[str, int, float], ...]:
     )
 
 
+def hook_points(table: SiteTable, plan: StorePlan) -> dict[str, Any]:
+    """The sites, sublayers and attention blocks of a model that a store of this plan keeps, as
+    `Capture` and the self-check take them."""
+    blocks = {block for group in plan.attention for block in group.blocks}
+    sublayers = {name for name, _ in plan.sublayers}
+    return {
+        "sites": plan.stored,
+        "sublayers": [s for s in table.sublayers if s.name in sublayers],
+        "attention": [b for b in table.attention if b.name in blocks],
+    }
+
+
 def slab_bytes(plan: StorePlan) -> int:
     """Host memory of one slab's buffers and Gram matrices, without the activations for those, which
     may be in a file (gram_strategy.py)."""

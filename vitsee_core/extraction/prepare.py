@@ -24,7 +24,7 @@ from vitsee_core.extraction.identity import (
 )
 from vitsee_core.extraction.image_layout import ImageLayout, lay_out
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, Request
-from vitsee_core.extraction.plan import Choices, build_plan, choose, fit_slab
+from vitsee_core.extraction.plan import Choices, build_plan, choose, fit_slab, hook_points
 from vitsee_core.extraction.small_weights import SmallWeights, small_weights
 from vitsee_core.images import Selection, normalise, open_source, select
 from vitsee_core.models.intervention_spec import ZERO
@@ -42,7 +42,7 @@ from vitsee_core.tables.files import check_place
 from vitsee_stores import StoreWriter
 from vitsee_stores.errors import IdentityMismatch, SiteError, VitseeError
 from vitsee_stores.files import Files
-from vitsee_stores.layout import SiteSpec, StorePlan
+from vitsee_stores.layout import StorePlan
 from vitsee_stores.manifest import Manifest, check_identity, few, new_manifest
 from vitsee_stores.url import Place
 
@@ -103,11 +103,6 @@ class Prepared:
     @property
     def plan(self) -> StorePlan:
         return self.manifest.plan
-
-    @property
-    def captured(self) -> list[SiteSpec]:
-        """The sites whose values are captured (not aliases)."""
-        return [site for site in self.plan.sites if site.alias_of is None]
 
 
 def check_output(asked: Request) -> None:
@@ -284,8 +279,6 @@ def run_self_check(
 ) -> SelfCheck:
     """The self-check on these images, which fixes the stored types for every process. Raises
     VitseeError: the check failed."""
-    blocks = {block for group in plan.attention for block in group.blocks}
-    chosen = {name for name, _ in plan.sublayers}
     _, height, width = model.input_size  # of the first tile, where there are several
     pixels = pixels[..., :height, :width]
     with (
@@ -297,10 +290,8 @@ def run_self_check(
             model,
             table,
             normalise(pixels, model.transform, device),
-            sites=[site for site in plan.sites if site.alias_of is None],
-            sublayers=[s for s in table.sublayers if s.name in chosen],
-            attention=[b for b in table.attention if b.name in blocks],
             dtypes={site.name: site.dtype for site in plan.sites},
+            **hook_points(table, plan),
         )
     if not check.ok:
         raise VitseeError(f"the self-check of {model.name} failed: {'; '.join(check.failures)}")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vitsee_core.extraction.buffers import PER_HEAD, SlabBuffers, feature_paths, is_sum
 from vitsee_core.extraction.slab_grams import SlabGrams
+from vitsee_core.extraction.timing import Clock
 from vitsee_core.extraction.transfer import HostCopies
 from vitsee_core.reductions import (
     AttentionReducer,
@@ -52,6 +53,8 @@ class SlabObserver:
     Per slab: `start(buffers)`, for each batch `begin_batch`, a captured forward, `end_batch`, and
     `finish()`. Memory: the buffers, plus on the device the attention sums of one slab, the head
     means of one batch, and that of `HostCopies` and `grams`. precision: what the model runs in.
+    clock: gets the time of the reductions, which the model's pass includes; None on an asynchronous
+    device, whose calls return before the work is done.
     """
 
     def __init__(
@@ -60,9 +63,10 @@ class SlabObserver:
         device: torch.device,
         grams: SlabGrams,
         precision: str = "fp32",
+        clock: Clock | None = None,
     ):
         self._plan, self._device, self._grams = plan, device, grams
-        self._precision = precision
+        self._precision, self._clock = precision, clock
         self._copies = HostCopies(device)
         self._lock = threading.Lock()
         wide = torch.float32 if device.type == "mps" else torch.float64
@@ -212,9 +216,11 @@ class SlabObserver:
 
     @contextmanager
     def _exactly(self) -> Iterator[None]:
-        """Context of float32 precision, whatever the model runs in."""
+        """Context of float32 precision, whatever the model runs in, and of the time it takes."""
+        timed = nullcontext() if self._clock is None else self._clock("reductions")
         model_is = self._precision
-        with nullcontext() if model_is == "fp32" else precision_context(self._device, "fp32"):
+        exact = nullcontext() if model_is == "fp32" else precision_context(self._device, "fp32")
+        with timed, exact:
             yield
 
     def _attention(self, block: AttentionBlock, call: AttentionCall) -> None:

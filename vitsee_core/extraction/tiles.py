@@ -101,9 +101,8 @@ class TiledObserver(SlabObserver):
         """Images without tiles have grids of zeros."""
         if not any(min(size) for size in self._images):
             with self._exactly():
-                for site in self._stored.values():
-                    if site.alias_of is None:
-                        self._lay_out(site.name, self._empty(site))
+                for site in self._plan.stored:
+                    self._lay_out(site.name, self._empty(site))
         super().end_batch()
 
     def _site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:

@@ -6,17 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-from torch import Tensor
-
-from vitsee_stores.layout import SiteSpec
-
-if TYPE_CHECKING:
-    from vitsee_core.models.attention_watch import AttentionCall
-    from vitsee_core.models.capture import Observer
-    from vitsee_core.models.sites import AttentionBlock, Sublayer
-
 
 REST = "setting up"  # mostly compiled loops, which are read or made, and buffers
 
@@ -81,25 +70,3 @@ class _Running(threading.local):
     def __init__(self) -> None:
         self.stages: list[str] = []
         self.since = 0.0
-
-
-class TimedObserver:
-    """An observer that counts the time spent in another as "reductions" and not as "model".
-
-    For CPU runs: on an asynchronous device the calls return before the work is done.
-    """
-
-    def __init__(self, observer: Observer, clock: Clock):
-        self._observer, self._clock = observer, clock
-
-    def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
-        with self._clock("reductions"):
-            self._observer.site(site, prefix, body)
-
-    def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
-        with self._clock("reductions"):
-            self._observer.branch(sublayer, z, f)
-
-    def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
-        with self._clock("reductions"):
-            self._observer.attention(block, call)
