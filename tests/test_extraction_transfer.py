@@ -249,18 +249,8 @@ def test_a_store_made_with_copies_under_way(
 def test_a_store_of_tiles_made_with_copies_under_way(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [
-        *VIT,
-        "--data",
-        folder,
-        "--short-side",
-        48,
-        "--tiles",
-        "--slab",
-        4,
-        "--batch-size",
-        5,
-    ]
+    command = [*VIT, "--data", folder, "--short-side", 48, "--tiles", "--slab", 4]
+    command += ["--batch-size", 5]
     extracted(*command, "-o", tmp_path / "plain.zarr")
     as_on_cuda(monkeypatch, True)
     extracted(*command, "-o", tmp_path / "other.zarr")
@@ -295,16 +285,8 @@ def test_sums_are_single_precision_where_the_model_is_not(folder: Path, tmp_path
         *("--sites", "residual", "--attention", "summary"),
     )
     store = open_store(path)
-    z, f = (
-        np.concatenate(
-            [
-                np.asarray(store.acts(site, tokens="prefix"), np.float64),
-                np.asarray(store.acts(site, tokens="patches"), np.float64).reshape(N, 24, -1),
-            ],
-            axis=1,
-        )
-        for site in ("blocks.1.in", "blocks.1.attn.branch")
-    )
+    sites = "blocks.1.in", "blocks.1.attn.branch"
+    z, f = (np.asarray(store.acts(site), np.float64) for site in sites)
     found = np.asarray(store.residual("blocks.1.attn"))
     for column, (a, b) in enumerate(((z, z), (f, f), (z, f))):
         want = (a * b).sum(-1)

@@ -182,11 +182,8 @@ def test_names(tmp_path: Path) -> None:
     assert store.sites["blocks.1.out"].stride_px == (16.0, 16.0)
     layout = store.layout("blocks.1.out")
     assert layout is not None and layout.offset_px == (-2.0, 4.5)
-    assert [site.name for site in store.select("blocks")] == [
-        "embed",
-        "blocks.0.out",
-        "blocks.1.out",
-    ]
+    chosen = [site.name for site in store.select("blocks")]
+    assert chosen == ["embed", "blocks.0.out", "blocks.1.out"]
     with pytest.raises(MissingInput, match=r"no site matches 'blocks\.7\.out'.*vitsee info"):
         store.acts("blocks.7.out")
     with pytest.raises(SiteError, match="several sites"):

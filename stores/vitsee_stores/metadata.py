@@ -136,11 +136,9 @@ def check_ours(files: Files) -> dict[str, Any]:
         if not _is_there(files):
             named = "/" in str(files) or str(files).endswith(".zarr")
             run = f"MODEL --data DATA -o {files}" if named else f"{files} --data DATA -o NAME.zarr"
-            of_model = "" if named else ", if that is a model"
+            told = f"run: vitsee extract {run}{'' if named else ', if that is a model'}"
             near = _near(str(files))
-            raise NoStore(
-                f"no store at {files}: nothing is there{near} (run: vitsee extract {run}{of_model})"
-            ) from None
+            raise NoStore(f"no store at {files}: nothing is there{near} ({told})") from None
         raise StoreError(
             f"{files} is no vitsee store: the folder has no {ZARR_JSON} (a store is what vitsee "
             "extract writes)"

@@ -1,6 +1,6 @@
 """The grammar that chooses sites: names, globs, groups, indices from the end, places in depth.
 
-blocks,norm           a comma list; `!embed` leaves out of what the others choose
+blocks,norm           a comma list of groups, names; `!embed` leaves out of what the others choose
 blocks.*.out          a case-sensitive glob; blocks.-1.out counts from the end
 blocks.6..11.out      the numbers from 6 to 11
 first, last           the first and the last block's out
@@ -39,14 +39,10 @@ def select_names(
 ) -> list[SiteSpec]:
     """The sites that match any of `patterns`, each once, in the order of `sites`.
 
-    A pattern is a comma list of: a group (`blocks`), a name (`norm`), a case-sensitive glob
-    (`blocks.*.out`), a range of numbers (`blocks.6..11.out`), or any of these with
-    negative numbers, which count the neighbouring paths from the end (`blocks.-1.out`,
-    `stages.-1.blocks.-2.*`); a place in depth (`first`, `last`,
-    `stage:I`, `depth:F`), which selects the block's out, or what `sites` has of that block if there
-    are no outs; if no name matches, the path of one of the model's own modules (`site_path`);
-    `!` before any of these excludes its matches. Groups give stored names, never aliases; an alias
-    matched by a glob is excluded if the site it equals is selected, too.
+    Negative numbers count the neighbouring paths from the end (`stages.-1.blocks.-2.*`). A place in
+    depth selects the block's out, or what `sites` has of that block if there are no outs. If no
+    name matches, the path of one of the model's own modules does (`site_path`). Groups give stored
+    names, never aliases; an alias matched by a glob is excluded if the site it equals is selected.
 
     Raises:
         SiteError: no pattern; a pattern without a match (names `what` was searched and `hint` to
