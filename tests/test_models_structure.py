@@ -10,21 +10,19 @@ from typing import Any, cast
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor, nn
 
-from tests.models_helpers import Keeper, images, redraw
-from vitsee_cli.main import main
+from tests.every_command import vitsee
+from tests.extractions import extracted
+from tests.models_helpers import captured, images, redraw
 from vitsee_core.models.ablation import ablate_skips
 from vitsee_core.models.attention_watch import AttentionEvent, AttentionWatch
-from vitsee_core.models.capture import Capture
-from vitsee_core.models.fast_path import without_fast_path
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model, own_model
 from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.multihead import without_fast_path
 from vitsee_core.models.proofs import scaled_error
 from vitsee_core.models.site_tables import site_table
-from vitsee_core.models.sites import SiteTable
 from vitsee_stores import open_store
 from vitsee_stores.layout import TokenLayout, select_names
 
@@ -46,19 +44,6 @@ def own(depth: int = 2) -> LoadedModel:
     model = load_model(f"{OWN}:build", random_init=0, model_args=args)
     redraw(model.module)
     return model
-
-
-def captured(model: LoadedModel, table: SiteTable, x: Tensor) -> Keeper:
-    keeper = Keeper()
-    stored = [site for site in table.sites if site.alias_of is None]
-    with (
-        torch.inference_mode(),
-        Capture(
-            model, table, sites=stored, sublayers=table.sublayers, attention=table.attention
-        ) as capture,
-    ):
-        capture.run(x, keeper)
-    return keeper
 
 
 def wrapped(module: nn.Module) -> LoadedModel:
@@ -106,15 +91,14 @@ def test_both_names_select(tmp_path: Path) -> None:
     assert chosen("tower.1") == ["blocks.1.out"]
     assert chosen("tower.*.mixing") == ["blocks.0.attn.branch", "blocks.1.attn.branch"]
     assert chosen("tower.-1") == ["blocks.1.out"]
-    words = ["extract", f"{OWN}:build?depth=2&width=24&heads=3&img_size=32", "--random-init", "0"]
-    words += ["--data", "demo:test", "--images", "4", "--sites", "tower.1", "-o"]
-    done = CliRunner().invoke(main, [*words, str(tmp_path / "s.zarr")])
-    assert done.exit_code == 0, done.output
+    words = [f"{OWN}:build?depth=2&width=24&heads=3&img_size=32", "--random-init", "0"]
+    words += ["--data", "demo:test", "--images", "4", "--sites", "tower.1"]
+    extracted(*words, "-o", tmp_path / "s.zarr")
     store = open_store(tmp_path / "s.zarr")
     assert [site.site_path for site in store.plan.sites] == ["tower.1"]
     assert store.plan.sublayers and store.plan.attention
-    shown = CliRunner().invoke(main, ["sites", f"{OWN}:build?depth=2"])
-    assert "tower.1.mixing" in shown.stdout and "site_path" in shown.stdout
+    shown = vitsee("sites", f"{OWN}:build?depth=2")
+    assert "tower.1.mixing" in shown and "site_path" in shown
 
 
 class Layer(nn.Module):
@@ -199,10 +183,8 @@ def test_two_branches_of_any_build(kind: str) -> None:
 def test_what_is_no_residual_block_is_not_called_one(kind: str) -> None:
     table = site_table(wrapped(Tower(kind, kind)))
     assert table.sublayers == () and table.residual_refusal is not None
-    assert [site.name for site in table.sites if site.part == "out"] == [
-        "blocks.0.out",
-        "blocks.1.out",
-    ]
+    outs = [site.name for site in table.sites if site.part == "out"]
+    assert outs == ["blocks.0.out", "blocks.1.out"]
 
 
 def test_skips_of_blocks_without_names_are_taken_out() -> None:

@@ -16,11 +16,11 @@ from torch import nn
 from vitsee_core.models.ablation import ablate_skips
 from vitsee_core.models.added_registers import add_registers
 from vitsee_core.models.checkpoints import Checkpoint
-from vitsee_core.models.fast_path import without_fast_path
 from vitsee_core.models.hook_points import ModelError, refuse_compiled
 from vitsee_core.models.input_transform import input_transform, label_names
 from vitsee_core.models.intervention_spec import Intervention, Registers, parse
 from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.multihead import without_fast_path
 from vitsee_core.models.sources import source_of
 from vitsee_core.models.sources.base import Source
 
@@ -82,10 +82,7 @@ def load_model(
     wanted = model_arguments(args, img_size)
     try:
         module = source.make(
-            pretrained=not fresh,
-            seed=random_init or 0,
-            wanted=wanted,
-            foreign=foreign is not None,
+            pretrained=not fresh, seed=random_init or 0, wanted=wanted, foreign=foreign is not None
         )
     except ModelError as error:
         if layout is None or not layout.args:
@@ -127,12 +124,7 @@ def load_model(
         interventions=parse(replace, ablate_heads, block_attention, registers),
         origin=source.origin(),
     )
-    if model.trained_without or ablate_skip:
-        ablate_skips(model, ablate_skip)
-    for one in model.interventions:
-        if isinstance(one, Registers):
-            add_registers(model, one.n)
-    return model
+    return _changed(model, ablate_skip)
 
 
 def own_model(
@@ -183,7 +175,12 @@ def own_model(
         class_names=label_names(config, name),
         interventions=tuple(interventions),
     )
-    if ablate_skip:
+    return _changed(model, ablate_skip)
+
+
+def _changed(model: LoadedModel, ablate_skip: Sequence[str]) -> LoadedModel:
+    """The model without these skips and those of its configuration, with its registers."""
+    if model.trained_without or ablate_skip:
         ablate_skips(model, ablate_skip)
     for one in model.interventions:
         if isinstance(one, Registers):

@@ -10,8 +10,7 @@ from functools import partial
 
 from torch import nn
 
-from vitsee_core.models.block_names import block_names
-from vitsee_core.models.blocks import find_blocks
+from vitsee_core.models.blocks import block_names, find_blocks
 from vitsee_core.models.counting import counted
 from vitsee_core.models.geometry import Geometry, in_raster_order, model_geometry, read_map
 from vitsee_core.models.hook_points import HookPoint, View
