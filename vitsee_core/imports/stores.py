@@ -158,16 +158,13 @@ def _named(values: Sequence[tuple[str, Array]], names: Sequence[str]) -> dict[st
 
 
 def _one_length(values: dict[str, Array]) -> int:
-    lengths = {name: len(array) for name, array in values.items()}
-    if len({*lengths.values()}) > 1:
-        (a, n), (b, m) = next(
-            ((a, n), (b, m)) for a, n in lengths.items() for b, m in lengths.items() if n != m
-        )
-        raise VitseeError(f"{a} has {n} rows and {b} {m}; expected one row an image in all")
-    (n_rows,) = {*lengths.values()}
-    if not n_rows:
-        raise VitseeError(f"{next(iter(values))} has no rows; expected one an image")
-    return n_rows
+    (a, n), *others = ((name, len(array)) for name, array in values.items())
+    for b, m in others:
+        if m != n:
+            raise VitseeError(f"{a} has {n} rows and {b} {m}; expected one row an image in all")
+    if not n:
+        raise VitseeError(f"{a} has no rows; expected one an image")
+    return n
 
 
 class _Images(NamedTuple):

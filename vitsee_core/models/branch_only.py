@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-SUMS = {
-    torch.add,
-    Tensor.add,
-    Tensor.add_,
-    Tensor.__add__,
-    Tensor.__radd__,
-    Tensor.__iadd__,
-}
+SUMS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
 
 
 class BranchOnly(Tensor):
@@ -29,11 +21,7 @@ class BranchOnly(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """The sum's stand-in, or `func` of plain tensors."""
         terms = _plain(args)

@@ -71,13 +71,8 @@ QUICK_GELU = {"act_layer": "quick_gelu"}
 
 
 def recognise(content: Mapping[str, Any], key: str, state: Mapping[str, Any]) -> Layout | None:
-    """The layout of a file; None for one that is not known.
-
-    Args:
-        content: the whole file; of a bare state dict that itself.
-        key: of the state dict that is taken, "" for the file itself.
-        state: its names and tensors.
-    """
+    """The layout of a file, None for one that is not known; key: of the state dict that is taken,
+    "" for the file itself."""
     for name in state:
         if ".base_encoder." in f".{name}" and any("predictor." in x for x in state):
             return _moco(state)

@@ -3,7 +3,7 @@ keep, and how large they are, without reading, drawing or storing them all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,9 +26,6 @@ def stand_in(name: str, options: Mapping[str, Any], table: SiteTable) -> LoadedM
     Parameters of layers are views of one random vector, as long as the largest of them, and blocks
     whose output has the shape of their input give that input back. So neither memory nor time
     grows with the depth, and what lies before and behind the blocks computes what it would.
-
-    Args:
-        table: the sites of the model, whose blocks' inputs and outputs are compared.
 
     Raises:
         ModelError: unknown model, or arguments that it does not take.
@@ -87,11 +84,7 @@ class _Unfilled(TorchFunctionMode):
     """Leaves parameters as they are allocated, which costs neither time nor memory."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         given, name = dict(kwargs or {}), getattr(func, "__name__", "")
         written = args[0] if args else given.get("tensor")  # torch.nn.init passes it by name

@@ -3,7 +3,7 @@ running the model on an image of numbered pixels and reading the input of the fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -74,11 +74,7 @@ class _FirstLayers(TorchFunctionMode):
         self._inside, self._size = inside, size
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         given = dict(kwargs or {})
         if func in _LAYERS:

@@ -69,11 +69,6 @@ def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = Fals
     the demo's with weights that this machine has, or of a checkpoint file, which is read without
     running code; its arguments are sizes and switches of layers.
 
-    Args:
-        store: its manifest names the model.
-        checkpoint: where the file with the weights is now.
-        trust: take the model from any folder or repository that the manifest names.
-
     Raises:
         VitseeError: the weights are missing, or others than the store's; a manifest that asks
             for what is not allowed without `trust`.

@@ -87,11 +87,6 @@ def first_images(
 def check_same_images(writer: StoreWriter, selection: Selection, first: FirstImages) -> None:
     """Compare the images at hand with those that a store was made from.
 
-    Args:
-        writer: of the store that is joined.
-        selection: the images at hand, with the store's ids and labels.
-        first: the check images among them.
-
     Raises:
         IdentityMismatch: other encoded bytes under the same names, or the same bytes that decode to
             other pixels; names the images, or the versions.

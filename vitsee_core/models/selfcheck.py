@@ -211,10 +211,7 @@ def _judge_patches(check: SelfCheck, model: LoadedModel, table: SiteTable, x: Te
 
 
 def _judge_values(
-    check: SelfCheck,
-    examiner: _Examiner,
-    stored: Sequence[SiteSpec],
-    dtypes: Mapping[str, str],
+    check: SelfCheck, examiner: _Examiner, stored: Sequence[SiteSpec], dtypes: Mapping[str, str]
 ) -> None:
     for site in stored:
         name = site.name

@@ -21,9 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.analyses.weights.weights_figure import draw_weights
-from vitsee_core.figures.plotting import (
-    styled,
-)
+from vitsee_core.figures.plotting import styled
 from vitsee_core.models.input_weights import FILTERS, POSITIONS, InputWeights, of_model, of_store
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.machine import counted

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from vitsee_core.models.families.base import (
-    Description,
-    Part,
-    Residual,
-    enters,
-    fired,
-    has,
-    leaves,
-)
+from vitsee_core.models.families.base import Description, Part, Residual, enters, fired, has, leaves
 from vitsee_core.models.hook_points import HookPoint
 from vitsee_core.models.trace import Trace
 

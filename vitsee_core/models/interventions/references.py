@@ -29,15 +29,8 @@ Array = NDArray[np.float32]
 
 
 class Reference:
-    """Replacements for the tokens of one site.
-
-    Args:
-        store: a plain one, as `check_base` takes it.
-        site: its name in the store.
-        kind: "mean", "noise" or "shuffle".
-        tokens: which will be asked for.
-        seed: of noise and shuffle.
-    """
+    """Replacements for the tokens of one site: "mean", "noise" or "shuffle" of a plain store, as
+    `check_base` takes it. tokens: which will be asked for."""
 
     def __init__(self, store: Store, site: str, kind: str, tokens: TokenChoice, seed: int) -> None:
         self.store, self.site, self.kind, self.seed = store, site, kind, seed

@@ -44,13 +44,8 @@ SHOWN = 8
 class Switch:
     """Finds what a model's interventions are about.
 
-    Args:
-        name: of the model.
-        table: of its sites.
-        interventions: as the options name them.
-        identity: of the new store, what base stores are compared with; None to leave the stores
-            alone (`vitsee sites`).
-        seed, index: of noise and shuffles, and the images' places in the data set.
+    identity: of the new store, what base stores are compared with; None to leave the stores alone
+    (`vitsee sites`). seed, index: of noise and shuffles, and the images' places in the data set.
     """
 
     def __init__(

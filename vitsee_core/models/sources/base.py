@@ -97,12 +97,8 @@ class Source(ABC):
     def check_foreign(self, args: Mapping[str, Any], where: str) -> None:
         """Whether a manifest that nobody vouches for may ask for this model; by default none may.
 
-        Args:
-            args: of the model.
-            where: the store's name, for the message.
-
         Raises:
-            ModelError: it may not.
+            ModelError: it may not; `where` is the store's name in it.
         """
         raise foreign_place(self.name, where)
 

@@ -133,7 +133,6 @@ class FileSource(Source):
         return {"kind": self.kind, "sha256": digest, **notes}
 
     def _entry(self) -> Callable[..., Any]:
-        """Run the file; the callable in it."""
         path, entry = self.place
         module = run_file(path, self.name)
         found = getattr(module, entry, None)

@@ -234,11 +234,7 @@ def _build(full: str, pretrained: bool, seed: int, wanted: dict[str, Any]) -> nn
 
 
 def _explained(
-    error: Exception,
-    name: str,
-    pretrained: bool,
-    wanted: dict[str, Any],
-    unreachable: str | None,
+    error: Exception, name: str, pretrained: bool, wanted: dict[str, Any], unreachable: str | None
 ) -> Exception:
     """The error that the user is shown; the same one where it is a fault of ours."""
     from huggingface_hub.errors import LocalEntryNotFoundError
