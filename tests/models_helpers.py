@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from vitsee_core.models.attention_watch import AttentionCall
+from vitsee_core.models.capture import Capture, Observer
+from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
-from vitsee_core.models.sites import AttentionBlock, Sublayer
+from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
 from vitsee_stores.layout import SiteSpec
 
 SMALL = {"embed_dim": 48, "depth": 3, "num_heads": 3}
@@ -51,7 +54,7 @@ def images(model: LoadedModel, n: int = 3, seed: int = 1) -> Tensor:
     return torch.randn((n, *model.input_size), generator=torch.Generator().manual_seed(seed))
 
 
-class Keeper:
+class Keeper(Observer):
     """Keeps copies of everything: sites by name, (z, f) by sublayer, scores by block."""
 
     def __init__(self) -> None:
@@ -59,10 +62,9 @@ class Keeper:
         self.branches: dict[str, tuple[Tensor, Tensor]] = {}
         self.scores: dict[str, Tensor] = {}
         self.values: dict[str, Tensor] = {}
-        self.order: list[str] = []
+        self.output: Any = None
 
     def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
-        self.order.append(site.name)
         self.sites[site.name] = (None if prefix is None else prefix.clone(), body.clone())
 
     def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
@@ -75,6 +77,25 @@ class Keeper:
     def tokens(self, name: str) -> Tensor:
         """A site's tokens, prefix first: (images, tokens, dim)."""
         prefix, body = self.sites[name]
-        if body.ndim == 4:
-            body = body.flatten(1, 2)
+        body = body.flatten(1, 2) if body.ndim == 4 else body
         return body if prefix is None else torch.cat([prefix, body], 1)
+
+
+def captured(model: LoadedModel, table: SiteTable, x: Tensor, **chosen: Any) -> Keeper:
+    """What a pass over images shows of the chosen `sites`, `sublayers` and `attention`; of all that
+    a store keeps, if none is chosen."""
+    if not chosen:
+        stored = [site for site in table.sites if site.alias_of is None]
+        chosen = {"sites": stored, "sublayers": table.sublayers, "attention": table.attention}
+    keeper = Keeper()
+    with torch.inference_mode(), Capture(model, table, **{"sites": (), **chosen}) as capture:
+        keeper.output = capture.run(x, keeper)
+    return keeper
+
+
+def refusal(name: str, **options: Any) -> str:
+    """The one line that says why a model is not loaded."""
+    with pytest.raises(ModelError) as error:
+        load_model(name, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)

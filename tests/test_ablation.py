@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor, nn
 
+from tests.every_command import vitsee
 from tests.extractions import RESNET, VIT, array_bytes, extract, extracted, plant_images
 from tests.models_helpers import SMALL, images, small
 from tests.models_helpers import VIT as TINY
-from vitsee_cli.main import main
 from vitsee_core.models import ablation
 from vitsee_core.models.ablation import ablate_skips
 from vitsee_core.models.branch_only import BranchOnly, branch_only
@@ -237,8 +236,7 @@ def test_identity(cut_vit: Path, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_info_sidecar_and_the_model_again(cut_vit: Path, folder: Path, tmp_path: Path) -> None:
-    said = CliRunner().invoke(main, ["info", str(cut_vit)]).stdout
-    assert "no skip in blocks.1.attn, blocks.1.mlp, blocks.3.mlp" in said
+    assert "no skip in blocks.1.attn, blocks.1.mlp, blocks.3.mlp" in vitsee("info", cut_vit)
     store = open_store(cut_vit)
     names = ["blocks.1.attn", "blocks.1.mlp", "blocks.3.mlp"]
     record = describe_run([store], command=[], parameters={})
@@ -247,17 +245,15 @@ def test_info_sidecar_and_the_model_again(cut_vit: Path, folder: Path, tmp_path:
         logits = model_of(store).module(pixels(store))
     np.testing.assert_allclose(np.asarray(store.vectors("logits")), logits.numpy(), **CLOSE)
     csv = tmp_path / "r.csv"
-    result = CliRunner().invoke(main, ["normratio", str(cut_vit), "-o", str(csv)])
-    assert result.exit_code == 0, result.output
+    vitsee("normratio", cut_vit, "-o", csv)
     sidecar = json.loads(csv.with_name("r.csv.json").read_text())
     assert sidecar["stores"][0]["ablations"] == names
     plain = tmp_path / "plain.zarr"
     extracted(*VIT, "--data", folder, "-o", plain, "--sites", "embed")
-    assert "no skip" not in CliRunner().invoke(main, ["info", str(plain)]).stdout
+    assert "no skip" not in vitsee("info", plain)
     assert open_store(plain).manifest.identity["ablate_skip"] == []
-    assert (
-        describe_run([open_store(plain)], command=[], parameters={})["stores"][0]["ablations"] == []
-    )
+    record = describe_run([open_store(plain)], command=[], parameters={})
+    assert record["stores"][0]["ablations"] == []
 
 
 # the tensor that stays alone ------------------------------------------------------------------

@@ -57,14 +57,7 @@ FAMILIES: list[tuple[str, int | None, dict[str, Any], list[str], Any, Any]] = [
         2,
         4,
     ),
-    (
-        "levit_128s",
-        None,
-        {},
-        ["14x14 every 16", "7x7 every 32", "4x4 every 64"],
-        9,
-        18,
-    ),
+    ("levit_128s", None, {}, ["14x14 every 16", "7x7 every 32", "4x4 every 64"], 9, 18),
 ]
 
 

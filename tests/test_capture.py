@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models_helpers import VIT, Keeper, images, small
+from tests.models_helpers import VIT, Keeper, captured, images, small
 from vitsee_core.models.attention_watch import AttentionCall, AttentionWatch
 from vitsee_core.models.capture import Capture
 from vitsee_core.models.hook_points import CaptureError
@@ -38,12 +38,10 @@ def test_hooks_stay_for_many_batches_and_go(vit: tuple[LoadedModel, SiteTable]) 
     model, table = vit
     assert n_hooks(model.module) == 0
     chosen = select_names(["blocks", "head"], table.sites)
-    with (
-        torch.inference_mode(),
-        Capture(
-            model, table, sites=chosen, sublayers=table.sublayers, attention=table.attention
-        ) as capture,
-    ):
+    everything = Capture(
+        model, table, sites=chosen, sublayers=table.sublayers, attention=table.attention
+    )
+    with torch.inference_mode(), everything as capture:
         installed = n_hooks(model.module)
         for n in (3, 1, 2):
             x, keeper = images(model, n, seed=n), Keeper()
@@ -60,13 +58,8 @@ def test_hooks_stay_for_many_batches_and_go(vit: tuple[LoadedModel, SiteTable]) 
 
 def test_a_batch_does_not_depend_on_its_neighbours(vit: tuple[LoadedModel, SiteTable]) -> None:
     model, table = vit
-    x, together, alone = images(model, 3), Keeper(), Keeper()
-    with (
-        torch.inference_mode(),
-        Capture(model, table, sites=[table["blocks.1.mid"]], attention=table.attention) as capture,
-    ):
-        capture.run(x, together)
-        capture.run(x[1:2], alone)
+    x, chosen = images(model, 3), {"sites": [table["blocks.1.mid"]], "attention": table.attention}
+    together, alone = (captured(model, table, part, **chosen) for part in (x, x[1:2]))
     torch.testing.assert_close(together.tokens("blocks.1.mid")[1:2], alone.tokens("blocks.1.mid"))
     torch.testing.assert_close(together.scores["blocks.2"][1:2], alone.scores["blocks.2"])
 
@@ -93,48 +86,26 @@ def test_tensors_are_shown_without_copies(
     vit: tuple[LoadedModel, SiteTable], resnet: tuple[LoadedModel, SiteTable]
 ) -> None:
     """Site and branch of one tensor share its memory."""
-    model, table = vit
-    seen = Pointers()
-    chosen = select_names(["blocks.1.mlp.branch", "blocks.1.out"], table.sites)
-    with (
-        torch.inference_mode(),
-        Capture(model, table, sites=chosen, sublayers=table.sublayers) as capture,
-    ):
-        capture.run(images(model), seen)
-    assert seen.storage["blocks.1.mlp.branch"] == seen.storage["blocks.1.mlp f"]
-    model, table = resnet
-    seen = Pointers()
-    with (
-        torch.inference_mode(),
-        Capture(
-            model, table, sites=[table["layer2.0.branch"]], sublayers=table.sublayers
-        ) as capture,
-    ):
-        capture.run(images(model), seen)
-    assert seen.storage["layer2.0.branch"] == seen.storage["layer2.0 f"]
+    for (model, table), name in ((vit, "blocks.1.mlp"), (resnet, "layer2.0")):
+        seen, sites = Pointers(), [table[f"{name}.branch"]]
+        capture = Capture(model, table, sites=sites, sublayers=table.sublayers)
+        with torch.inference_mode(), capture:
+            capture.run(images(model), seen)
+        assert seen.storage[f"{name}.branch"] == seen.storage[f"{name} f"]
 
 
 def test_aliases_are_not_delivered(vit: tuple[LoadedModel, SiteTable]) -> None:
     model, table = vit
-    keeper = Keeper()
-    with (
-        torch.inference_mode(),
-        Capture(model, table, sites=[table["blocks.1.in"], table["blocks.0.out"]]) as capture,
-    ):
-        capture.run(images(model), keeper)
+    keeper = captured(
+        model, table, images(model), sites=[table["blocks.1.in"], table["blocks.0.out"]]
+    )
     assert list(keeper.sites) == ["blocks.0.out"]
 
 
 def test_branches_come_before_the_in_place_sum(resnet: tuple[LoadedModel, SiteTable]) -> None:
     model, table = resnet
-    keeper = Keeper()
-    with (
-        torch.inference_mode(),
-        Capture(
-            model, table, sites=select_names(["blocks"], table.sites), sublayers=table.sublayers
-        ) as capture,
-    ):
-        capture.run(images(model), keeper)
+    blocks = select_names(["blocks"], table.sites)
+    keeper = captured(model, table, images(model), sites=blocks, sublayers=table.sublayers)
     for sublayer in table.sublayers:
         z, f = keeper.branches[sublayer.name]
         assert torch.equal((z + f).relu(), keeper.tokens(f"{sublayer.name}.out"))
@@ -162,10 +133,8 @@ class Stopping(Keeper):
 def test_an_observer_that_stops_leaves_no_trace(vit: tuple[LoadedModel, SiteTable]) -> None:
     model, table = vit
     x, keeper = images(model), Keeper()
-    with (
-        torch.inference_mode(),
-        Capture(model, table, sites=[table["blocks.0.out"]], attention=table.attention) as capture,
-    ):
+    capture = Capture(model, table, sites=[table["blocks.0.out"]], attention=table.attention)
+    with torch.inference_mode(), capture:
         with pytest.raises(KeyboardInterrupt):
             capture.run(x, Stopping())
         capture.run(x, keeper)
@@ -198,15 +167,12 @@ def test_autocast_keeps_the_models_own_types(vit: tuple[LoadedModel, SiteTable])
         return torch.autocast("cpu", torch.bfloat16)
 
     stored = [site for site in table.sites if site.alias_of is None]
-    result = self_check(
-        model,
-        table,
-        images(model),
-        sites=stored,
-        sublayers=table.sublayers,
-        attention=table.attention,
-        autocast=half,
-    )
+    chosen: dict[str, Any] = {
+        "sites": stored,
+        "sublayers": table.sublayers,
+        "attention": table.attention,
+    }
+    result = self_check(model, table, images(model), autocast=half, **chosen)
     assert result.failures == []
 
 
@@ -236,13 +202,9 @@ def test_an_observers_functions_pass_unwatched(
         return watched(self, func, *args, **kwargs)
 
     monkeypatch.setattr(AttentionWatch, "__torch_function__", noted)
-    chosen = select_names(["blocks"], table.sites)
-    with (
-        torch.inference_mode(),
-        Capture(
-            model, table, sites=chosen, sublayers=table.sublayers, attention=table.attention
-        ) as capture,
-    ):
+    chosen: dict[str, Any] = {"sublayers": table.sublayers, "attention": table.attention}
+    capture = Capture(model, table, sites=select_names(["blocks"], table.sites), **chosen)
+    with torch.inference_mode(), capture:
         capture.run(images(model, 2), Busy())
     assert torch.nn.functional.scaled_dot_product_attention in seen
     assert torch.special.erfcx not in seen

@@ -12,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from tests.extractions import extract, extracted, plant_images
-from tests.models_helpers import VIT, Keeper, images, small
+from tests.models_helpers import VIT, captured, images, small
 from vitsee_core.extraction import small_weights as keeping
-from vitsee_core.models.capture import Capture
 from vitsee_core.models.classifier import TOLERANCE, find_classifier
 from vitsee_core.models.classifiers import of_model
 from vitsee_core.models.head_weights import HeadWeights, of_store
@@ -110,10 +109,10 @@ def test_tokens_give_the_models_own_logits(case: str) -> None:
     assert head.error <= 1e-6 and head.arrays["head_kernel"].shape[0] == 7
     assert all(x.dtype == np.float32 for x in head.arrays.values())
     # On other images than those it was found on.
-    x, table, keeper = images(model), site_table(model), Keeper()
+    x, table = images(model), site_table(model)
     site = table[head.site]
-    with torch.inference_mode(), Capture(model, table, sites=[site]) as capture:
-        own = capture.run(x, keeper).double().numpy()
+    keeper = captured(model, table, x, sites=[site])
+    own = keeper.output.double().numpy()
     tokens = keeper.tokens(head.site).double().numpy()
     assert site.layout is not None
     # Roundings grow with the logits: as in `find_classifier`, a part of the largest less its bias.
@@ -164,8 +163,10 @@ REFUSED: dict[str, tuple[str, Any, dict[str, Any], str]] = {
 def test_other_classifiers_are_refused(case: str) -> None:
     name, size, args, phrase = REFUSED[case]
     model = small(name, size, **args)
-    reason = find_classifier(model, site_table(model))
+    table = site_table(model)
+    reason = find_classifier(model, table)
     assert isinstance(reason, str) and phrase in reason
+    assert case == "attention pooling" or of_model(model) == reason
 
 
 @pytest.mark.parametrize("args", [{}, {"pool_include_prefix": True}, {"fc_norm": True}])
@@ -177,11 +178,9 @@ def test_attention_pooling_is_the_models_modules(args: dict[str, Any]) -> None:
     assert (head.site, head.pool, head.n_classes) == ("blocks.2.out", "attention", 5)
     assert head.pooled_kind is None
     assert head.width == table[head.site].dim
-    x, keeper = images(model), Keeper()
-    site = table[head.site]
-    with torch.inference_mode(), Capture(model, table, sites=[site]) as capture:
-        logits = capture.run(x, keeper).double().numpy()
-    tokens = keeper.tokens(head.site).double().numpy()
+    x, site = images(model), table[head.site]
+    keeper = captured(model, table, x, sites=[site])
+    logits, tokens = keeper.output.double().numpy(), keeper.tokens(head.site).double().numpy()
     assert site.layout is not None
     np.testing.assert_allclose(head.logits(tokens, site.layout), logits, rtol=0, atol=1e-5)
     by_loops = attention_logits(model.module, tokens[0], site.layout, args)
@@ -230,13 +229,6 @@ def attention_logits(
     gelu = inner * 0.5 * (1 + np.array([math.erf(t / math.sqrt(2)) for t in inner]))
     pooled = pooled + linear(pool.mlp.fc2, gelu)
     return linear(module.head, norm(module.fc_norm, pooled))
-
-
-@pytest.mark.parametrize("case", ["distilled", "headless", "zeros"])
-def test_what_no_model_can_give(case: str) -> None:
-    name, size, args, phrase = REFUSED[case]
-    reason = of_model(small(name, size, **args))
-    assert isinstance(reason, str) and phrase in reason
 
 
 OWN = ["test_vit", "--random-init", "0", "--img-size", "32x48", "--model-arg", "patch_size=8"]

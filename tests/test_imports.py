@@ -161,75 +161,48 @@ def changed(place: tuple[int, ...], value: float) -> NDArray[Any]:
     return values
 
 
-@pytest.mark.parametrize(
-    ("make", "more", "said"),
-    [
-        (lambda f: array(f, VECTORS), [], "give --ids FILE, or --like STORE"),
-        (lambda f: array(f, VECTORS[:9]), ["--ids", "IDS"], "has 30 ids for 9 rows"),
-        (
-            lambda f: array(f, VECTORS[:, 0]),
-            ["--ids", "IDS"],
-            "has 1 axes of float32; expected num",
-        ),
-        (
-            lambda f: array(f, np.zeros((N, 2), "U3")),
-            ["--ids", "IDS"],
-            "axes of <U3; expected numb",
-        ),
-        (lambda f: array(f, np.zeros((0, 2))), ["--ids", "IDS"], "x has no rows"),
-        (
-            lambda f: array(f, np.zeros((N, 2, 2, 2))),
-            ["--ids", "IDS"],
-            "x has 4 axes; expected (im",
-        ),
-        (lambda f: array(f, TOKENS), ["--ids", "IDS"], "7 tokens an image; expected a square"),
-        (lambda f: array(f, TOKENS), ["--ids", "IDS", "--grid", "3x3"], "expected 3 x 3 of --grid"),
-        (
-            lambda f: array(f, TOKENS),
-            ["--ids", "IDS", "--grid", "3"],
-            "--grid 3; expected ROWSxCOLS",
-        ),
-        (lambda f: array(f, changed((2, 1), np.nan)), ["--ids", "IDS"], "row 2 (image2) holds"),
-        (lambda f: array(f, changed((2, 1), 1e39)), ["--ids", "IDS"], "that are beyond float32"),
-        (
-            lambda f: array(f, VECTORS),
-            ["--ids", "IDS", "--as", "a,b"],
-            "given 2 times for 1 arrays",
-        ),
-        (lambda f: array(f, np.array([{}], object)), ["--ids", "IDS"], "no .npy file of numbers"),
-        (lambda f: f / "none.npy", ["--ids", "IDS"], "none.npy cannot be read: no such file"),
-        (
-            lambda f: array(f, VECTORS).rename(f / "x.mat"),
-            ["--ids", "IDS"],
-            "x.mat is refused: exp",
-        ),
-        (lambda f: table(f / "t.csv", ["id", "a"], [["i", "word"]]), [], "column a holds 'word'"),
-        (
-            lambda f: table(f / "t.csv", ["id", "a"], [["i", 1], ["i", 2]]),
-            [],
-            "two rows have the id",
-        ),
-        (
-            lambda f: table(f / "t.csv", ["id", "a"], [["i", 1, 2]]),
-            [],
-            "line 2 has 3 cells; expecte",
-        ),
-        (
-            lambda f: table(f / "t.csv", ["id"], [["i"]]),
-            [],
-            "has no array; expected one of numbers",
-        ),
-        (lambda f: array(f, VECTORS), ["--ids", "OTHER", "--like", "LIKE"], "has one of these ids"),
-        (lambda f: array(f, VECTORS[:7]), ["--like", "LIKE"], "7 rows for 30 images of like"),
-    ],
-)
-def test_what_is_refused(
-    make: Any, more: list[str], said: str, like: Store, tmp_path: Path
-) -> None:
-    path = make(tmp_path)
+REFUSED: list[tuple[Any, str, str]] = [
+    (VECTORS, "", "give --ids FILE, or --like STORE"),
+    (VECTORS[:9], "--ids IDS", "has 30 ids for 9 rows"),
+    (VECTORS[:, 0], "--ids IDS", "has 1 axes of float32; expected num"),
+    (np.zeros((N, 2), "U3"), "--ids IDS", "axes of <U3; expected numb"),
+    (np.zeros((0, 2)), "--ids IDS", "x has no rows"),
+    (np.zeros((N, 2, 2, 2)), "--ids IDS", "x has 4 axes; expected (im"),
+    (TOKENS, "--ids IDS", "7 tokens an image; expected a square"),
+    (TOKENS, "--ids IDS --grid 3x3", "expected 3 x 3 of --grid"),
+    (TOKENS, "--ids IDS --grid 3", "--grid 3; expected ROWSxCOLS"),
+    (changed((2, 1), np.nan), "--ids IDS", "row 2 (image2) holds"),
+    (changed((2, 1), 1e39), "--ids IDS", "that are beyond float32"),
+    (VECTORS, "--ids IDS --as a,b", "given 2 times for 1 arrays"),
+    (np.array([{}], object), "--ids IDS", "no .npy file of numbers"),
+    ("none.npy", "--ids IDS", "none.npy cannot be read: no such file"),
+    ("junk.npz", "--ids IDS", "junk.npz is no .npz file of numbers"),
+    ("junk.safetensors", "--ids IDS", "junk.safetensors is no .safetensors file of numbers"),
+    ("junk.pt", "--ids IDS", "junk.pt is no file of tensors alone"),
+    ("junk.mat", "--ids IDS", "junk.mat is refused: exp"),
+    ([["id", "a"], ["i", "word"]], "", "column a holds 'word'"),
+    ([["id", "a"], ["i", 1], ["i", 2]], "", "two rows have the id"),
+    ([["id", "a"], ["i", 1, 2]], "", "line 2 has 3 cells; expecte"),
+    ([["id"], ["i"]], "", "has no array; expected one of numbers"),
+    (VECTORS, "--ids OTHER --like LIKE", "has one of these ids"),
+    (VECTORS[:7], "--like LIKE", "7 rows for 30 images of like"),
+]
+
+
+@pytest.mark.parametrize(("given", "more", "said"), REFUSED, ids=[said for *_, said in REFUSED])
+def test_what_is_refused(given: Any, more: str, said: str, like: Store, tmp_path: Path) -> None:
+    if isinstance(given, str):
+        path = tmp_path / given
+        if given.startswith("junk"):
+            path.write_bytes(b"junk")
+    elif isinstance(given, list):
+        path = table(tmp_path / "t.csv", given[0], given[1:])
+    else:
+        path = array(tmp_path, given)
     (tmp_path / "other.txt").write_text("".join(f"x{i}\n" for i in range(N)))
     places = {"IDS": ids(tmp_path), "LIKE": like.path, "OTHER": tmp_path / "other.txt"}
-    result = run(path, *(places.get(word, word) for word in more), "-o", tmp_path / "s.zarr")
+    options = (places.get(word, word) for word in more.split())
+    result = run(path, *options, "-o", tmp_path / "s.zarr")
     assert result.exit_code == 1 and said in result.stderr, result.stderr
     assert len(result.stderr.splitlines()) == 1 and not (tmp_path / "s.zarr").exists()
 

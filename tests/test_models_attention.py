@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.models_helpers import VIT, Keeper, images, small
+from tests.models_helpers import VIT, Keeper, captured, images, small
 from vitsee_core.models.attention_watch import (
     AttentionEvent,
     AttentionWatch,
@@ -39,28 +41,26 @@ SERVED: dict[str, tuple[str, Any, dict[str, Any]]] = {
 }
 
 
-def unfused(model: LoadedModel, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """timm's explicit softmax by block, from hooks on attn_drop, and the output of that path."""
-    found: dict[str, Tensor] = {}
-    handles = []
-    for name, module in model.module.named_modules():
-        if hasattr(module, "fused_attn"):
-            module.fused_attn = False
-        if name.endswith("attn_drop"):
-            block = name.removesuffix(".attn_drop").removesuffix(".attn")
-            handles.append(
-                module.register_forward_hook(
-                    lambda _m, _a, out, block=block: found.__setitem__(block, out.clone())
-                )
-            )
-    with torch.no_grad():
-        output = model.module(x)
-    for handle in handles:
-        handle.remove()
+def fuse(model: LoadedModel, fused: bool) -> None:
     for module in model.module.modules():
         if hasattr(module, "fused_attn"):
-            module.fused_attn = True  # type: ignore[assignment]
-    return found, output
+            module.fused_attn = fused  # type: ignore[assignment]
+
+
+def unfused(model: LoadedModel, x: Tensor) -> dict[str, Tensor]:
+    """timm's explicit softmax by block, from hooks on attn_drop."""
+    found: dict[str, Tensor] = {}
+    fuse(model, False)
+    with ExitStack() as stack, torch.no_grad():
+        for name, module in model.module.named_modules():
+            if name.endswith("attn_drop"):
+                block = name.removesuffix(".attn_drop").removesuffix(".attn")
+                hook = module.register_forward_hook(
+                    lambda _m, _a, out, block=block: found.__setitem__(block, out.clone())
+                )
+                stack.enter_context(hook)
+        model.module(x)
+    return found
 
 
 @pytest.mark.parametrize("case", SERVED)
@@ -69,19 +69,13 @@ def test_scores_are_the_unfused_paths(case: str, fused: bool) -> None:
     name, size, args = SERVED[case]
     model = small(name, size, **args)
     x = images(model, 2)
-    expected, _ = unfused(model, x)
-    if not fused:
-        for module in model.module.modules():
-            if hasattr(module, "fused_attn"):
-                module.fused_attn = False  # type: ignore[assignment]
+    expected = unfused(model, x)
+    fuse(model, fused)
     table = site_table(model)
     assert [block.name for block in table.attention] == list(expected)
+    keeper = captured(model, table, x, attention=table.attention)
     with torch.no_grad():
-        plain = model.module(x)
-        keeper = Keeper()
-        with Capture(model, table, sites=(), attention=table.attention) as capture:
-            hooked = capture.run(x, keeper)
-    assert torch.equal(plain, hooked)
+        assert torch.equal(model.module(x), keeper.output)
     for block, weights in expected.items():
         made = keeper.scores[block].softmax(-1)
         torch.testing.assert_close(made, weights, rtol=0, atol=1e-6)
@@ -96,24 +90,15 @@ def seen(function: Any) -> list[AttentionEvent]:
 
 
 def by_loops(q: Tensor, k: Tensor, mask: Any, causal: bool, scale: float) -> Tensor:
-    n, heads, rows, _ = q.shape
-    n_keys = k.shape[2]
-    scores = torch.empty(n, heads, rows, n_keys, dtype=torch.float64)
-    for i in range(n):
-        for h in range(heads):
-            group = h // (heads // k.shape[1])
-            for a in range(rows):
-                for b in range(n_keys):
-                    value = float(q[i, h, a].double() @ k[i, group, b].double()) * scale
-                    if mask is not None:
-                        entry = mask.expand(n, heads, rows, n_keys)[i, h, a, b]
-                        if mask.dtype == torch.bool:
-                            value = value if bool(entry) else float("-inf")
-                        else:
-                            value += float(entry)
-                    if causal and b > a:
-                        value = float("-inf")
-                    scores[i, h, a, b] = value
+    shape = *q.shape[:3], k.shape[2]
+    scores = torch.empty(shape, dtype=torch.float64)
+    for i, h, a, b in np.ndindex(shape):
+        value = float(q[i, h, a].double() @ k[i, h // (shape[1] // k.shape[1]), b].double()) * scale
+        if mask is not None and mask.dtype == torch.bool:
+            value = value if mask.expand(shape)[i, h, a, b] else float("-inf")
+        elif mask is not None:
+            value += float(mask.expand(shape)[i, h, a, b])
+        scores[i, h, a, b] = float("-inf") if causal and b > a else value
     return scores
 
 
@@ -130,22 +115,16 @@ def test_kernel_arguments(case: str) -> None:
     # Heads lie next to each other in memory, as a fused qkv projection leaves them.
     q, v = (draw(n, tokens, heads, dim).transpose(1, 2) for _ in range(2))
     k = draw(n, heads, tokens, dim)
-    options: dict[str, Any] = {}
-    mask = None
-    if case == "scale":
-        options["scale"] = 0.3
-    if case == "causal":
-        options["is_causal"] = True
-    if case == "bool":
-        mask = draw(n, 1, tokens, tokens) > -1
-        mask |= torch.eye(tokens, dtype=torch.bool)
-    if case == "bias":
-        mask = draw(1, heads, tokens, tokens)
-    if case == "bias per image":
-        mask = draw(n, heads, tokens, tokens)
+    given: dict[str, dict[str, Any]] = {"scale": {"scale": 0.3}, "causal": {"is_causal": True}}
+    options = given.get(case, {})
+    masks = {
+        "bool": (draw(n, 1, tokens, tokens) > -1) | torch.eye(tokens, dtype=torch.bool),
+        "bias": draw(1, heads, tokens, tokens),
+        "bias per image": draw(n, heads, tokens, tokens),
+    }
+    mask = masks.get(case)
     if case == "grouped":
-        k, v = k[:, :2], v[:, :2]
-        options["enable_gqa"] = True
+        k, v, options = k[:, :2], v[:, :2], {"enable_gqa": True}
     if case == "half":
         q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
     out: list[Tensor] = []
@@ -224,13 +203,11 @@ def test_attention_of_maps_against_its_formula() -> None:
     module = model.module.get_submodule(f"{block.name}.attn")
     found: list[Tensor] = []
     handle = module.get_submodule("qkv").register_forward_hook(lambda _m, _a, x: found.append(x))
-    keeper, x = Keeper(), images(model, 2)
+    x = images(model, 2)
     with torch.no_grad():
         model.module(x)
-        handle.remove()
-        capture = Capture(model, table, sites=(), attention=[block])
-        with capture:
-            capture.run(x, keeper)
+    handle.remove()
+    keeper = captured(model, table, x, attention=[block])
     dim: Any = module.key_dim
     heads = found[0].unflatten(1, (block.n_heads, -1)).flatten(3)
     q, k = heads[:, :, :dim], heads[:, :, dim : 2 * dim]

@@ -125,6 +125,14 @@ LAYOUTS: dict[str, tuple[Callable[[], Any], str, Any, float, str]] = {
 }
 
 
+def gives(model: LoadedModel, name: str, state: State, normalisation: Any, **args: Any) -> None:
+    """The activations are those of timm's model with this state, of images normalised so."""
+    expected = made(name, **args)
+    expected.load_state_dict(state)
+    wanted = outputs(expected, dict(zip(("mean", "std"), normalisation, strict=True)))
+    torch.testing.assert_close(outputs(model.module, model.transform), wanted, rtol=1e-5, atol=1e-5)
+
+
 def loaded(path: Path, name: str, **options: Any) -> LoadedModel:
     """A small model of the architecture, whose own number of heads it has if it is a plain ViT."""
     small = {**VIT, **(SMALL if "vit_small_patch16" in name else {})}
@@ -152,18 +160,14 @@ def test_a_miniature_gives_timm_s_activations(layout: str, tmp_path: Path) -> No
     assert (transform["mean"], transform["std"]) == (mean, std)
     assert (transform["crop_pct"], transform["interpolation"]) == (crop, interpolation)
     args = {**(SMALL if layout == "MoCo v3" else {}), **args}
-    expected = made(name, **args)
-    expected.load_state_dict(trained(name, **args))
-    normalised = {"mean": mean, "std": std}
-    torch.testing.assert_close(
-        outputs(model.module, transform), outputs(expected, normalised), rtol=1e-5, atol=1e-5
-    )
+    gives(model, name, trained(name, **args), (mean, std), **args)
     assert {key: model.model_args[key] for key in args} == args
     (note, *_) = model.notes()
     assert note.startswith(f"weights.pth is a checkpoint of {layout.strip()}: mean {mean[0]:g}, ")
 
 
 def test_what_was_given_wins(tmp_path: Path) -> None:
+    """Also the 6 heads of timm, with which the shapes of MoCo's fit and other numbers come out."""
     path = saved(tmp_path / "w.pth", mae()[0])
     given: dict[str, Any] = {"img_mean": (0.1,) * 3, "img_std": (0.2,) * 3, "crop_pct": 0.5}
     transform = loaded(path, PLAIN, **given).transform
@@ -171,15 +175,8 @@ def test_what_was_given_wins(tmp_path: Path) -> None:
     assert transform["crop_pct"] == 0.5
     path = saved(tmp_path / "moco.pth", moco()[0])
     own = {**VIT, **SMALL, "num_heads": 6}
-    model = load_model("vit_small_patch16_224", checkpoint=path, img_size=32, model_args=own)
-    assert model.module.blocks[0].attn.num_heads == 6  # type: ignore[union-attr, index]
-
-
-def test_the_heads_of_moco_change_the_numbers(tmp_path: Path) -> None:
-    """With timm's 6 heads the shapes fit and other numbers come out."""
-    path = saved(tmp_path / "moco.pth", moco()[0])
-    own = {**VIT, **SMALL, "num_heads": 6}
     six = load_model("vit_small_patch16_224", checkpoint=path, img_size=32, model_args=own)
+    assert six.module.blocks[0].attn.num_heads == 6  # type: ignore[union-attr, index]
     twelve = loaded(path, "vit_small_patch16_224")
     a, b = (outputs(model.module, model.transform) for model in (six, twelve))
     assert not torch.allclose(a, b, rtol=1e-3, atol=1e-3)
@@ -188,13 +185,9 @@ def test_the_heads_of_moco_change_the_numbers(tmp_path: Path) -> None:
 def test_large_inputs_are_whole_images(tmp_path: Path) -> None:
     """As MAE evaluates: 224 pixels of 256, larger inputs without a border."""
     path = saved(tmp_path / "w.pth", mae()[0])
-    sizes = {
-        size: load_model(PLAIN, checkpoint=path, img_size=size, model_args=VIT).transform[
-            "crop_pct"
-        ]
-        for size in (224, 232)
-    }
-    assert sizes == {224: 0.875, 232: 1.0}
+    for size, crop in ((224, 0.875), (232, 1.0)):
+        model = load_model(PLAIN, checkpoint=path, img_size=size, model_args=VIT)
+        assert model.transform["crop_pct"] == crop
 
 
 @pytest.mark.parametrize(
@@ -331,14 +324,8 @@ def test_openai_s_archive_is_read_without_its_code(archive: Path) -> None:
                for name, x in raw.items())  # fmt: skip
     model = loaded(archive, CLIP)
     assert model.weights["layout"] == "OpenAI's CLIP" and model.model_args["act_layer"]
-    expected = made(CLIP, **args)
-    expected.load_state_dict({key: x.half().float() for key, x in trained(CLIP, **args).items()})
-    torch.testing.assert_close(
-        outputs(model.module, model.transform),
-        outputs(expected, {"mean": OPENAI[0], "std": OPENAI[1]}),
-        rtol=1e-5,
-        atol=1e-5,
-    )
+    halved = {key: x.half().float() for key, x in trained(CLIP, **args).items()}
+    gives(model, CLIP, halved, OPENAI, **args)
 
 
 class Evil:
@@ -418,12 +405,7 @@ def test_dinov3_s_own_file(
     assert model.weights["layout"] == "DINOv3"
     assert model.weights["assumed"]["mean"] == IMAGENET_DEFAULT_MEAN
     assert "may be DINOv3" in " ".join(model.notes())
-    expected = made(DINOV3, **args)
-    expected.load_state_dict(state)
-    normalised = {"mean": IMAGENET[0], "std": IMAGENET[1]}
-    torch.testing.assert_close(
-        outputs(model.module, model.transform), outputs(expected, normalised), rtol=1e-5, atol=1e-5
-    )
+    gives(model, DINOV3, state, IMAGENET, **args)
     assert capsys.readouterr().out == ""
 
 
@@ -437,12 +419,7 @@ def test_siglip_of_open_clip(tmp_path: Path) -> None:
     assert (transform["mean"], transform["std"]) == HALF
     assert (transform["crop_pct"], transform["crop_mode"]) == (1.0, "squash")
     assert model.weights["assumed"]["mean"] == HALF[0]
-    expected = made(SIGLIP)
-    expected.load_state_dict(state)
-    torch.testing.assert_close(
-        outputs(model.module, transform), outputs(expected, {"mean": HALF[0], "std": HALF[1]}),
-        rtol=1e-5, atol=1e-5,
-    )  # fmt: skip
+    gives(model, SIGLIP, state, HALF)
 
 
 def test_files_of_other_libraries_are_refused_in_a_line(tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.extractions import extracted, plant_images
-from tests.models_helpers import SMALL, VIT, Keeper, images, small
+from tests.models_helpers import SMALL, VIT, captured, images, small
 from vitsee_core.extraction.prepare import unseen_pixels
-from vitsee_core.models.capture import Capture
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.patches import Patches, cells
 from vitsee_core.models.selfcheck import self_check
@@ -49,43 +48,25 @@ def grids(table: SiteTable) -> dict[tuple[int, int], TokenLayout]:
     return {x.grid: x for x in layouts if x is not None and x.grid is not None}
 
 
-MEASURED: dict[str, tuple[str, Any, dict[str, Any], list[tuple[Any, Any, Any]]]] = {
-    "vit, 100 px": ("vit_tiny_patch16_224", 100, SMALL, [((6, 6), (16, 16), (0, 0))]),
-    "vit, 50 x 71 px": ("vit_tiny_patch16_224", (50, 71), VIT, [((6, 8), (8, 8), (0, 0))]),
-    "dinov2, 320 px": (
-        "vit_small_patch14_dinov2",
-        320,
-        {**SMALL, "depth": 1},
-        [((22, 22), (14, 14), (0, 0))],
-    ),
+# Grids, strides and offsets, of both axes where one number is given.
+MEASURED: dict[str, tuple[str, Any, dict[str, Any], list[tuple[Any, float, float]]]] = {
+    "vit, 100 px": ("vit_tiny_patch16_224", 100, SMALL, [(6, 16, 0)]),
+    "vit, 50 x 71 px": ("vit_tiny_patch16_224", (50, 71), VIT, [((6, 8), 8, 0)]),
+    "dinov2, 320 px": ("vit_small_patch14_dinov2", 320, {**SMALL, "depth": 1}, [(22, 14, 0)]),
     # Patches of 16 px every 8 px: a cell lies in the middle of its patch.
-    "pit": (
-        "pit_ti_224",
-        None,
-        TINY_PIT,
-        [((27, 27), (8, 8), (4, 4)), ((14, 14), (16, 16), (0, 0)), ((7, 7), (32, 32), (0, 0))],
-    ),
+    "pit": ("pit_ti_224", None, TINY_PIT, [(27, 8, 4), (14, 16, 0), (7, 32, 0)]),
     "crossvit": (
-        "crossvit_tiny_240",
-        None,
-        {"depth": ((1, 1, 0),)},
-        [((20, 20), (12, 12), (0, 0)), ((14, 14), (240 / 14, 240 / 14), (0, 0))],
+        *("crossvit_tiny_240", None, {"depth": ((1, 1, 0),)}),
+        [(20, 12, 0), (14, 240 / 14, 0)],
     ),
     "swin, 100 px": (
-        "swin_tiny_patch4_window7_224",
-        100,
-        {"embed_dim": 24, "depths": (1, 1, 1, 1)},
-        [((25, 25), (4, 4), (0, 0)), ((13, 13), (8, 8), (0, 0)), ((4, 4), (32, 32), (0, 0))],
+        *("swin_tiny_patch4_window7_224", 100, {"embed_dim": 24, "depths": (1, 1, 1, 1)}),
+        [(25, 4, 0), (13, 8, 0), (4, 32, 0)],
     ),
-    "mixer": ("mixer_s32_224", None, {}, [((7, 7), (32, 32), (0, 0))]),
-    "resnet, 100 px": (
-        "test_resnet",
-        100,
-        {},
-        [((25, 25), (4, 4), (0, 0)), ((13, 13), (8, 8), (0, 0)), ((4, 4), (32, 32), (0, 0))],
-    ),
+    "mixer": ("mixer_s32_224", None, {}, [(7, 32, 0)]),
+    "resnet, 100 px": ("test_resnet", 100, {}, [(25, 4, 0), (13, 8, 0), (4, 32, 0)]),
     # 299 -> 149 -> 147 -> 73 -> 71 -> 35: three strides of 2, the rest is lost at the borders.
-    "inception": ("inception_v3", 299, {}, [((35, 35), (8, 8), (0, 0))]),
+    "inception": ("inception_v3", 299, {}, [(35, 8, 0)]),
 }
 
 
@@ -93,12 +74,11 @@ MEASURED: dict[str, tuple[str, Any, dict[str, Any], list[tuple[Any, Any, Any]]]]
 @pytest.mark.parametrize("case", MEASURED)
 def test_strides_and_offsets_by_hand(case: str) -> None:
     name, size, args, wanted = MEASURED[case]
-    model = small(name, size, **args)
-    table = site_table(model)
-    found = grids(table)
+    found = grids(site_table(small(name, size, **args)))
     for grid, stride, offset in wanted:
-        assert found[grid].stride_px == pytest.approx(stride, rel=1e-12)
-        assert found[grid].offset_px == offset
+        layout = found[grid if isinstance(grid, tuple) else (grid, grid)]
+        assert layout.stride_px == pytest.approx((stride, stride), rel=1e-12)
+        assert layout.offset_px == (offset, offset)
 
 
 def test_grids_that_are_padded_on_the_way() -> None:
@@ -107,11 +87,9 @@ def test_grids_that_are_padded_on_the_way() -> None:
         "davit_tiny", 101, embed_dims=(8, 8, 8, 8), num_heads=(2, 2, 2, 2), depths=(1,) * 4
     )
     found = grids(site_table(model))
+    strides = {26: 4.0, 13: 8.0, 7: 16.0, 4: 32.0}
     assert {grid: layout.stride_px for grid, layout in found.items()} == {
-        (26, 26): (4.0, 4.0),
-        (13, 13): (8.0, 8.0),
-        (7, 7): (16.0, 16.0),
-        (4, 4): (32.0, 32.0),
+        (n, n): (stride, stride) for n, stride in strides.items()
     }
 
 
@@ -258,15 +236,12 @@ def test_strides_of_a_cnn_against_moved_images(site: str) -> None:
     assert layout is not None and layout.stride_px is not None and layout.grid is not None
     step, middle = int(layout.stride_px[0]), layout.grid[0] // 2
     big = torch.randn(3, 160 + step, 160, generator=torch.Generator().manual_seed(5))
-    found = []
-    for start in (0, step, step // 2):
-        batch = big[None, :, start : start + 160]
-        found.append(Keeper())
-        capture = Capture(model, table, sites=[table[table[site].alias_of or site]])
-        with torch.no_grad(), capture:
-            capture.run(batch, found[-1])
     assert point.view.form == "nchw"
-    here, moved_by_one, moved_by_half = (keeper.sites[site][1][0] for keeper in found)
+    stored = table[table[site].alias_of or site]
+    batches = (big[None, :, start : start + 160] for start in (0, step, step // 2))
+    here, moved_by_one, moved_by_half = (
+        captured(model, table, batch, sites=[stored]).sites[stored.name][1][0] for batch in batches
+    )
     torch.testing.assert_close(moved_by_one[middle], here[middle + 1], rtol=1e-4, atol=1e-4)
     assert not torch.allclose(moved_by_half[middle], here[middle + 1], rtol=1e-2, atol=1e-2)
 

@@ -13,21 +13,12 @@ import pytest
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
-from tests.models_helpers import VIT, redraw
+from tests.models_helpers import VIT, redraw, refusal
 from vitsee_cli.main import main
-from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model
 from vitsee_core.models.sources.timm_weights import local_only
 
 NAME = "vit_tiny_patch16_224"
-
-
-def refusal(name: str, **options: Any) -> str:
-    with pytest.raises(ModelError) as error:
-        load_model(name, **options)
-    text = str(error.value)
-    assert "\n" not in text and len(text) < 500
-    return text
 
 
 def folder(path: Path, args: dict[str, Any] | None = None, **config: Any) -> str:

@@ -9,26 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.models_helpers import VIT, Keeper, images, small
-from vitsee_core.models.capture import Capture
-from vitsee_core.models.loaded import LoadedModel
+from tests.models_helpers import VIT, Keeper, captured, images, small
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
 
 # One matrix product summed in another order.
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-5}
-
-
-def captured(model: LoadedModel, table: SiteTable, x: Tensor) -> Keeper:
-    """Every stored site, branch and attention of one batch."""
-    keeper = Keeper()
-    stored = [site for site in table.sites if site.alias_of is None]
-    capture = Capture(
-        model, table, sites=stored, sublayers=table.sublayers, attention=table.attention
-    )
-    with capture:
-        capture.run(x, keeper)
-    return keeper
 
 
 def got(keeper: Keeper, table: SiteTable, name: str) -> Tensor:
@@ -265,11 +251,8 @@ HEADS: list[tuple[str, int | None, dict[str, Any]]] = [
 def test_pooled_is_timms_pre_logits(name: str, size: int | None, args: dict[str, Any]) -> None:
     model = small(name, size, **args)
     table, x = site_table(model), images(model)
-    keeper = Keeper()
     sites = [site for site in table.sites if site.name in ("pooled", "logits")]
-    with Capture(model, table, sites=sites) as capture:
-        capture.run(x, keeper)
-    kept, module = keeper, cast("Any", model.module)
+    kept, module = captured(model, table, x, sites=sites), cast("Any", model.module)
     expected = module.forward_head(module.forward_features(x), pre_logits=True).flatten(1)
     torch.testing.assert_close(kept.sites["pooled"][1], expected)
     if "logits" in kept.sites:

@@ -15,6 +15,8 @@ from click.testing import CliRunner
 from numpy.typing import NDArray
 from PIL import Image
 
+from tests.every_command import vitsee
+from tests.models_helpers import refusal
 from vitsee_cli.main import main
 from vitsee_core.features.compared import compared
 from vitsee_core.images.placement import place
@@ -286,16 +288,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_mistakes_are_one_line(folder: Path, case: str) -> None:
     name, options, phrase = REFUSED[case]
-    with pytest.raises(ModelError) as error:
-        load_model(name.format(folder), **options)
-    assert phrase in str(error.value) and "\n" not in str(error.value)
+    assert phrase in refusal(name.format(folder), **options)
     assert not (folder / "ran").exists()
-
-
-def run(*words: object) -> str:
-    done = CliRunner().invoke(main, [str(word) for word in words])
-    assert done.exit_code == 0, done.output
-    return done.output
 
 
 @pytest.mark.slow
@@ -304,14 +298,14 @@ def test_stores_of_two_processors_pair_with_a_remark(folder: Path, tmp_path: Pat
     common = ("--data", "demo:test", "--images", "12", "--sites", "blocks", "--inputs")
     stores = []
     for backend in names:
-        run("extract", name, "--processor", backend, *common, "-o", tmp_path / f"{backend}.zarr")
+        vitsee("extract", name, "--processor", backend, *common, "-o", tmp_path / f"{backend}.zarr")
         stores.append(open_store(tmp_path / f"{backend}.zarr"))
-    run("extract", f"{name}?transform=timm", *common, "-o", tmp_path / "timm.zarr")
+    vitsee("extract", f"{name}?transform=timm", *common, "-o", tmp_path / "timm.zarr")
     timm = open_store(tmp_path / "timm.zarr")
     record = compared([*stores, timm], "all")
     assert record["differences"] == ["processor: pil (pil), torchvision (torchvision), timm (timm)"]
     table = tmp_path / "c.csv"
-    run("cka", *(store.place for store in stores), "-o", table)
+    vitsee("cka", *(store.place for store in stores), "-o", table)
     sidecar = json.loads(Path(f"{table}.json").read_text())
     assert "processor: pil (pil), torchvision (torchvision)" in json.dumps(sidecar)
     other = [*common[:-1], "--processor", "torchvision", "-o", tmp_path / "pil.zarr"]
@@ -319,7 +313,7 @@ def test_stores_of_two_processors_pair_with_a_remark(folder: Path, tmp_path: Pat
     assert refused.exit_code == 1 and "transform.processor is pil, given torch" in refused.stderr
     # What was stored, read again from the data by the store's own transform.
     bare = tmp_path / "bare.zarr"
-    run("extract", name, *common[:-1], "--processor", "torchvision", "-o", bare)
+    vitsee("extract", name, *common[:-1], "--processor", "torchvision", "-o", bare)
     again = Pictures(open_store(bare))(np.arange(4))
     assert np.array_equal(again, stores[1].array("input")[:4])
     assert open_store(bare).manifest.model["origin"]["backend"] == "torchvision"
@@ -329,7 +323,7 @@ def test_stores_of_two_processors_pair_with_a_remark(folder: Path, tmp_path: Pat
 def test_workers_resize_as_the_process_does(folder: Path, tmp_path: Path) -> None:
     common = (f"transformers:{folder}/vit", "--data", "demo:test", "--images", "8", "--inputs")
     for workers in (0, 2):
-        run("extract", *common, "--workers", workers, "-o", tmp_path / f"{workers}.zarr")
+        vitsee("extract", *common, "--workers", workers, "-o", tmp_path / f"{workers}.zarr")
     here, there = (open_store(tmp_path / f"{n}.zarr").array("input")[:] for n in (0, 2))
     assert np.array_equal(here, there)
 
@@ -340,7 +334,7 @@ def test_code_of_a_repository_runs_on_a_users_word_alone(folder: Path, tmp_path:
     refused = CliRunner().invoke(main, ["extract", *words])
     assert refused.exit_code == 1 and not out.exists()
     assert "runs with --trust-remote-code alone (read it first)" in refused.stderr
-    run("extract", *words, "--trust-remote-code", "--sites", "stem,blocks.*")
+    vitsee("extract", *words, "--trust-remote-code", "--sites", "stem,blocks.*")
     store = open_store(out)
     assert store.manifest.model["origin"]["trust_remote_code"] is True
     assert len([site for site in store.sites if site.startswith("blocks")]) >= 3
@@ -349,7 +343,7 @@ def test_code_of_a_repository_runs_on_a_users_word_alone(folder: Path, tmp_path:
     sha = store.manifest.model["weights"]["sha256"]
     assert model_of(store, trust=True).weights["sha256"] == sha
     table = tmp_path / "w.csv"
-    run("norms", out, "--sites", "blocks.*", "-o", table)
+    vitsee("norms", out, "--sites", "blocks.*", "-o", table)
     sidecar = Path(f"{table}.json")
     record = json.loads(sidecar.read_text())
     record["command"].append("--trust-remote-code")
@@ -363,14 +357,14 @@ def test_no_manifest_makes_a_file_run(tmp_path: Path) -> None:
     code = (Path(__file__).resolve().parents[1] / "examples" / "own_vit.py").read_text()
     own.write_text(f"{code}\n__import__('pathlib').Path({str(ran)!r}).touch()\n")
     words = ("--data", "demo:test", "--images", "2", "--random-init", "0", "-o", out)
-    run("extract", f"{own}:build?depth=1&width=16&img_size=32", *words)
+    vitsee("extract", f"{own}:build?depth=1&width=16&img_size=32", *words)
     assert ran.exists()
     ran.unlink()
     again = ("attn-map", str(out), "--image", "0", "-o", str(tmp_path / "m.csv"))
     refused = CliRunner().invoke(main, again)
     assert refused.exit_code == 1 and "repeat the command with --trust-store" in refused.stderr
     assert not ran.exists() and not (tmp_path / "m.csv").exists()
-    run(*again, "--trust-store")
+    vitsee(*again, "--trust-store")
     assert ran.exists()
 
 

@@ -97,8 +97,10 @@ def test_weights_are_not_made(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "read from shapes; extract, or --prove, verifies" in result.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_maxvit", "efficientvim_m1"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("test_maxvit", "efficientvim_m1")]
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_convnext", *SLOW])
 def test_shapes_list_what_pixels_prove(name: str) -> None:
     told, proven = (json.loads(sites(name, *how, "--json").stdout) for how in (SHAPES, PROVE))
     assert (told.pop("proven"), proven.pop("proven")) == (False, True)

@@ -253,18 +253,8 @@ def test_the_csv_has_whole_numbers_and_empty_cells(made: Any) -> None:
     assert {name: rows[0][name] for name in COLUMNS if rows[0][name]}.keys() == {
         *("model", "weights", "site", "metric", "component", "value")
     }
-    last = {name: value for name, value in rows[-1].items() if value}
-    assert last == {
-        "model": "tiny",
-        "weights": "random 0",
-        "site": "pos_embed",
-        "metric": "cosine",
-        "row": "0",
-        "col": "1",
-        "other_row": "0",
-        "other_col": "1",
-        "value": "1.0",
-    }
+    last = [value for value in rows[-1].values() if value]
+    assert last == ["tiny", "random 0", "pos_embed", "0", "1", "0", "1", "cosine", "1.0"]
 
 
 def test_what_is_shown(made: Any) -> None:
@@ -404,26 +394,21 @@ def test_a_store_holds_them(stores: Path) -> None:
     assert store.array("weights/filters").shape == (64, 3, 8, 8)
     assert store.array("weights/positions").shape == (4, 6, 64)
     table = run(store)
+    table = run(store)
     assert equal(table, run(model), "store")
-    assert table.unique("store") == ["vit"]
+    mine, stored = of_model(model), of_store(store)
+    assert mine.record() == stored.record() and mine.arrays.keys() == stored.arrays.keys()
+    for name, values in mine.arrays.items():
+        assert np.array_equal(values, stored.arrays[name])
+    assert replace(mine, arrays={}) == replace(stored, arrays={}, store="")
     cnn = open_store(stores / "cnn.zarr")
     assert [name for name, _ in cnn.plan.weights][:1] == ["filters"]
     assert not cnn.has("weights/positions")
-    (stored,) = run(cnn).notes["sources"].values()
+    (notes,) = run(cnn).notes["sources"].values()
     (own,) = run(load_model("test_resnet", random_init=0)).notes["sources"].values()
-    assert stored["absent"] == own["absent"] != {}
+    assert notes["absent"] == own["absent"] != {}
     with pytest.raises(VitseeError, match="no position embedding is added"):
         run(cnn, what=["positions"])
-
-
-def test_of_model_and_of_store_say_the_same(stores: Path) -> None:
-    model = load_model("test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8})
-    mine, stored = of_model(model), of_store(open_store(stores / "vit.zarr"))
-    assert mine.record() == stored.record()
-    for name, values in mine.arrays.items():
-        assert np.array_equal(values, stored.arrays[name])
-    assert mine.arrays.keys() == stored.arrays.keys()
-    assert replace(mine, arrays={}) == replace(stored, arrays={}, store="")
 
 
 # ---------------------------------------------------------------- the command

@@ -29,22 +29,13 @@ LOADED: dict[str, Any] = {"weights": {"source": "checkpoint", "file": "dino.pth"
 @pytest.mark.parametrize(
     ("model", "name"),
     [
-        (
-            {"weights": {"source": "pretrained", "pretrained": "vit_base_patch16_224.dino"}},
-            "dino",
-        ),
-        (
-            {"weights": {"source": "pretrained", "pretrained": "resnet50.a1_in1k.v2"}},
-            "a1_in1k.v2",
-        ),
+        ({"weights": {"source": "pretrained", "pretrained": "vit_base_patch16_224.dino"}}, "dino"),
+        ({"weights": {"source": "pretrained", "pretrained": "resnet50.a1_in1k.v2"}}, "a1_in1k.v2"),
         ({"weights": {"source": "pretrained", "pretrained": "resnet50"}}, "pretrained"),
         ({"weights": {"source": "local-dir", "sha256": "ab" * 32}}, "pretrained"),
         (RANDOM, "random 0"),
         (LOADED, "dino.pth"),
-        (
-            {"weights": {**LOADED["weights"], "other_keys": ["student"]}},
-            "dino.pth#teacher",
-        ),
+        ({"weights": {**LOADED["weights"], "other_keys": ["student"]}}, "dino.pth#teacher"),
         ({"weights": {"source": "module", "sha256": "0123456789" * 6}}, "module 01234567"),
         ({"weights": {"sha256": "0123456789" * 6}}, "01234567"),
         (RANDOM | {"ablate_skip": ["blocks.3.attn"]}, "random 0, without blocks.3.attn"),
