@@ -57,6 +57,7 @@ def three(base: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_it_does_not_depend_on_how_it_is_made(
     base: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -192,7 +192,9 @@ def moved(table: SiteTable, **changes: Any) -> SiteTable:
     return replace(table, patches=(replace(first, **changes), *others))
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "crossvit_tiny_240"])
+@pytest.mark.parametrize(
+    "name", ["vit_tiny_patch16_224", pytest.param("crossvit_tiny_240", marks=pytest.mark.slow)]
+)
 def test_the_self_check_proves_patches(name: str) -> None:
     """At a size that the patch does not divide; a pixel off is found, on either side."""
     args = VIT if name.startswith("vit") else {"depth": ((1, 1, 0),)}

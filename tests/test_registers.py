@@ -277,6 +277,7 @@ def n_hooks(module: nn.Module) -> int:
     return sum(len(child._forward_pre_hooks) for child in module.modules())
 
 
+@pytest.mark.slow
 def test_what_stores_lack(bases: Bases, tmp_path: Path) -> None:
     base, module = bases("cls"), planted("cls")
     bare, output = tmp_path / "bare.zarr", tmp_path / "x.zarr"

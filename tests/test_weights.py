@@ -434,6 +434,7 @@ def test_command_of_a_store(stores: Path, tmp_path: Path) -> None:
     assert png.read_bytes()[1:4] == b"PNG"
 
 
+@pytest.mark.slow
 def test_command_of_a_model(tmp_path: Path) -> None:
     args = ["test_vit", "--random-init", "3", "--img-size", "32x48", "--model-arg", "patch_size=8"]
     result = weights_command(*args, "--what", "positions")
