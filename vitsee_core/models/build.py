@@ -34,7 +34,7 @@ class TableBuilder:
         demoted: Mapping[str, Sequence[str]],
         ablated: Sequence[str] = (),
     ) -> None:
-        self.model, self.survey, self.demoted, self.ablated = model, survey, demoted, set(ablated)
+        self.model, self.demoted, self.ablated = model, demoted, set(ablated)
         self.trace, self.geometry, self.blocks = survey.trace, survey.geometry, survey.blocks
         self.left_out: dict[str, str] = {}
         self.entered: set[str] = set()

@@ -167,8 +167,7 @@ class Capture:
             self.hooks.on(hook_point, gather, name)
 
     def run(self, x: Tensor, observer: Observer) -> Any:
-        """The model's own output for a batch, bit for bit; `observer` gets all that was
-        chosen.
+        """The model's own output for a batch, bit for bit; `observer` gets all that was chosen.
 
         Raises:
             CaptureError: a site was not captured as often as expected, or its first dimension

@@ -28,11 +28,8 @@ class Classifiers:
     _found: dict[str, Classifier | MissingInput] = field(default_factory=dict)
 
     def __call__(self, store: Store) -> Classifier:
-        """The classifier that a store keeps, else its model's, built again.
-
-        Raises:
-            MissingInput: neither can be had; with both reasons.
-        """
+        """The classifier that a store keeps, else its model's, built again; a MissingInput where
+        neither can be had, with both reasons."""
         key = store.manifest.store_id
         if key not in self._found:
             try:

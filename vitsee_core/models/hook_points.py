@@ -125,9 +125,7 @@ def input_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None
 
 
 def refuse_compiled(module: nn.Module) -> None:
-    """Raises:
-    ModelError: parts of the model are compiled, traced or scripted, so that hooks are lost.
-    """
+    """Raise ModelError if parts are compiled, traced or scripted, so that hooks are lost."""
     for name, child in module.named_modules():
         scripted = isinstance(child, torch.jit.ScriptModule)
         traced = isinstance(child, torch.fx.GraphModule)

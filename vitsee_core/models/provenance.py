@@ -132,9 +132,7 @@ def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = Fals
 
 
 def _check_record(store: Store) -> None:
-    """Raises:
-    MissingInput: a manifest without a record of its model, or with values of other types.
-    """
+    """Raise MissingInput for a manifest without a record of its model, or of other types."""
     model, info = store.manifest.model, store.manifest.info
     try:
         weights, args = model.get("weights"), model.get("args", {})

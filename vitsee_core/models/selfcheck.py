@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitsee_core.models.attention_watch import AttentionCall
-from vitsee_core.models.capture import Capture, Observer
+from vitsee_core.models.capture import Capture
 from vitsee_core.models.hook_points import CaptureError, first_tensor
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.patches import disproof
@@ -55,11 +54,11 @@ class SelfCheck:
         return not self.failures
 
 
-class _Examiner(Observer):
-    """Measures every site as it is captured."""
+class _Examiner(AttentionProof):
+    """Measures every site as it is captured, beside its proof."""
 
-    def __init__(self, proof: AttentionProof) -> None:
-        self.proof = proof
+    def __init__(self, table: SiteTable) -> None:
+        super().__init__(table)
         self.max_abs: dict[str, float] = {}
         self.offset: dict[str, float | None] = {}
         self.broken: dict[str, int] = {}
@@ -80,9 +79,6 @@ class _Examiner(Observer):
             raise CaptureError(
                 f"{sublayer.name}: skip {tuple(z.shape)} and branch {tuple(f.shape)} differ"
             )
-
-    def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
-        self.proof.attention(block, call)
 
 
 def _offset_ratio(parts: Sequence[Tensor]) -> float | None:
@@ -128,12 +124,11 @@ def self_check(
         if site.alias_of is not None and site.alias_of in wanted
     }
     sums = SumProof(model.module, table, names)
-    equal, heads = AliasProof(aliases), AttentionProof(table)
-    examiner = _Examiner(heads)
+    equal, examiner = AliasProof(aliases), _Examiner(table)
     capture = Capture(model, table, sites=stored, sublayers=sublayers, attention=attention)
     sums.attach(capture, names)
     equal.attach(capture)
-    heads.attach(capture, attention)
+    examiner.attach(capture, attention)
     with torch.inference_mode(), within():
         precision = current_precision(x.device)
         plain = first_tensor(model.module(x))
@@ -158,9 +153,9 @@ def self_check(
     check.failures += [
         f"{name}: attention times values is not what the block uses next (relative difference "
         f"{error:.3g}, allowed {allowed:.3g})"
-        for name, error in beyond(heads.errors, [b.name for b in attention], allowed).items()
+        for name, error in beyond(examiner.errors, [b.name for b in attention], allowed).items()
     ]
-    for what, proof in (("sums", sums), ("aliases", equal), ("attention", heads)):
+    for what, proof in (("sums", sums), ("aliases", equal), ("attention", examiner)):
         check.figures[what] = _worst(proof.errors)
     _judge_values(check, examiner, stored, dtypes or {})
     return check

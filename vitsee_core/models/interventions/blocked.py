@@ -48,9 +48,7 @@ def blocked_pairs(what: str, layout: TokenLayout, said: str) -> NDArray[np.bool_
 
 
 def refuse_empty_rows(pairs: NDArray[np.bool_], layout: TokenLayout, said: str) -> None:
-    """Raises:
-    ModelError: a query would be left without any key.
-    """
+    """Raise ModelError if a query would be left without any key."""
     for query in np.flatnonzero(pairs.all(1))[:1]:
         name = layout.prefix[query] if query < layout.n_prefix else "a patch"
         raise ModelError(f"{said}: {name} would be left without any token to attend to")

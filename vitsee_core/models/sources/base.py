@@ -52,18 +52,10 @@ class Source(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Whether the name can be a model's, without making it or asking a hub.
-
-        Raises:
-            ModelError: it cannot.
-        """
+        """Raise ModelError if the name cannot be a model's, without making it or asking a hub."""
 
     def check_choices(self) -> None:
-        """Whether its models take these choices.
-
-        Raises:
-            ModelError: they do not.
-        """
+        """Raise ModelError if its models do not take these choices."""
         made = self.choices
         if made.transform not in (None, OWN_TRANSFORM):
             raise ModelError(f"--transform is {made.transform!r}; expected {OWN_TRANSFORM}")
@@ -87,19 +79,12 @@ class Source(ABC):
                 )
 
     def check_arguments(self, args: Mapping[str, Any]) -> None:
-        """Whether these can be arguments of the model at all; by default all can.
-
-        Raises:
-            ModelError: one chooses what to load, which an option of its own does.
-        """
+        """Raise ModelError if an argument chooses what to load, which an option of its own does."""
         return
 
     def check_foreign(self, args: Mapping[str, Any], where: str) -> None:
-        """Whether a manifest that nobody vouches for may ask for this model; by default none may.
-
-        Raises:
-            ModelError: it may not; `where` is the store's name in it.
-        """
+        """Raise ModelError unless a manifest that nobody vouches for, of the store `where`, may ask
+        for this model; by default none may."""
         raise foreign_place(self.name, where)
 
     def placed(self, folder: Path) -> str:
@@ -108,11 +93,8 @@ class Source(ABC):
         return self.name
 
     def matching(self) -> dict[str, list[str]]:
-        """The models that the name, as a pattern, stands for -> the names of their weights.
-
-        Raises:
-            ModelError: nothing matches.
-        """
+        """The models that the name, as a pattern, stands for -> the names of their weights; a
+        ModelError where nothing matches."""
         return {self.name: []}
 
     def stated_size(self) -> tuple[int, int] | None:
@@ -158,11 +140,7 @@ class Source(ABC):
 
     def without_weights(self, wanted: dict[str, Any]) -> nn.Module:
         """The module on torch's meta device, where nothing is computed and no memory taken; of a
-        model that cannot be made there, with random weights.
-
-        Raises:
-            ModelError: as `make`.
-        """
+        model that cannot be made there, with random weights. Errors as `make`."""
         try:
             with torch.device("meta"):
                 return self.make(pretrained=False, seed=0, wanted=wanted)
@@ -189,8 +167,7 @@ class Source(ABC):
         Args:
             module: as `make` gives it.
             img_size: (rows, cols) instead of its own.
-            given: mean, std, crop_pct, crop_mode, fill, interpolation in place of its own; None for
-                those.
+            given: as many of them, and `fill`, in place of its own as are not None.
 
         Raises:
             ModelError: values that are none.
@@ -221,12 +198,8 @@ class Source(ABC):
 
 
 def drawn(seed: int, make: Any, what: str) -> nn.Module:
-    """What `make()` gives under a seed, which must be a module; errors of foreign code are one
-    line.
-
-    Raises:
-        ModelError: it raises, or gives something else.
-    """
+    """What `make()` gives under a seed; a ModelError of one line where it raises, or gives no
+    module with parameters."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:

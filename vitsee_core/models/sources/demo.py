@@ -11,11 +11,7 @@ class DemoSource(TimmSource):
 
     @property
     def full(self) -> str:
-        """timm's name of the folder, whose architecture may be the demo's own.
-
-        Raises:
-            VitseeError: no demo model has this name.
-        """
+        """timm's name of the folder, whose architecture may be the demo's own."""
         from vitsee_core.demo import architectures, model_folder
 
         folder = model_folder(self.name.removeprefix("demo:"))

@@ -97,11 +97,7 @@ def _quiet() -> Iterator[None]:
 
 
 def library() -> Any:
-    """open_clip.
-
-    Raises:
-        ModelError: it is not installed.
-    """
+    """open_clip; a ModelError where it is not installed."""
     try:
         import open_clip
     except ImportError as error:

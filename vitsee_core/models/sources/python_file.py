@@ -179,11 +179,8 @@ SOURCE = FileSource
 
 
 def run_file(path: Path, name: str) -> Any:
-    """The module of a Python file, run anew, with its folder among those that it imports from.
-
-    Raises:
-        ModelError: it raises.
-    """
+    """The module of a Python file, run anew, with its folder among those that it imports from; a
+    ModelError where it raises."""
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
     spec = importlib.util.spec_from_file_location(f"vitsee_{path.stem}_{digest}", path)
     assert spec is not None and spec.loader is not None, "a .py file has a loader"

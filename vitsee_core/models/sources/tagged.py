@@ -52,11 +52,7 @@ class TaggedSource(Source):
         return f"{self.library}:{self.parts[0]}"
 
     def tags(self) -> list[str]:
-        """The tags of the model's weights.
-
-        Raises:
-            ModelError: no such model, or none of its tags.
-        """
+        """The tags of the model's weights; a ModelError for no such model, or none of its tags."""
         model, tag = self.parts
         known = self.known()
         if model not in known:

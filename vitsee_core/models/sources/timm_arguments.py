@@ -55,9 +55,7 @@ _WORD = re.compile(r"[\w.+-]{0,64}")
 
 
 def refuse_loading(args: Mapping[str, Any], where: str = "--model-arg ") -> None:
-    """Raises:
-    ModelError: an argument chooses what to load, not how the model is made.
-    """
+    """Raise ModelError if an argument chooses what to load, not how the model is made."""
     for name in args:
         if name in LOADING:
             raise ModelError(

@@ -35,11 +35,7 @@ FOLDER = "local-dir:"
 
 def skips_left_out(full: str, name: str) -> tuple[str, ...]:
     """The blocks and sublayers without whose skips a folder's model was trained: `ablate_skip` of
-    its config.json, a list of names as --ablate-skip takes them; () for other models.
-
-    Raises:
-        ModelError: it is no list of names.
-    """
+    its config.json, a list of names as --ablate-skip takes them; () for other models."""
     if not full.startswith(FOLDER):
         return ()
     found = _read_config(Path(full.removeprefix(FOLDER)), name).get("ablate_skip", [])
@@ -141,11 +137,7 @@ def heads_no_shape_shows(module: nn.Module, full: str, wanted: dict[str, Any]) -
 
 
 def check_known(full: str, name: str) -> None:
-    """Whether timm knows a name, or a folder with a model has it.
-
-    Raises:
-        ModelError: neither.
-    """
+    """Raise ModelError unless timm knows a name, or a folder with a model has it."""
     import timm
 
     if not full.startswith((*HUB, FOLDER)) and not timm.is_model(full):

@@ -22,11 +22,7 @@ def registered() -> list[str]:
 
 def matching(pattern: str) -> dict[str, list[str]]:
     """Architecture -> tags of its pretrained weights, as far as they match a glob of architectures
-    or of `NAME.TAG`.
-
-    Raises:
-        ModelError: nothing does.
-    """
+    or of `NAME.TAG`; a ModelError where nothing does."""
     import timm
 
     tags: dict[str, list[str]] = {name: [] for name in timm.list_models()}

@@ -196,11 +196,7 @@ class TransformersSource(Source):
 
     @cached_property
     def _processor(self) -> Processor | None:
-        """Its image processor; None where the model has none.
-
-        Raises:
-            ModelError: there is none of the chosen backend.
-        """
+        """Its image processor, None where it has none; a ModelError without the chosen backend."""
         place, revision, _ = self.parts
         wanted = self.choices.processor
         found = None
@@ -226,11 +222,7 @@ class TransformersSource(Source):
         return None if self._processor is None else self._processor.input_size
 
     def _stated(self) -> dict[str, Any]:
-        """Its processor in numbers; vitsee's own way of doing them where that was chosen.
-
-        Raises:
-            ModelError: they do not say what the processor does.
-        """
+        """Its processor in numbers; vitsee's own way of doing them where that was chosen."""
         if self._processor is None:
             return dict(DEFAULT)
         if self.choices.transform != OWN_TRANSFORM:

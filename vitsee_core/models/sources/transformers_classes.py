@@ -19,11 +19,7 @@ _OF_VIDEOS = ("num_frames", "frames_per_clip", "tubelet_size")
 
 
 def library() -> Any:
-    """transformers.
-
-    Raises:
-        ModelError: it is not installed.
-    """
+    """transformers; a ModelError where it is not installed."""
     try:
         import transformers
     except ImportError as error:
@@ -64,12 +60,8 @@ def _forward(kind: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def check_input(kind: Any, config: Any, who: str, *, remote: bool) -> None:
-    """Refuse a class that does not take a batch of images. who: the model in a message; remote:
-    its own code may run, whose `main_input_name` is often not set.
-
-    Raises:
-        ModelError: it takes something else.
-    """
+    """Refuse a class that does not take a batch of images, with a ModelError about `who`. remote:
+    its own code may run, whose `main_input_name` is often not set."""
     refuse_others(kind, who)
     remote = remote and "input_ids" not in _forward(kind)
     if kind.main_input_name != PIXELS and not remote:

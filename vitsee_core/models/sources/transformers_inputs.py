@@ -20,11 +20,7 @@ _MADE = ("pixel_attention_mask", "spatial_shapes")
 
 def refuse_others(kind: Any, name: str) -> None:
     """Refuse a class, or a module, that needs more than images (packed patches and their grids, as
-    Qwen-VL's towers do).
-
-    Raises:
-        ModelError: it does.
-    """
+    Qwen-VL's towers do), with a ModelError."""
     taken = inspect.signature(kind.forward).parameters.values()
     plain = [p for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
     more = [p.name for p in plain[1:] if p.default is p.empty and p.name not in _MADE]
