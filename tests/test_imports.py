@@ -179,6 +179,8 @@ REFUSED: list[tuple[Any, str, str]] = [
     ("junk.npz", "--ids IDS", "junk.npz is no .npz file of numbers"),
     ("junk.safetensors", "--ids IDS", "junk.safetensors is no .safetensors file of numbers"),
     ("junk.pt", "--ids IDS", "junk.pt is no file of tensors alone"),
+    ("junk.csv", "", "junk.csv is no .csv file of numbers: 'utf-8' codec can't decode"),
+    (VECTORS, "--ids JUNK", "junk.csv cannot be read: 'utf-8' codec can't decode"),
     ("junk.mat", "--ids IDS", "junk.mat is refused: exp"),
     ([["id", "a"], ["i", "word"]], "", "column a holds 'word'"),
     ([["id", "a"], ["i", 1], ["i", 2]], "", "two rows have the id"),
@@ -194,13 +196,15 @@ def test_what_is_refused(given: Any, more: str, said: str, like: Store, tmp_path
     if isinstance(given, str):
         path = tmp_path / given
         if given.startswith("junk"):
-            path.write_bytes(b"junk")
+            path.write_bytes(b"\xffjunk")
     elif isinstance(given, list):
         path = table(tmp_path / "t.csv", given[0], given[1:])
     else:
         path = array(tmp_path, given)
     (tmp_path / "other.txt").write_text("".join(f"x{i}\n" for i in range(N)))
+    (tmp_path / "junk.csv").write_bytes(b"\xffid,label\n")
     places = {"IDS": ids(tmp_path), "LIKE": like.path, "OTHER": tmp_path / "other.txt"}
+    places["JUNK"] = tmp_path / "junk.csv"
     options = (places.get(word, word) for word in more.split())
     result = run(path, *options, "-o", tmp_path / "s.zarr")
     assert result.exit_code == 1 and said in result.stderr, result.stderr

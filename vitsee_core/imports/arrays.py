@@ -82,6 +82,8 @@ def read_ids(path: Path) -> tuple[list[str], list[str] | None]:
         columns = _TABLES[ending](path)
     except OSError as error:
         raise VitseeError(f"{path} cannot be read: {reason(error)}") from None
+    except UnicodeDecodeError as error:
+        raise VitseeError(f"{path} cannot be read: {error}") from None
     if ID not in columns:
         raise VitseeError(f"{path} has columns {', '.join(columns)}; expected one called {ID}")
     labels = columns.get(LABEL)
