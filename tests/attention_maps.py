@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests import reference
 from tests.stores import write_attention
 from vitsee_stores import AttentionGroup, Store, TokenLayout
 
@@ -71,29 +72,12 @@ def aligned(a: Float, layout: TokenLayout) -> Float:
 def qk_nmi(a: Float, layout: TokenLayout) -> float:
     """One image and head: what queries and keys, both spatial, know of each other."""
     body = a[layout.n_prefix :, layout.n_prefix :]
-    rows = [row / row.sum() for row in body if row.sum() > 0]
-    if len(rows) < 2:
-        return np.nan
-    joint = np.array(rows) / len(rows)
-    of_queries, of_keys = joint.sum(1), joint.sum(0)
-    information = 0.0
-    for q, k in np.ndindex(joint.shape):
-        if joint[q, k] > 0:
-            information += joint[q, k] * np.log(joint[q, k] / (of_queries[q] * of_keys[k]))
-    of_keys = of_keys[of_keys > 0]
-    spread = -(of_keys * np.log(of_keys)).sum() * np.log(len(rows))
-    return float(information / np.sqrt(spread)) if spread > 0 else np.nan
+    return reference.shared_information([row / row.sum() for row in body if row.sum() > 0])
 
 
 def rollout(head_means: Sequence[Float], layout: TokenLayout, residual: bool) -> Float:
     """The whole product, matrix by matrix: (tokens,)."""
-    eye = np.eye(layout.n_tokens)
-    product = eye
-    for mean in head_means:
-        mixed = 0.5 * mean + 0.5 * eye if residual else mean
-        product = (mixed / mixed.sum(1, keepdims=True)) @ product
-    row: Float = product[layout.n_prefix :].mean(0)
-    return row if layout.cls is None else product[layout.cls]
+    return reference.rollout(list(head_means), layout.n_prefix, layout.cls, residual)
 
 
 def write(
@@ -124,46 +108,28 @@ def write(
 
 def _images(group: Attention, level: str) -> dict[str, Array]:
     """Every array of the group image by image; what the store sums, too."""
-    n, first = len(group.a[0]), group.layout.n_prefix
-    folder, widest = group.group.folder, max(a.shape[1] for a in group.a)
-    assert group.layout.grid is not None
-    gh, gw = group.layout.grid
-    t = group.layout.n_tokens
-    heads = (n, len(group.a), widest)
-    names = ("entropy", "prefix_mass", "query_std", "received_max", "qk_nmi")
-    per_head = {name: np.full(heads, np.nan) for name in names}
-    per_head["received_argmax"] = np.full(heads, -1)
+    layout, heads = group.layout, (len(group.a[0]), len(group.a), max(a.shape[1] for a in group.a))
+    assert layout.grid is not None
+    gh, gw = layout.grid
+    names = ("entropy", "prefix_mass", "query_std", "received_max", "received_argmax", "qk_nmi")
+    out = {name: np.full(heads, -1.0 if "argmax" in name else np.nan) for name in names}
+    out["aligned"] = np.zeros((*heads, 2 * gh - 1, 2 * gw - 1))
+    out |= {name: np.zeros((*heads, layout.n_tokens)) for name in ("received", "cls_map")}
     head_std = np.zeros(heads[:2])
-    maps = np.zeros((*heads, 2 * gh - 1, 2 * gw - 1))
-    received, cls = np.zeros((*heads, t)), np.zeros((*heads, t))
-    for i, row, h in np.ndindex(heads):
-        if h >= group.a[row].shape[1]:
-            continue
-        a = group.a[row][i, h]
-        spatial = a[first:]
-        logs = np.log(np.where(spatial > 0, spatial, 1))
-        per_head["entropy"][i, row, h] = -(spatial * logs).sum(1).mean()
-        per_head["prefix_mass"][i, row, h] = spatial[:, :first].sum(1).mean()
-        per_head["query_std"][i, row, h] = spatial[:, first:].std(0, ddof=1).mean()
-        maps[i, row, h] = aligned(a, group.layout)
-        received[i, row, h] = spatial.mean(0)
-        per_head["received_max"][i, row, h] = max(received[i, row, h])
-        per_head["received_argmax"][i, row, h] = list(received[i, row, h]).index(
-            max(received[i, row, h])
-        )
-        per_head["qk_nmi"][i, row, h] = qk_nmi(a, group.layout)
-        if group.layout.cls is not None:
-            cls[i, row, h] = a[group.layout.cls]
     for i, row in np.ndindex(heads[:2]):
-        a = group.a[row][i][:, first:, first:]
-        head_std[i, row] = a.std(0, ddof=1).mean() if len(a) > 1 else 0.0
-    out: dict[str, Array] = {folder + name: values for name, values in per_head.items()}
-    out |= {folder + "head_std": head_std, folder + "aligned": maps, folder + "received": received}
-    if group.layout.cls is not None:
-        out[folder + "cls_map"] = cls
+        a = group.a[row][i]
+        of = reference.attention(a, layout.n_prefix, layout.grid, (1.0, 1.0), layout.cls)
+        head_std[i, row] = of.head_std
+        for name, values in out.items():
+            if (own := getattr(of, name)) is not None:
+                values[i, row, : len(a)] = own
+    out["head_std"] = head_std
+    if layout.cls is None:
+        del out["cls_map"]
     if level in ("rows", "full"):
-        out[folder + "received_rows"] = received
+        out["received_rows"] = out["received"]
+    out = {f"{group.group.folder}{name}": values for name, values in out.items()}
     if level == "full":
-        for name, values in zip(group.blocks, group.a, strict=True):
-            out[f"attention/full/{name}"] = values
+        for name, whole in zip(group.blocks, group.a, strict=True):
+            out[f"attention/full/{name}"] = whole
     return out

@@ -161,6 +161,9 @@ def test_rotated_scaled_and_shifted_features_are_the_same(tmp_path: Path) -> Non
     table = run(write_model(tmp_path / "a.zarr", sites), no_cache=True)
     assert table["value"][1] == pytest.approx(1, abs=TOLERANCE)
     assert table["value"][2] < 0.99
+    order = np.random.default_rng(1).permutation(N)
+    moved = write_model(tmp_path / "b.zarr", {name: v[order] for name, v in sites.items()})
+    assert run(moved, no_cache=True)["value"] == pytest.approx(table["value"], abs=TOLERANCE)
 
 
 def test_constant_features_are_said_and_drawn(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from tests.stores import CNN_PAIR, VIT, write_labelled, write_sites
-from vitsee_cli.main import main
 from vitsee_core.analyses import cka, cka_heads, knn, localize, probe, retrieve, similarity
 from vitsee_core.features import compared, require_comparable
 from vitsee_stores import Store
@@ -75,22 +72,6 @@ def test_model_names_come_first(tmp_path: Path) -> None:
     b = write_labelled(tmp_path / "b.zarr", {"embed": np.ones((2, 3, 4))}, [0, 1], model="cnn")
     with pytest.raises(StoreMismatch, match=r"a and b .* different models \(vit against cnn\)"):
         require_comparable(a, [b])
-
-
-def test_commands_refuse_in_one_line(tmp_path: Path) -> None:
-    train = made(tmp_path / "train.zarr")
-    other = made(tmp_path / "o.zarr", seed=1, transform={**TRANSFORM, "crop_pct": 0.5})
-    out = tmp_path / "r.csv"
-    for command in (
-        ["knn", "--k", "3"],
-        ["probe"],
-        ["retrieve", "--truth", "labels", "--queries", str(other.path)],
-    ):
-        stores = [str(train.path)] + ([] if command[0] == "retrieve" else [str(other.path)])
-        result = CliRunner().invoke(main, [command[0], *stores, *command[1:], "-o", str(out)])
-        assert result.exit_code == 1 and not result.stdout
-        assert result.stderr.count("\n") == 1 and "crop_pct: 0.9 against 0.5" in result.stderr
-    assert not out.exists()
 
 
 def test_canvases_of_tiles_may_be_of_any_size(tmp_path: Path) -> None:
@@ -199,14 +180,10 @@ def test_other_inputs_are_said(
     assert table.notes["compared"]["differences"] == [line]
 
 
-def test_sidecars_have_it(tmp_path: Path) -> None:
-    a, b = made(tmp_path / "a.zarr"), made(tmp_path / "b.zarr", seed=1)
-    out = tmp_path / "r.csv"
-    result = CliRunner().invoke(main, ["knn", str(a.path), str(b.path), "--k", "3", "-o", str(out)])
-    assert result.exit_code == 0, result.output
-    notes = json.loads(Path(f"{out}.json").read_text())["notes"]
-    assert notes["compared"] == {
-        "stores": ["a", "b"], "tokens": {"embed": "cls", "blocks.0.out": "cls"},
+def test_what_is_recorded(tmp_path: Path) -> None:
+    tokens = {"embed": "cls", "blocks.0.out": "cls"}
+    assert compared([made(tmp_path / "a.zarr"), made(tmp_path / "b.zarr", seed=1)], tokens) == {
+        "stores": ["a", "b"], "tokens": tokens,
         "model": {"architecture": "vit"}, "weights": "w", "ablate_skip": [], "interventions": [],
         "transform": TRANSFORM, "precision": "fp32", "order": "shuffled", "differences": [],
     }  # fmt: skip

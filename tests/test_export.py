@@ -122,11 +122,14 @@ def test_memory_is_that_of_a_slab(tmp_path: Path) -> None:
 
 
 def test_the_command(store: Store, tmp_path: Path) -> None:
-    words = ["export", str(store.path), "blocks.-1.out", "--tokens", "cls"]
+    words = ["export", str(store.path), "blocks.-1.out"]
     words += ["-o", str(tmp_path / "x.npy"), "--samples", str(tmp_path / "x.csv")]
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 0, result.output
     assert result.stdout == f"{tmp_path / 'x.npy'}: 20 x 4\n"
+    assert np.load(tmp_path / "x.npy") == pytest.approx(  # the class token by default
+        rows(SITES["blocks.1.out"])[:, 0], rel=1e-3, abs=1e-3
+    )
     with open(tmp_path / "x.csv") as file:
         listed = list(csv.DictReader(file))
     assert [row["id"] for row in listed] == rows(store.samples.id).tolist()
@@ -134,15 +137,6 @@ def test_the_command(store: Store, tmp_path: Path) -> None:
     assert again.exit_code == 1
     assert "exists; give another name, or --force" in again.stderr
     assert CliRunner().invoke(main, [*words, "--force"]).exit_code == 0
-
-
-def test_without_tokens_it_writes_the_class_token(store: Store, tmp_path: Path) -> None:
-    words = ["export", str(store.path), "blocks.-1.out", "-o"]
-    for path, more in ((tmp_path / "default.npy", []), (tmp_path / "cls.npy", ["--tokens", "cls"])):
-        result = CliRunner().invoke(main, [*words, str(path), *more])
-        assert result.exit_code == 0, result.output
-    default, cls = (np.load(tmp_path / f"{name}.npy") for name in ("default", "cls"))
-    np.testing.assert_array_equal(default, cls)
 
 
 # ---------------------------------------------------------------- a stream for training

@@ -23,27 +23,18 @@ def make_store(path: Path, **kwargs: Any) -> Store:
     return write_attention(path, [attention_group(BLOCKS, (3, 2))], {}, **given)
 
 
-def test_places_in_the_model(tmp_path: Path) -> None:
-    first, last = attention_blocks(make_store(tmp_path / "a.zarr"))
-    assert (first.site, first.depth, first.rel_depth, first.row, first.n_heads) == (
-        *("blocks.0", 0, 0.0),
-        *(0, 3),
-    )
-    assert (last.site, last.depth, last.rel_depth, last.row, last.n_heads) == (
-        *("blocks.1", 1, 1.0),
-        *(1, 2),
-    )
-
-
-def test_places_do_not_need_block_outputs(tmp_path: Path) -> None:
-    store = make_store(tmp_path / "a.zarr", model_blocks=None)
-    assert [(b.depth, b.rel_depth) for b in attention_blocks(store)] == [(0, 0.0), (1, 1.0)]
-
-
-def test_blocks_between_have_no_heads(tmp_path: Path) -> None:
-    model_blocks = ("conv", "blocks.0", "pool", "blocks.1", "end")
-    store = make_store(tmp_path / "a.zarr", model_blocks=model_blocks)
-    assert [(b.depth, b.rel_depth) for b in attention_blocks(store)] == [(1, 0.25), (3, 0.75)]
+@pytest.mark.parametrize(
+    ("model_blocks", "places"),
+    [
+        (BLOCKS, [(0, 0.0), (1, 1.0)]),
+        (None, [(0, 0.0), (1, 1.0)]),  # they need no block outputs
+        (("conv", "blocks.0", "pool", "blocks.1", "end"), [(1, 0.25), (3, 0.75)]),
+    ],
+)
+def test_places_in_the_model(tmp_path: Path, model_blocks: Any, places: Any) -> None:
+    found = attention_blocks(make_store(tmp_path / "a.zarr", model_blocks=model_blocks))
+    assert [(b.depth, b.rel_depth) for b in found] == places
+    assert [(b.site, b.row, b.n_heads) for b in found] == [("blocks.0", 0, 3), ("blocks.1", 1, 2)]
 
 
 def test_patterns_choose_blocks(tmp_path: Path) -> None:

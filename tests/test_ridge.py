@@ -62,7 +62,7 @@ def test_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("n", "dim"), SHAPES)
-@pytest.mark.parametrize("l2", [1e-3, 1.0, 300.0])
+@pytest.mark.parametrize("l2", [1e-3, 300.0])
 def test_normal_equations_and_scikit_learn(n: int, dim: int, l2: float) -> None:
     x, labels = data(n, dim)
     weights, bias = ridge(x, labels, 4, l2)
@@ -117,7 +117,7 @@ def test_primal_is_dual() -> None:
         np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(1, 40), st.integers(0, 39), st.integers(1, 9), st.booleans())
 def test_pieces_and_parts_do_not_matter(dim: int, cut: int, piece: int, standardise: bool) -> None:
     x, labels = data(40, dim)
@@ -243,11 +243,16 @@ def test_held_out_images_choose() -> None:
     assert judge.best() == GRID[best]
 
 
-def test_features_that_say_nothing_get_the_largest_l2() -> None:
-    x, labels = np.ones((12, 3), np.float32), np.arange(12) % 3
-    judge = HeldOut(Factors.of(stats_of(x, labels, 3), PLAIN), GRID)
+@pytest.mark.parametrize("dim", [3, 40])  # with more channels than images no direction is left
+def test_features_that_say_nothing(dim: int) -> None:
+    """They get the largest l2, and the lower class."""
+    x, labels = np.ones((12, dim), np.float32), np.arange(12) % 3
+    factors = Factors.of(stats_of(x, labels, 3), PLAIN)
+    judge = HeldOut(factors, GRID)
     judge.add(x, labels)
     assert judge.best() == GRID[-1]
+    z = factors.coordinates(x.astype(float))
+    assert ranks(factors.scores(z, 1.0), labels).tolist() == labels.tolist()
 
 
 def test_targets() -> None:
@@ -311,14 +316,6 @@ def test_scores_that_are_no_numbers_are_never_right() -> None:
     z[1, 3] = np.nan
     found = ranks(factors.scores(z, 1.0), labels[:2])
     assert found[0] < 4 and found[1] == 4
-
-
-@pytest.mark.parametrize("dim", [3, 40])  # with more channels than images no direction is left
-def test_probes_that_know_nothing_give_the_lower_class(dim: int) -> None:
-    x = np.ones((12, dim), np.float32)
-    factors = Factors.of(stats_of(x, np.arange(12) % 3, 3), PLAIN)
-    z, labels = factors.coordinates(x.astype(float)), np.arange(12) % 3
-    assert ranks(factors.scores(z, 1.0), labels).tolist() == labels.tolist()
 
 
 # ---------------------------------------------------------------- pieces

@@ -390,6 +390,7 @@ def test_refusals(tmp_path: Path) -> None:
             run(one, **choice)
 
 
+@pytest.mark.slow
 def test_alpha_depends_on_the_number_of_images() -> None:
     """As docs/guide/intervals.md says: eigenvalues that fall as 1 / rank."""
     spectrum = np.arange(1, 769.0) ** -1

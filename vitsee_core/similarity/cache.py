@@ -138,7 +138,7 @@ class GramCache:
 
         Args:
             features: of what.
-            rows: of which images; with `batches`, batch after batch.
+            rows: the images; with `batches`, batch after batch.
             tile: side of the tiles.
             make: computes the tiles, see `gram_file`, and records the origin of the features.
             batches: see `Header`.

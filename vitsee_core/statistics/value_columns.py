@@ -28,14 +28,8 @@ def mean_cells(values: ArrayLike, labels: Integers) -> Cells:
 
 def jackknife_cells(value: float, without: Float, n: int, limits: Limits = UNLIMITED) -> Cells:
     """Cells of a statistic other than a mean: its 95 % interval by the delete-a-block jackknife;
-    std is sqrt(n) times the standard error.
-
-    Args:
-        value: over all images.
-        without: (blocks,) the same without each block of images.
-        n: images.
-        limits: least and largest possible value.
-    """
+    std is sqrt(n) times the standard error. without: (blocks,) the value of the n images without
+    each block of them; limits: least and largest possible value."""
     error, low, high = interval(np.array(value), without, limits)
     return {
         **{"value": float(value), "std": float(error) * np.sqrt(n)},

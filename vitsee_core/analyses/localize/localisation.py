@@ -63,15 +63,9 @@ class Maps:
 
 
 def own_patch(cka: Float, own: Integers | Sequence[int]) -> Float:
-    """(metrics, ..., tokens): `OWN_METRICS` of maps (..., tokens, patches).
-
-    NaN if a token has no value at its own patch, or at no other. Equally similar patches do not
-    rank before each other.
-
-    Args:
-        cka: maps.
-        own: (tokens,) the own patch of each token.
-    """
+    """(metrics, ..., tokens): `OWN_METRICS` of maps (..., tokens, patches), `own` (tokens,) the own
+    patches. NaN if a token has no value at its own patch, or at no other. Equally similar patches
+    do not rank before each other."""
     places = np.broadcast_to(np.asarray(own), cka.shape[:-1])[..., np.newaxis]
     value = np.take_along_axis(cka, places, -1)
     others = cka.copy()

@@ -133,6 +133,7 @@ def _draw_many(table: Table, metric: str) -> Figure:
         axes.set_title(name)
         if metric.startswith("norm_ratio"):
             reference_line(axes, 1, "skip = branch")
+    panels[-1][0].plot([], [], linestyle="none", label=SYMBOLS)
     grid.finish(panels)
     add_curve_legend(figure, [axes for axes, *_ in panels])
     return figure

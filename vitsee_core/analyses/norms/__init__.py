@@ -63,6 +63,7 @@ from vitsee_core.statistics.skip_branch import TokenPlace, places_of
 from vitsee_core.statistics.value_columns import Cells, cells_of, jackknife_cells, mean_cells
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured
+from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, Integers
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
@@ -166,9 +167,7 @@ def run(
         VitseeError: unknown metric, a threshold that is no positive number, more tokens than fit
             the memory, or numbers that are not finite.
     """
-    for metric in metrics:
-        if metric not in METRICS:
-            raise VitseeError(f"no metric {metric!r}; metrics of norms: {', '.join(METRICS)}")
+    asked_for(metrics, METRICS, "norms")
     if not (np.isfinite(threshold) and threshold > 0):
         raise VitseeError(f"the threshold is {threshold:g}; expected a norm above 0")
     tokens = tokens or ("all", "each")

@@ -27,15 +27,11 @@ def blocks_out(labels: NDArray[np.integer]) -> Iterator[Mask]:
 
 
 def share_above_mad(norms: Float, labels: Integers) -> tuple[float, Float]:
-    """The share of norms above `mad_threshold`, and the same without each block of images, with
-    threshold and share recomputed; NaN if nothing is left.
+    """The share of norms (images, tokens) above `mad_threshold`, and the same without each block of
+    images, with threshold and share recomputed; NaN if nothing is left.
 
     Norms are sorted once, and stay so without a block: neither medians nor counts cost more than
     leaving it out. Memory: beside the norms, three times as much.
-
-    Args:
-        norms: (images, tokens).
-        labels: (images,).
     """
     values, blocks = _in_order(norms, labels)
     return _share(values), np.array([_share(values[keep]) for keep in blocks_out(blocks)])
@@ -89,14 +85,9 @@ def _in_order(norms: Float, labels: Integers) -> tuple[Float, NDArray[np.int32]]
 
 
 def bimodality(norms: Float, labels: Integers) -> tuple[float, Float]:
-    """(skewness^2 + 1) / kurtosis of the logarithms of all norms above 0 (Sarle's coefficient), and
-    the same without each block of images: 1/3 for a normal sample, 5/9 for a uniform one, 1 for
-    two equal peaks; NaN if all are equal.
-
-    Args:
-        norms: (images, tokens).
-        labels: (images,).
-    """
+    """(skewness^2 + 1) / kurtosis of the logarithms of all norms (images, tokens) above 0 (Sarle's
+    coefficient), and the same without each block of images: 1/3 for a normal sample, 5/9 for a
+    uniform one, 1 for two equal peaks; NaN if all are equal."""
     # About the mean of all: power sums of few digits lost, whatever the unit.
     n, total = np.concatenate([_powers(piece, 0.0)[:, :2] for piece in _pieces(norms)]).sum(0)
     centre = total / n if n else 0.0

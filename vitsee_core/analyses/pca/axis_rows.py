@@ -22,14 +22,8 @@ def axis_rows(
     sums: Sequence[CovarianceSums], axes: PrincipalAxes, n_images: int, jobs: int
 ) -> list[dict[str, Any]]:
     """For each axis its share of the variance, with the jackknife's interval and the value of two
-    halves; then for each the absolute cosine between the halves' axes.
-
-    Args:
-        sums: of each block of images.
-        axes: of all of them.
-        n_images: in all blocks.
-        jobs: subsets of blocks processed at a time.
-    """
+    halves; then for each the absolute cosine between the halves' axes. sums: of each block of
+    images, axes and n_images: of all of them."""
     m, k = len(sums), len(axes.shares)
     even = np.arange(m) % 2 == 0
     subsets = [even, ~even, *(np.arange(m) != b for b in range(m))]

@@ -73,15 +73,8 @@ class Projected:
 def project(
     features: SiteFeatures, patches: Patches, axes: PrincipalAxes, rows: Integers, use: Execution
 ) -> Projected:
-    """Scores of the patches of these images, one slab at a time.
-
-    Args:
-        features: the site's patches.
-        patches: which count.
-        axes: see `PrincipalAxes`.
-        rows: (images,) of the store, valid ones.
-        use: resources.
-    """
+    """Scores of the site's patches that count, one slab at a time. rows: (images,) of the store,
+    valid ones."""
     mask = np.zeros(features.store.n_images, bool)
     mask[rows] = True
     jobs = max(1, min(use.jobs, use.budget // features.slab_bytes))

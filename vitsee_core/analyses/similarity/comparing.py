@@ -53,7 +53,7 @@ def compare_all(
         measure: see `Measure`.
         pairs: (pairs, 2) indices of representations.
         intervals: whether to compute replicates without one block of images each.
-        permutations: their number.
+        permutations: of the images, for the null.
 
     Raises:
         VitseeError: too few images.

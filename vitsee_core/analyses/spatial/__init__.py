@@ -42,6 +42,7 @@ from vitsee_core.statistics.jackknife import SHARE, Blocks
 from vitsee_core.statistics.value_columns import jackknife_cells, mean_cells
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, first_and_last, measured
+from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, Integers
 from vitsee_stores.errors import SiteError, VitseeError
@@ -119,12 +120,9 @@ def run(
         VitseeError: unknown metric, `srss` without masks, masks that cannot be used (see
             `open_masks`, `ground_truth`), numbers that are not finite.
     """
-    for metric in metrics:
-        if metric not in METRICS:
-            raise VitseeError(f"no metric {metric!r}; metrics of spatial: {', '.join(METRICS)}")
+    wanted = asked_for(metrics or METRICS, METRICS, "spatial")
     if OF_MASKS in metrics and not masks:
         raise VitseeError("srss compares foreground with background: give --masks too")
-    wanted = tuple(metric for metric in METRICS if metric in (metrics or METRICS))
     selected = select_each(stores, sites, _sites)
     for store, chosen in selected.members:
         for site in chosen:

@@ -110,13 +110,9 @@ def _decline(values: Float, reach: int) -> float:
 
 def sums_by_distance(units: Float, there: Mask) -> tuple[Float, Float]:
     """Sums of cosines, and numbers of pairs, of the tokens at each Manhattan distance 0, 1, ...,
-    every pair twice.
+    every pair twice. units: (rows, cols, dim) unit vectors, or 0 where not `there`.
 
     By autocorrelation over the grid, which costs T log T instead of T^2 for all pairs.
-
-    Args:
-        units: (rows, cols, dim) unit vectors, or 0.
-        there: (rows, cols) which are not 0.
     """
     rows, cols = there.shape
     distance = _distances(rows, cols)

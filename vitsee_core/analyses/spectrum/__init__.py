@@ -48,7 +48,7 @@ from vitsee_core.statistics.shares import jackknife_share
 from vitsee_core.statistics.value_columns import jackknife_cells
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured, picked
-from vitsee_core.tables.metrics import OF_THIS_SIZE, depends_on_size
+from vitsee_core.tables.metrics import OF_THIS_SIZE, asked_for, depends_on_size
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, Float32, Integers, Mask
 from vitsee_stores.errors import VitseeError
@@ -135,9 +135,7 @@ def run(
         VitseeError: unknown metric, metrics that need one vector per image, labels or logits, or
             more than fits the memory.
     """
-    for metric in metrics:
-        if metric not in METRICS:
-            raise VitseeError(f"no metric {metric!r}; metrics of spectrum: {', '.join(METRICS)}")
+    asked_for(metrics, METRICS, "spectrum")
     selected = select_each(stores, sites, sites_of)
     plans = []
     for store, chosen in selected.members:

@@ -104,14 +104,8 @@ def nearest_mean_disagrees(
     x: Float, labels: Integers, predicted: Integers, half: Integers
 ) -> Float:
     """(n,) 1 if the nearest class mean is not the class that the model predicts, else 0; NaN for
-    classes that are not in both halves. Means are of the half without the example.
-
-    Args:
-        x: (n, dim).
-        labels: (n,) classes.
-        predicted: (n,) of the logits.
-        half: (n,) from `halves`, of these examples and others.
-    """
+    classes that are not in both halves. Means are of the half without the example. x: (n, dim);
+    half: (n,) from `halves`, of these examples and others."""
     disagrees = np.full(len(x), np.nan)
     known = np.intersect1d(labels[half == 0], labels[half == 1])
     if len(known) < 2:

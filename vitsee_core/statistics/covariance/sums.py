@@ -198,16 +198,10 @@ def block_sums(
     execution: Execution,
     examples: Examples | None = None,
 ) -> list[CovarianceSums]:
-    """Sums of each block of a site's images.
+    """Sums of each block of a site's images. labels: (all images,) blocks, below 0 for none;
+    examples: selects and transforms tokens; by default all, unchanged.
 
     Memory: a D x D matrix in float64 for each block, and one more for each slab in progress.
-
-    Args:
-        features: which tokens of which site.
-        rows: which images.
-        labels: (all images,) blocks, below 0 for none.
-        execution: resources.
-        examples: selects and transforms tokens; by default all, unchanged.
     """
     first = int(np.flatnonzero((labels >= 0) & rows.mask)[0])
     token: Float32 = features.load(slice(first, first + 1), slice(0, 1)).astype(np.float32)
