@@ -157,6 +157,7 @@ def test_a_resnet_store_holds_the_blocks_own_outputs(folder: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_batch_size_and_workers_do_not_change_rows(
     folder: Path, vit_store: Path, tmp_path: Path
 ) -> None:

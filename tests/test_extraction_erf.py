@@ -261,6 +261,7 @@ def test_batches_slabs_shards_and_resuming(whole: Path, folder: Path, tmp_path: 
     assert array_bytes(shards) == array_bytes(whole)
 
 
+@pytest.mark.slow
 def test_nothing_else_changes(whole: Path, folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "plain.zarr"
     more = ["--slab", SLAB, "--inputs", "--order", "dataset", "--batch-size", 3]
@@ -284,6 +285,7 @@ def test_a_slab_without_any_readable_image(folder: Path, tmp_path: Path) -> None
     assert validate(path, deep=True) == []
 
 
+@pytest.mark.slow
 def test_ablated_skips_leave_the_field(folder: Path, tmp_path: Path) -> None:
     fields = []
     for more in ([], ["--ablate-skip", "blocks.0"]):
@@ -386,6 +388,7 @@ def test_left_out_and_refused(whole: Path, folder: Path, tmp_path: Path) -> None
     assert not path.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_joining(whole: Path, folder: Path, tmp_path: Path) -> None:
     before = array_bytes(whole)

@@ -273,6 +273,7 @@ def test_a_disk_without_room_for_the_scratch_file(
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_what_does_not_fit_the_held_type_stops_the_run_and_whole_slabs_go_on(
     tmp_path: Path,
 ) -> None:
@@ -305,6 +306,7 @@ def test_reading(whole: Path, folder: Path, tmp_path: Path) -> None:
         open_store(plain).grams("embed")
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_joining(whole: Path, folder: Path, tmp_path: Path) -> None:
     before = array_bytes(whole)

@@ -191,6 +191,7 @@ def test_a_result_says_of_which_generation_it_is(third: Path, first: Path) -> No
         assert made["stores"][0]["generation"] == number
 
 
+@pytest.mark.slow
 def test_gram_matrices_are_kept_where_the_rows_stayed(store: Path, images: Path) -> None:
     cache = store.with_name("a.zarr.grams")
 
@@ -215,6 +216,7 @@ def test_commands_of_earlier_generations_have_nothing_to_do(grown: Path, images:
     assert before == {path: path.stat().st_mtime_ns for path in grown.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_would_be_added(store: Path, images: Path) -> None:
     done = extracted(*words(images, store, FIRST, *sites("norms"), "--dry-run"))
     assert re.search(r"generation 2 of .* adds \d+ sites \(blocks\.0\.norm1, ", done.stderr)
@@ -267,6 +269,7 @@ def test_more_images_are_asked_for_by_number(first: Path, images: Path) -> None:
     assert done.exit_code == 1 and f"--images {N} would add the others" in done.stderr
 
 
+@pytest.mark.slow
 def test_something_else_waits_for_what_is_being_added(store: Path, images: Path) -> None:
     extracted(*words(images, store, FIRST, *sites("norms"), "--shard", "0/2"))
     done = extract(*words(images, store, FIRST, *sites("hidden")))
