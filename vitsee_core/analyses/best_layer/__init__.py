@@ -303,12 +303,7 @@ def plot(table: Table, files: Sequence[ResultFile] = (), metrics: Sequence[str] 
     """One panel per task: its curves against relative depth, the best layer of each store as a star
     and baselines dashed. One panel per store of a CKA self-comparison: CKA with the last layer
     beside the scores of all tasks. Below, the table itself: tasks by stores. Of `compare`: its
-    differences with their intervals.
-
-    Args:
-        table: from `run` or `compare`.
-        files: from `read`, what it was made of; not asked for by `compare`'s figure.
-        metrics: as for `run`.
+    differences with their intervals; all others need the files, from `read`.
 
     Raises:
         VitseeError: the files are missing.

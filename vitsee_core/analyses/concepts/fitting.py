@@ -50,13 +50,8 @@ class Fitted(NamedTuple):
 
 
 def fit(features: SiteFeatures, groups: Integers, choice: Choice, progress: Progress) -> Fitted:
-    """The dictionaries of all images and of each half.
-
-    Args:
-        features: patches of a site.
-        groups: (images,) half of each image, -1 for those that do not count.
-        choice: see there.
-        progress: advanced by the images of each pass.
+    """The dictionaries of all images and of each half of a site's patches. groups: (images,) half
+    of each image, -1 for those that do not count; progress is advanced by the images of each pass.
 
     Raises:
         VitseeError: too few tokens in a half, or negative numbers in nmf.
@@ -179,11 +174,8 @@ def matched_cosine(fitted: Fitted, shuffled: np.random.Generator | None = None) 
     sum is largest (Hungarian assignment).
 
     Of k-means, concepts are centres about the mean of all patches, which they otherwise share; of
-    principal axes the cosine's magnitude counts, as their sign is arbitrary.
-
-    Args:
-        fitted: the halves' dictionaries.
-        shuffled: permutes the second one's channels: what matching alone gives.
+    principal axes the cosine's magnitude counts, as their sign is arbitrary. shuffled: permutes the
+    second one's channels, for what matching alone gives.
     """
     from scipy.optimize import linear_sum_assignment
 

@@ -32,15 +32,9 @@ SMALLEST = 48  # pixels of a crop's shorter side, enlarged from fewer
 def crops(
     store: Store, site: SiteSpec, rows: Integers, cells: Integers, data: str | None
 ) -> list[list[str]]:
-    """PNG, in base64, of each patch with its neighbours; "" where the picture cannot be had.
-
-    Args:
-        store: whose images.
-        site: whose grid.
-        rows: (concepts, n) of the store.
-        cells: (concepts, n) of the grid, counted row by row.
-        data: where the images are now, by default where extract read them.
-    """
+    """PNG, in base64, of each patch with its neighbours; "" where the picture cannot be had. rows,
+    cells: (concepts, n) of the store, and of the site's grid, row by row; data: where the images
+    are now, by default where extract read them."""
     layout = store.site(site.name).layout
     assert layout is not None and layout.grid is not None
     view = View.of(store, [site])

@@ -23,11 +23,7 @@ _LAST = re.compile(r"last([1-9]\d*)")
 
 
 def parse_concat(text: str) -> int:
-    """How many of the last sites: 4 of `last4`.
-
-    Raises:
-        VitseeError: another word.
-    """
+    """How many of the last sites: 4 of `last4`. Raises VitseeError: another word."""
     if (found := _LAST.fullmatch(text)) is None:
         raise VitseeError(f"{text!r}; expected lastN, like last4")
     return int(found[1])
@@ -105,11 +101,7 @@ class Patches:
         return np.concatenate(found, axis=-1)
 
     def check_alike(self, others: Patches) -> None:
-        """Refuse other tokens or channels in the test store.
-
-        Raises:
-            StoreMismatch: names both.
-        """
+        """Refuse other tokens or channels in the test store: raises StoreMismatch."""
         for ours, theirs in zip(self.parts, others.parts, strict=True):
             check_alike(ours, theirs)
 

@@ -65,14 +65,9 @@ class HeadCounts(Sums[Testing]):
 def score_heads(
     part: Part, heads: dict[HeadKey, Head], wanted: Sequence[str], execution: Execution, alone: bool
 ) -> tuple[dict[HeadKey, Tally], Blocks]:
-    """Tally what each head predicts of the test images; also return the jackknife's blocks.
-
-    Args:
-        part: the test images.
-        heads: by key.
-        wanted: metrics.
-        execution: what the work may use.
-        alone: one slab after the other, as a head takes all threads, or is too large to be sent.
+    """Tally what each head predicts of the test images; also return the jackknife's blocks. wanted:
+    metrics; alone: one slab after the other, as a head takes all threads, or is too large to be
+    sent.
 
     Raises:
         VitseeError: no pixel of the test images counts.

@@ -44,13 +44,8 @@ class Held:
 
 
 class AblatedRuns:
-    """A context in which the model is on its device, in the store's precision.
-
-    Args:
-        store: whose model and images are needed again.
-        blocks: whose heads are ablated.
-        origin: where weights and images are now.
-        device: as --device.
+    """A context in which the store's model is on its device, in the store's precision. blocks:
+    whose heads are ablated; origin: where weights and images are now.
 
     Raises:
         MissingInput: the model has no classifier, or was changed itself.

@@ -234,12 +234,7 @@ def plot(
     ] = SCALES[0],
 ) -> Figure:
     """From the table alone; see `attribution_figure.draw_attributions`, and of `--patches`
-    `patch_sheet.draw_patch_parts`.
-
-    Args:
-        table: from `run`.
-        scale: of maps of patches, "shared" or "map".
-    """
+    `patch_sheet.draw_patch_parts`."""
     if "image" in table.columns:
         return draw_patch_parts(table, scale)
     return draw_attributions(table)

@@ -282,13 +282,11 @@ def run(
 ) -> Table:
     """One row per site, token, shots, l2 and metric: the accuracy on the test images.
 
-    Columns: see `COLUMNS`. `store` is the test store. `token`, `row`, `col`: what was
-    probed, empty for a vector; with `each` one row per token, and one called `each`, the mean over
-    the patches' probes (prefix tokens apart, as in Raghu et al. 2021, Fig. 11). `shots` is empty
-    for all images. `l2` is the value used, the geometric mean where seeds chose different ones;
-    empty for SGD. `class` only with `per_class`; `baseline` is empty in the rows about the
-    model. With masks the columns are `SEGMENT_COLUMNS`, with responses `response_probe.COLUMNS`.
-    NaN: SGD diverged, or a class without test images.
+    Columns: see `COLUMNS`; with `each` one row per token, and one called `each`, the mean over the
+    patches' probes (prefix tokens apart, as in Raghu et al. 2021, Fig. 11). `l2` is the geometric
+    mean where seeds chose different values; empty for SGD. With masks the columns are
+    `SEGMENT_COLUMNS`, with responses `response_run.COLUMNS`. NaN: SGD diverged, or a class without
+    test images.
 
     Memory: as many tokens at a time as fit; each byte of a site is read once as far as groups of
     tokens can follow the store's chunks, and the training images that choose l2 fit.

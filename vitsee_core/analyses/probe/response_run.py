@@ -44,11 +44,7 @@ METHOD = (
 
 
 def refuse_of_classes(options: Mapping[str, Any]) -> None:
-    """Refuse options that belong to probes of classes.
-
-    Raises:
-        VitseeError: names the first of them.
-    """
+    """Refuse options that belong to probes of classes: raises VitseeError, naming the first."""
     for name, value in options.items():
         if value is not None and value is not False and value != ():
             raise VitseeError(

@@ -42,8 +42,7 @@ class Prober:
         """A probe for every token, as many at a time as fit the memory.
 
         Args:
-            train: features of the training images.
-            test: features of the test images.
+            train, test: features of the images.
             what: in words, for errors.
             first: tokens from this one on are averaged in the tally's `share`.
             done: called with the number of finished probes.
