@@ -98,6 +98,7 @@ def test_the_sum_is_the_branch_to_the_bit(cut_vit: Path) -> None:
     assert validate(cut_vit, deep=True) == []
 
 
+@pytest.mark.slow
 def test_nothing_before_the_cut_changes(cut_vit: Path, folder: Path, tmp_path: Path) -> None:
     plain = tmp_path / "plain.zarr"
     extracted(*options(VIT, folder, plain))
@@ -133,6 +134,7 @@ def test_resnet_by_hand(folder: Path, tmp_path: Path) -> None:
     assert store.manifest.identity["ablate_skip"] == cut
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_drop_path_that_two_branches_share() -> None:
     """Mixer: one module ends both sublayers, told apart by its calls; every pass anew."""

@@ -134,6 +134,7 @@ def test_against_loops(tmp_path: Path, prefix: tuple[str, ...]) -> None:
     assert plot(table).axes
 
 
+@pytest.mark.slow
 def test_extracted_summaries_are_those_of_the_full_attention(tmp_path: Path) -> None:
     from vitsee_stores import open_store
 

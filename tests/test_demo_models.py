@@ -143,6 +143,7 @@ def test_a_configuration_that_is_wrong(room: Path, value: Any, phrase: str) -> N
         load_model("demo:cut", ablate_skip=["blocks.0"])
 
 
+@pytest.mark.slow
 def test_extract_says_it_and_the_store_brings_it_back(room: Path, tmp_path: Path) -> None:
     plant(room / "cut", ablate_skip=["blocks.1"])
     data, path = plant_images(tmp_path / "images", 4), tmp_path / "s.zarr"

@@ -72,6 +72,7 @@ def test_where_shapes_do_not_suffice_weights_are_made(folder: Path, tmp_path: Pa
     assert UNCHECKED not in found.notes and not (tmp_path / "s.zarr").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", [None, True, False])
 def test_stand_ins_keep_the_weights_that_a_model_keeps(head: bool | None) -> None:
     table = site_table(real := load_model("test_vit", random_init=0))

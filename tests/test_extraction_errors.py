@@ -111,6 +111,7 @@ def test_empty_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not (tmp_path / "store.zarr").exists()
 
 
+@pytest.mark.slow
 def test_an_image_of_very_many_pixels_is_a_line_with_its_name(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +128,7 @@ def test_an_image_of_very_many_pixels_is_a_line_with_its_name(
     assert open_store(path).valid.sum() == 5
 
 
+@pytest.mark.slow
 def test_one_image_is_no_plural(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "store.zarr"
     command = [*VIT, "--data", folder, "-o", path, "--images", 1, "--sites", "logits"]

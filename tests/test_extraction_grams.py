@@ -178,6 +178,7 @@ def test_other_kinds_of_sites(
     assert {site.kind for site in check(store, store, SINGLE)} == kinds
 
 
+@pytest.mark.slow
 def test_a_slab_of_one_image_and_one_without_any(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "ones.zarr"
     extracted(*VIT, "--data", folder, "-o", path, "--slab", 1, "--grams", "--sites", "embed")

@@ -142,6 +142,7 @@ def test_while_the_store_is_made_the_signal_waits(
     assert extract(*VIT, "--data", folder, "-o", path, "--slab", 4).exit_code == 0
 
 
+@pytest.mark.slow
 def test_a_signal_after_the_last_batch_changes_nothing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

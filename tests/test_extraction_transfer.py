@@ -231,6 +231,7 @@ def as_on_cuda(monkeypatch: pytest.MonkeyPatch, pinned: bool) -> None:
     monkeypatch.setattr(HostCopies, "__init__", asynchronous)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pinned", [True, False])
 def test_a_store_made_with_copies_under_way(
     pinned: bool, plain: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -257,6 +258,7 @@ def test_a_store_of_tiles_made_with_copies_under_way(
     assert array_bytes(tmp_path / "other.zarr") == array_bytes(tmp_path / "plain.zarr")
 
 
+@pytest.mark.slow
 def test_gram_matrices_wait_for_what_is_held(
     plain: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

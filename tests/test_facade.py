@@ -109,6 +109,7 @@ def test_extract_by_name_is_the_commands(tmp_path: Path) -> None:
     assert identity[0] == identity[1]
 
 
+@pytest.mark.slow
 def test_timms_own_module_is_the_model_of_its_name(tmp_path: Path) -> None:
     data = plant_images(tmp_path / "data", 6)
     named = vitsee.extract("test_vit", data, tmp_path / "a.zarr", **SIZE, slab=4)

@@ -385,6 +385,7 @@ def test_strips_are_as_wide_as_the_rows_of_one_group_allow(tmp_path: Path) -> No
     assert plan.columns > 700  # 22 batches of 1024 rows, two lanes in 192 MB; of a million rows 23
 
 
+@pytest.mark.slow
 def test_a_jackknife_holds_one_block_less_at_a_time() -> None:
     n, rng = 1500, np.random.default_rng(0)
     grams = [x @ x.T for x in rng.normal(size=(4, n, 3)).astype(np.float32)]

@@ -422,6 +422,7 @@ def test_a_head_without_spatial_mass_is_undefined(tmp_path: Path) -> None:
     plot(table)
 
 
+@pytest.mark.slow
 def test_several_grids_and_stores(tmp_path: Path) -> None:
     groups = [
         random_attention(layout((3, 4)), 4, [2, 2]),

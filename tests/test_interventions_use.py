@@ -115,6 +115,7 @@ def three_of(base: Path) -> str:
     return f"cls@blocks.[01].out=mean:{base.parent}/./{base.name}"
 
 
+@pytest.mark.slow
 def test_extract_in_python(base: Path, folder: Path, tmp_path: Path) -> None:
     import timm
 
@@ -133,6 +134,7 @@ def test_extract_in_python(base: Path, folder: Path, tmp_path: Path) -> None:
         assert c.manifest.identity["interventions"] == ["heads 0=zero at blocks.0"]
 
 
+@pytest.mark.slow
 def test_sites_and_dry_run_say_it(folder: Path, tmp_path: Path) -> None:
     runner = CliRunner()
     name = "test_vit?replace=cls@last=zero&block-attention=own@blocks.1"

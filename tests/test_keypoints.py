@@ -25,12 +25,13 @@ from tests.spair_sets import (
     STRIDE,
     all_pairs,
     annotation,
+    transform,
     write_pairs,
     write_store,
 )
 from tests.stores import write_sites
 from tests.tables import equal
-from vitsee_core.analyses.keypoints import COLUMNS, run
+from vitsee_core.analyses.keypoints import COLUMNS, matching, run
 from vitsee_core.analyses.keypoints.candidates import Cells, candidates, cells_of
 from vitsee_core.analyses.keypoints.located import locate
 from vitsee_core.analyses.keypoints.matching import find, sample, unit
@@ -155,7 +156,7 @@ def test_matches_are_those_of_a_loop_over_pixels(tmp_path: Path, match: str, whe
 
 
 def _edges(size: tuple[int, int]) -> tuple[float, float, float, float]:
-    where = place({**_transform()}, size)
+    where = place(transform(), size)
     return where.left, where.top, where.right, where.bottom
 
 
@@ -167,17 +168,9 @@ def _placed(xy: Array, size: tuple[int, int]) -> Array:
     return found
 
 
-def _transform() -> dict[str, Any]:
-    from tests.spair_sets import transform
-
-    return transform()
-
-
 def test_results_do_not_depend_on_slabs_and_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vitsee_core.analyses.keypoints import matching
-
     tables = []
     for i, slab in enumerate((2, 5, 6)):
         (tmp_path / str(i)).mkdir()
@@ -319,8 +312,7 @@ def test_scores_by_hand(tmp_path: Path) -> None:
     assert cells["pck@0.1"]["value"] == pytest.approx((2 / 3 + 0) / 2)
     assert cells["pck_point@0.1"]["value"] == 0.5
     assert cells["pck_image@0.1"]["value"] == pytest.approx((0.5 + 1 + 0) / 3)
-    assert {cells["pck@0.1"][n] for n in ("n_images",)} == {4}
-    assert (cells["pck@0.1"]["n_pairs"], cells["pck@0.1"]["n_points"]) == (3, 4)
+    assert [cells["pck@0.1"][n] for n in ("n_images", "n_pairs", "n_points")] == [4, 3, 4]
     # without either image a category has no pairs
     assert np.isnan([cells["pck@0.1"]["low"], cells["pck@0.1"]["high"]]).all()
 
@@ -456,8 +448,6 @@ def test_draws_are_seeded_and_of_each_class_alone(tmp_path: Path) -> None:
 def test_sites_without_a_grid(tmp_path: Path) -> None:
     pairs, ids, sizes = all_pairs()
     tokens = np.ones((6, 1 + GRID * GRID, 2))
-    from tests.spair_sets import transform
-
     store = write_sites(
         tmp_path / "a.zarr", {"blocks.0.out": tokens, "pooled": np.ones((6, 2))},
         layout=LAYOUT, ids=ids, sizes=sizes, transform=transform(),

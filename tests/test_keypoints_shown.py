@@ -19,7 +19,15 @@ from PIL import Image
 
 from tests.extractions import extracted
 from tests.printed_text import flat
-from tests.spair_sets import GRID, all_pairs, annotation, transform, write_pairs, write_store
+from tests.spair_sets import (
+    GRID,
+    LAYOUT,
+    all_pairs,
+    annotation,
+    transform,
+    write_pairs,
+    write_store,
+)
 from tests.stores import write_sites
 from vitsee_cli.main import main
 from vitsee_core.analyses.keypoints import plot, run, spair
@@ -114,18 +122,14 @@ def test_hostile_annotations_are_one_line(store: Store, tmp_path: Path, content:
     assert file.name in line and len(line) < 600
 
 
-def test_a_pipe_is_not_waited_for(store: Store, tmp_path: Path) -> None:
+def test_a_pipe_is_not_waited_for_and_a_pair_occurs_once(store: Store, tmp_path: Path) -> None:
     folder = write_pairs(tmp_path / "s", [annotation()])
     (file,) = (folder / "PairAnnotation/test").iterdir()
+    write_pairs(folder, [annotation()], separator="_")
+    assert "are one pair" in one_line(store, folder)
     file.unlink()
     os.mkfifo(file)
     assert "not a regular file" in one_line(store, folder)
-
-
-def test_annotations_of_one_pair_twice(store: Store, tmp_path: Path) -> None:
-    folder = write_pairs(tmp_path / "s", [annotation()])
-    write_pairs(folder, [annotation()], separator="_")
-    assert "are one pair" in one_line(store, folder)
 
 
 def test_folders_lists_and_splits(store: Store, tmp_path: Path) -> None:
@@ -219,7 +223,7 @@ def test_images_of_another_size(tmp_path: Path) -> None:
 
 def test_cropped_images_and_missing_sizes(tmp_path: Path) -> None:
     folder = write_pairs(tmp_path / "s", [annotation()])
-    store = a_store(tmp_path, transform={**transform("center")})
+    store = a_store(tmp_path, transform=transform("center"))
     # 60 x 40 becomes 96 x 64, of which 16 are cut off on both sides: x below 10 and above 50
     assert set(run(store, pairs=folder)["n_points"].tolist()) == {2}
     out = write_pairs(tmp_path / "t", [annotation(src_kps=[[9, 8], [30, 20]])])
@@ -236,8 +240,6 @@ def test_cropped_images_and_missing_sizes(tmp_path: Path) -> None:
 def test_tokens_that_are_pooled_or_not_finite(tmp_path: Path) -> None:
     folder = write_pairs(tmp_path / "s", [annotation()])
     tokens = np.ones((2, 1 + GRID * GRID, 2))
-    from tests.spair_sets import LAYOUT
-
     pooled = write_sites(
         tmp_path / "p.zarr", {"blocks.0.out": tokens}, layout=LAYOUT, tokens="pooled",
         ids=["cat/a0.jpg", "cat/a1.jpg"], sizes=(40, 60), transform=transform(),

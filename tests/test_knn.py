@@ -299,6 +299,7 @@ def test_slabs_jobs_and_memory_do_not_matter(tmp_path: Path) -> None:
     assert equal(run(*stores, **options, jobs=3, memory=1), expected)
 
 
+@pytest.mark.slow
 def test_top5_needs_five_neighbours_and_six_classes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

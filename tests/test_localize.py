@@ -192,6 +192,7 @@ def test_tokens_that_copy_their_patch(tmp_path: Path) -> None:
 # Grids and pixels
 
 
+@pytest.mark.slow
 def test_grids_of_different_size_in_one_call(tmp_path: Path) -> None:
     pixels = PIXELS[:14]
     small = TokenLayout((), (1, 1), stride_px=(8.0, 8.0))

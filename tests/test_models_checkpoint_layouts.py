@@ -234,6 +234,7 @@ def test_heads_are_not_in_doubt_where_shapes_show_them(tmp_path: Path) -> None:
     assert {*model.weights["assumed"]} == {"mean", "std"}
 
 
+@pytest.mark.slow
 def test_a_store_records_what_was_assumed(tmp_path: Path) -> None:
     path = saved(tmp_path / "own.pth", {"state_dict": trained(PLAIN)})
     plant_images(tmp_path / "data", 4)

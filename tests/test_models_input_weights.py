@@ -139,6 +139,7 @@ def refusal(name: str, size: Any = 32, **args: Any) -> str:
     return found
 
 
+@pytest.mark.slow
 def test_no_table_for_a_reason() -> None:
     beit = refusal("beit_base_patch16_224", **VIT)
     assert "relative position biases (blocks.0.attn.relative_position_bias_table)" in beit

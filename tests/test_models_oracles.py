@@ -172,6 +172,7 @@ def test_resnet_block_by_hand(name: str, last: int) -> None:
         torch.testing.assert_close(f, flat(expected["branch"]), **CLOSE)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_bit_block_by_hand() -> None:
     model = small("resnetv2_50x1_bit", 64)
@@ -210,7 +211,11 @@ def test_hiera_tokens_come_in_image_geometry() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "name", ["swin_tiny_patch4_window7_224", "convnext_atto", "levit_128s", "test_maxvit"]
+    "name",
+    [
+        pytest.param("swin_tiny_patch4_window7_224", marks=pytest.mark.slow),
+        *("convnext_atto", "levit_128s", "test_maxvit"),
+    ],
 )
 def test_maps_come_rows_first(name: str) -> None:
     """Against timm's own intermediate feature maps, (images, channels, rows, cols)."""

@@ -148,6 +148,7 @@ def test_resnet_parts_and_strides(resnet: SiteTable) -> None:
     assert [s.name for s in resnet.sublayers[:2]] == ["layer1.0", "layer1.1"]
 
 
+@pytest.mark.slow
 def test_hybrid_counts_backbone_and_blocks_together() -> None:
     table = site_table(small("vit_small_r26_s32_224", 64, **SMALL))
     chosen = select_names(["blocks"], table.sites)

@@ -138,6 +138,7 @@ def test_the_tower_of_a_larger_model(folder: Path) -> None:
         load_model(f"transformers:{folder}/clip#tower")
 
 
+@pytest.mark.slow
 def test_a_store_and_a_study_of_two_sources(folder: Path, tmp_path: Path) -> None:
     """Extraction, resume, both names of a site, and one report of two libraries."""
     name, out = f"transformers:{folder}/vit", tmp_path / "s.zarr"

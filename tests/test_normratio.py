@@ -246,6 +246,7 @@ def test_against_the_activations_of_a_model(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- independence of how it is done
 
 
+@pytest.mark.slow
 def test_any_jobs_memory_or_map_give_the_same_bits(tmp_path: Path) -> None:
     store = vit(tmp_path / "a.zarr", 53)
     tokens = ["each", "all"]

@@ -243,6 +243,7 @@ def test_a_sidecar_of_a_stranger_is_no_traceback(curves: Path, tmp_path: Path) -
         assert code == 0 or done.stderr.count("\nvitsee plot: ") == 1
 
 
+@pytest.mark.slow
 def test_a_figure_of_other_results_without_them(
     everything: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,6 +165,7 @@ def test_a_store_is_written_by_several_and_resumed(bucket: str) -> None:
         write(url, manifest(seed=1))
 
 
+@pytest.mark.slow
 def test_claims_in_a_bucket(bucket: str) -> None:
     writer = write(bucket, manifest(), range(1))
     a, b = Claims(writer.files, {"host": "here"}), Claims(writer.files, {})

@@ -142,6 +142,7 @@ def test_channels_are_a_part_of_every_token(store: Store) -> None:
 # Invariances (Kornblith et al. 2019, section 2); of rotation and scale see test_cka
 
 
+@pytest.mark.slow
 def test_independent_data_are_near_zero(tmp_path: Path) -> None:
     values = []
     for seed in range(10):

@@ -353,6 +353,7 @@ def test_pairs(tmp_path: Path) -> None:
     assert both.sum() == 8  # row 1 is unreadable in both, row 9 in one
 
 
+@pytest.mark.slow
 def test_stores_that_do_not_pair(tmp_path: Path) -> None:
     write(tmp_path / "a.zarr", VIT)
     write(tmp_path / "n.zarr", StorePlan(**{**vars(VIT), "n_images": 9}))

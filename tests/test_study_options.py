@@ -83,6 +83,7 @@ def test_a_study_file_is_a_command_line(file: Path, tmp_path: Path) -> None:
         command.make_context("x", shlex.split(line)[2:], parent=click.Context(main))
 
 
+@pytest.mark.slow
 def test_the_command_line_wins_over_the_file(file: Path, tmp_path: Path) -> None:
     words = ("-o", tmp_path / "out", "--dry-run", "--images", 5, "--memory", "1G")
     found = steps(study("demo:mixer", "--file", file, *words, "--analyses", "cka"))

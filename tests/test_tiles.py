@@ -277,6 +277,7 @@ def test_batches_of_few_tiles_change_last_digits_only(made: Path, tmp_path: Path
             )
 
 
+@pytest.mark.slow
 def test_images_that_cannot_be_read(tmp_path: Path) -> None:
     """One in a slab, and a whole slab of them."""
     data = pictures(tmp_path / "d", SMALL)

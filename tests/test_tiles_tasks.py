@@ -67,6 +67,7 @@ def test_videos_do_not_see_the_canvas(davis: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(alone["value"], both["value"])
 
 
+@pytest.mark.slow
 def test_table_4(davis: Path, tmp_path: Path) -> None:
     """Squashed against dense, one row per model in best-layer's table."""
     frames = davis / "DAVIS/JPEGImages/480p"

@@ -29,7 +29,7 @@ import numpy as np
 
 from vitsee_core.analyses.keypoints.baselines import BASELINES, found_without_features, within
 from vitsee_core.analyses.keypoints.figure import draw_keypoints
-from vitsee_core.analyses.keypoints.located import Located, describe, locate
+from vitsee_core.analyses.keypoints.located import Located, locate
 from vitsee_core.analyses.keypoints.protocol import (
     ALPHAS,
     CANDIDATES,
@@ -259,7 +259,7 @@ def run(
     notes = {
         "interval": INTERVAL_METHOD, "protocol": protocol.describe(), "seed": execution.seed,
         "preset": f"{preset}: {PRESETS[preset]}" if preset else None,
-        "pairs": {s.label: describe(w) for s, w in zip(selected.stores, located, strict=True)},
+        "pairs": {s.label: w.describe() for s, w in zip(selected.stores, located, strict=True)},
         **selected.notes(),
         WORD: {label: scorer.describe() for label, scorer in scorers.items()},
     }  # fmt: skip

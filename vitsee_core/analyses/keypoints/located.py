@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -61,6 +61,9 @@ class Located:
 
     def __len__(self) -> int:
         return len(self.pair)
+
+    def describe(self) -> dict[str, int]:
+        return {**self.counts, "points": len(self)}
 
     def groups(self) -> list[Target]:
         """The keypoints grouped by searched image and window, in the order of the store's rows."""
@@ -288,7 +291,3 @@ def _one_scale(pair: Pair, where: Placement, size: tuple[int, int]) -> float:
 def _inside(xy: Float, size: tuple[int, int]) -> Float:
     """Points with those in the rim moved to the border."""
     return np.clip(xy, -0.5, (size[1] - 0.5, size[0] - 0.5))
-
-
-def describe(located: Located) -> dict[str, Any]:
-    return {**located.counts, "points": len(located)}

@@ -80,20 +80,9 @@ def choose_protocol(
     pairs_per_class: int | None = None,
     by: Sequence[str] = (),
 ) -> Protocol:
-    """The user's choices, else the preset's, else the defaults.
-
-    Args:
-        preset: one of `PRESETS`.
-        match: default `smooth`.
-        candidates: default `image`.
-        threshold: default `box`.
-        alphas: default `ALPHAS`.
-        pairs_per_class: default all.
-        by: default none.
-
-    Raises:
-        VitseeError: an unknown word, or a number that is not positive.
-    """
+    """The user's choices, else the preset's (one of `PRESETS`), else the defaults: `smooth`,
+    `image`, `box`, `ALPHAS`, all pairs. Raises VitseeError: an unknown word, or a number that is
+    not positive."""
     if preset not in (None, *PRESETS):
         raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
     theirs = preset == "walmer"

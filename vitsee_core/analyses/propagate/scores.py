@@ -121,10 +121,6 @@ class VideoTruth:
         self._contours: dict[int, list[Contour]] = {}
 
     @property
-    def size(self) -> tuple[int, int]:
-        return self.labels.shape[1], self.labels.shape[2]
-
-    @property
     def scored(self) -> range:
         """The frames that are scored."""
         return range(1, len(self.labels) - 1)

@@ -56,15 +56,8 @@ class Plan:
         at: Sequence[int],
         seed: int,
     ) -> Plan:
-        """Plan the scores of a search.
-
-        Args:
-            search: checked.
-            chosen: sites of its store.
-            tokens: which token stands for an image.
-            form: of the average precision.
-            at: the K of mp@K.
-            seed: assigns the queries to the blocks of the replicates.
+        """Of a checked search at these sites of its store; see `retrieve.run`. seed: assigns the
+        queries to the blocks of the replicates.
 
         Raises:
             MissingInput: a store lacks a site or its tokens.
