@@ -19,9 +19,7 @@ from tests.stores import write_sites
 from vitsee_core.analyses.cosine_map import plot, run
 from vitsee_core.analyses.cosine_map.cosines import map_statistics, offset_means, unit_vectors
 from vitsee_core.analyses.cosine_map.spots import Spot
-from vitsee_core.figures.plotting import (
-    figure_bytes,
-)
+from vitsee_core.figures.plotting import figure_bytes
 from vitsee_core.patch_maps.views import View
 from vitsee_core.tables.results import Table
 from vitsee_stores import open_store
@@ -154,21 +152,19 @@ def test_one_place_in_every_grid(tmp_path: Path) -> None:
     sites: dict[str, Any] = {"embed": (tokens(), GRID), "next": (tokens(FINE), FINE)}
     store = write_sites(tmp_path / "a.zarr", sites, transform=transform, sizes=(24, 48))
     table = run(store, sites="*", image=["0"], at=["13,2px"])
-    cells = {site: rows["token"][0] for site, rows in table.groups("site")}
-    assert cells == {"embed": "0,0", "next": "0,1"}
+    assert dict(zip(table["site"], table["token"], strict=True)) == {"embed": "0,0", "next": "0,1"}
     (mark,) = table.notes["marks"]
     assert mark["place"] == pytest.approx([2.5 / 24, 13.5 / 48])
     middle = run(store, sites="*", image=["0"])
-    assert {site: rows["token"][0] for site, rows in middle.groups("site")} == {
-        "embed": "1,2",
-        "next": "3,4",
-    }
-    with pytest.raises(SiteError, match=r"embed of a has no patch of 'image0' at 7,2px"):
-        run(store, sites="*", image=["0"], at=["7,2px"])
-    with pytest.raises(VitseeError, match=r"'image0' of a has 48 x 24 pixels.*no pixel 48,2"):
-        run(store, sites="*", image=["0"], at=["48,2px"])
-    with pytest.raises(SiteError, match=r"a: embed has no token 3,0: .*a grid of 3 x 4"):
-        run(store, sites="*", image=["0"], at=["3,0"])
+    cells = dict(zip(middle["site"], middle["token"], strict=True))
+    assert cells == {"embed": "1,2", "next": "3,4"}
+    for at, line in (
+        ("7,2px", r"embed of a has no patch of 'image0' at 7,2px"),
+        ("48,2px", r"'image0' of a has 48 x 24 pixels.*no pixel 48,2"),
+        ("3,0", r"a: embed has no token 3,0: .*a grid of 3 x 4"),
+    ):
+        with pytest.raises(VitseeError, match=line):
+            run(store, sites="*", image=["0"], at=[at])
 
 
 def test_cells_beside_the_image_have_no_map(tmp_path: Path) -> None:
@@ -219,9 +215,8 @@ def test_offsets_are_means_over_images(tmp_path: Path) -> None:
 
 def test_pictures_from_the_table_alone(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        write_sites(
-            tmp_path / f"{name}.zarr", {"embed": tokens(), "next": 2 * tokens()}, layout=GRID
-        )
+        sites = {"embed": tokens(), "next": 2 * tokens()}
+        write_sites(tmp_path / f"{name}.zarr", sites, layout=GRID)
     words = ["a.zarr", "b.zarr", "--sites", "*", "--image", "1", "--at", "1,2", "--to", "0"]
     said(tmp_path, "cosine-map", *words, "-o", "t.csv", "--png", "t.png")
     table = Table.read(tmp_path / "t.csv")
@@ -265,8 +260,7 @@ def test_what_cannot_be_had_is_one_line(tmp_path: Path) -> None:
         stderr = said(tmp_path, "cosine-map", *args, "--png", "x.png", code=1)
         assert line in stderr and "Traceback" not in stderr, stderr
         assert not (tmp_path / "x.png").exists()
-    assert "expected ROW,COL of the token grid" in said(
-        tmp_path, "cosine-map", "a.zarr", "--at", "here", code=2
-    )
+    stderr = said(tmp_path, "cosine-map", "a.zarr", "--at", "here", code=2)
+    assert "expected ROW,COL of the token grid" in stderr
     with pytest.raises(MissingInput):
         run(open_store(tmp_path / "pooled.zarr"))

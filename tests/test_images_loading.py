@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,9 @@ from vitsee_core.images.decoding import hash64
 from vitsee_core.images.selection import Selection
 
 TRANSFORM: dict[str, Any] = {
-    "input_size": (3, 24, 24),
-    "interpolation": "bicubic",
-    "crop_pct": 0.9,
-    "crop_mode": "center",
-    "mean": (0.5, 0.5, 0.5),
-    "std": (0.5, 0.5, 0.5),
-}
+    "input_size": (3, 24, 24), "interpolation": "bicubic", "crop_pct": 0.9,
+    "crop_mode": "center", "mean": (0.5,) * 3, "std": (0.5,) * 3,
+}  # fmt: skip
 N = 23
 RANGES: list[slice | tuple[int, int]] = [slice(0, 8), (8, 16), slice(16, 23)]
 
@@ -48,9 +43,8 @@ def bomb() -> bytes:
     """A PNG of a few bytes that claims 30000 x 30000 pixels."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-        )
+        check = zlib.crc32(kind + body)
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", check)
 
     head = struct.pack(">IIBBBBB", 30000, 30000, 8, 0, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
@@ -179,12 +173,10 @@ def test_order_and_repetition_of_the_ranges_are_kept(folder: Path) -> None:
     assert list(batches(selection, TRANSFORM, [], workers=2)) == []
 
 
-def children() -> set[int]:
-    """Living children of this process."""
-    found = set()
-    for task in Path("/proc/self/task").glob("*/children"):
-        found |= {int(pid) for pid in task.read_text().split()}
-    return found
+def children(of: int | str = "self") -> set[int]:
+    """Living children of a process."""
+    tasks = Path(f"/proc/{of}/task").glob("*/children")
+    return {int(pid) for task in tasks for pid in task.read_text().split()}
 
 
 def loading_threads() -> int:
@@ -202,9 +194,8 @@ def test_stopping_early_leaves_nothing_behind(folder: Path, workers: int) -> Non
     selection = select(open_source(str(folder)))
     before, files = children(), len(os.listdir("/proc/self/fd"))
     for stop in (lambda found: found.close(), lambda found: None):
-        found: Any = batches(
-            selection, TRANSFORM, [slice(k, k + 1) for k in range(N)] * 20, workers=workers
-        )
+        ranges = [slice(k, k + 1) for k in range(N)] * 20
+        found: Any = batches(selection, TRANSFORM, ranges, workers=workers)
         next(found)
         stop(found)
         del found
@@ -217,7 +208,13 @@ def test_reading_ahead_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch)
     selection = select(open_source(str(folder)))
     opener = type(selection.source.opener)
     loaded: list[Any] = []
-    monkeypatch.setattr(opener, "_load", _counting(opener._load, loaded))
+    load_one = opener._load
+
+    def counted(self: Any, location: Any) -> Any:
+        loaded.append(location)
+        return load_one(self, location)
+
+    monkeypatch.setattr(opener, "_load", counted)
     found: Any = batches(selection, TRANSFORM, [slice(k, k + 1) for k in range(N)], workers=0)
     next(found)
     deadline = time.monotonic() + 20
@@ -227,14 +224,6 @@ def test_reading_ahead_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch)
     # One taken, two waiting, one held by the thread.
     assert len(loaded) == 4
     found.close()
-
-
-def _counting(load_one: Callable[..., Any], loaded: list[Any]) -> Callable[..., Any]:
-    def counted(self: Any, location: Any) -> Any:
-        loaded.append(location)
-        return load_one(self, location)
-
-    return counted
 
 
 SCRIPT = """
@@ -255,17 +244,13 @@ def test_no_worker_outlives_an_interrupted_process(folder: Path, how: signal.Sig
     script = SCRIPT.format(transform=TRANSFORM, folder=str(folder))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-        start_new_session=True,
-        text=True,
-    )
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=environment, start_new_session=True, text=True,
+    )  # fmt: skip
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "running\n"
-        workers = _descendants(process.pid)
+        workers = children(process.pid)
         assert len(workers) == 2
         if how == signal.SIGKILL:
             process.kill()
@@ -282,14 +267,6 @@ def test_no_worker_outlives_an_interrupted_process(folder: Path, how: signal.Sig
     assert not any(_alive(pid) for pid in workers)
     # Only the parent says that it was interrupted.
     assert errors.count("Traceback") == (how == signal.SIGINT)
-
-
-def _descendants(pid: int) -> list[int]:
-    return [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").glob("*/children")
-        for child in task.read_text().split()
-    ]
 
 
 def _alive(pid: int) -> bool:

@@ -128,9 +128,8 @@ def test_a_white_image_shows_its_edges(size: Size, target: Size, pct: float, mod
         return
     placed = place(chosen, size)
     rows, cols = (np.arange(n) + 0.5 for n in target)
-    expected = np.outer(
-        (rows > placed.top) & (rows < placed.bottom), (cols > placed.left) & (cols < placed.right)
-    )
+    down = (rows > placed.top) & (rows < placed.bottom)
+    expected = np.outer(down, (cols > placed.left) & (cols < placed.right))
     np.testing.assert_array_equal(seen > 0, expected)
 
 
@@ -162,7 +161,5 @@ def test_a_store_says_its_sizes(tmp_path: Path) -> None:
     assert store.sizes.tolist() == [[333, 500], [500, 333], [0, 0]]
     assert store.sizes.dtype == np.int32
     without = write_sites(tmp_path / "b.zarr", sites)
-    with pytest.raises(
-        MissingInput, match=r"^b does not say how large its original .* extract anew"
-    ):
+    with pytest.raises(MissingInput, match=r"^b does not say how large its .* extract anew"):
         _ = without.sizes

@@ -26,13 +26,9 @@ from vitsee_core.images.transform import (
 )
 
 BASE: dict[str, Any] = {
-    "input_size": (3, 64, 64),
-    "interpolation": "bicubic",
-    "crop_pct": 0.9,
-    "crop_mode": "center",
-    "mean": (0.485, 0.456, 0.406),
-    "std": (0.229, 0.224, 0.225),
-}
+    "input_size": (3, 64, 64), "interpolation": "bicubic", "crop_pct": 0.9,
+    "crop_mode": "center", "mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225),
+}  # fmt: skip
 SIZES = [(97, 131), (131, 97), (64, 64), (20, 33), (71, 71), (300, 61)]
 
 
@@ -65,12 +61,8 @@ def ours(transform: dict[str, Any], image: Image.Image) -> torch.Tensor:
 def test_equal_to_timm(
     interpolation: str, crop_mode: str, crop_pct: float, size: tuple[int, int]
 ) -> None:
-    transform = BASE | {
-        "input_size": (3, *size),
-        "interpolation": interpolation,
-        "crop_mode": crop_mode,
-        "crop_pct": crop_pct,
-    }
+    transform = BASE | {"input_size": (3, *size), "interpolation": interpolation}
+    transform |= {"crop_mode": crop_mode, "crop_pct": crop_pct}
     assert make_recipe(transform).whole is None
     for width, height in SIZES:
         image = photo(width, height)
@@ -116,13 +108,9 @@ def test_the_usual_steps_are_those_of_timm(
 ) -> None:  # fmt: skip
     transform = {
         "input_size": [channels, height, height if width is None else width],
-        "crop_pct": crop_pct,
-        "crop_mode": mode,
-        "crop_border_pixels": border,
-        "interpolation": interpolation,
-        "mean": [mean] * channels,
-        "std": [0.5] * channels,
-    }
+        "crop_pct": crop_pct, "crop_mode": mode, "crop_border_pixels": border,
+        "interpolation": interpolation, "mean": [mean] * channels, "std": [0.5] * channels,
+    }  # fmt: skip
     assert usual_steps(transform) == steps_of_timm(transform)[0]
     assert steps_of_timm(transform)[1] is None
 
@@ -138,6 +126,7 @@ def test_the_usual_steps_are_those_of_timm(
         {"crop_pct": "0.9"},
         {"crop_border_pixels": "3"},
         {"interpolation": "random"},
+        {"interpolation": "cubic-ish"},
         {"interpolation": None},
         {"crop_mode": "border", "mean": None},
         {"crop_mode": "border", "mean": ["a", "b", "c"]},
@@ -226,8 +215,6 @@ def test_steps_that_are_not_known_run_as_timm_has_them() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(DataError, match="4 channels"):
         make_recipe(BASE | {"input_size": (4, 8, 8)})
-    with pytest.raises(DataError, match="cannot build"):
-        make_recipe(BASE | {"interpolation": "cubic-ish"})
     with pytest.raises(DataError, match="mean has 2 values for 3 channels"):
         normalise(torch.zeros(1, 3, 2, 2, dtype=torch.uint8), BASE | {"mean": (0.5, 0.5)}, "cpu")
 

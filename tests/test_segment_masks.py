@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,11 @@ def test_panoptic_segments_cover_every_pixel_once(coco: Path) -> None:
         # for saliency: things before stuff
         assert np.array_equal(source.read(k) == FOREGROUND, objects.read(k) == FOREGROUND)
     moved = annotations / "elsewhere.json"
-    moved.write_bytes((annotations / "panoptic_val2017.json").read_bytes())
+    shutil.copy(annotations / "panoptic_val2017.json", moved)
     where = annotations / "panoptic_val2017"
     again = open_masks(moved, panoptic=where).segments(0)
-    assert all(
-        np.array_equal(a.mask, b.mask) for a, b in zip(again, source.segments(0), strict=True)
-    )
+    for one, other in zip(again, source.segments(0), strict=True):
+        assert np.array_equal(one.mask, other.mask)
     assert "no folder" in refused(moved)
     assert refused(moved).endswith("say where with --panoptic DIR")
 
@@ -108,17 +108,11 @@ def test_parts_of_three_files(coco: Path) -> None:
     first = json.loads(files[0].read_text())["annotations"][0]
     assert len(first["segmentation"][0]) == 4
     assert source.segments(0)[0].mask.sum() == first["area"]
-    assert f"is in {files[0]} and in {coco / 'again.json'}" in refused(
-        files[0], _copied(files[0], coco / "again.json")
-    )
+    again = Path(shutil.copy(files[0], coco / "again.json"))
+    assert f"is in {files[0]} and in {again}" in refused(files[0], again)
     assert f"is in {files[0]} twice" in refused(files[0], files[0])
     assert source.rules == single[0].rules
     assert source.void == "those of crowd regions"
-
-
-def _copied(source: Path, target: Path) -> Path:
-    target.write_bytes(source.read_bytes())
-    return target
 
 
 # ---------------------------------------------------------------- shapes
@@ -195,10 +189,8 @@ def panoptic(folder: Path, colours: Any, **changes: Any) -> Path:
     png = folder / "p"
     png.mkdir(exist_ok=True)
     Image.fromarray(np.asarray(colours, np.uint8)).save(png / "a.png")
-    segments = [
-        {"id": 2 + 256 * 3 + 65536, "category_id": 2},
-        {"id": 9, "category_id": 5, "iscrowd": 1},
-    ]
+    number = 2 + 256 * 3 + 65536
+    segments = [{"id": number, "category_id": 2}, {"id": 9, "category_id": 5, "iscrowd": 1}]
     one = {"image_id": 7, "file_name": "a.png", "segments_info": segments} | changes
     return write_json(folder / "p.json", annotations=[one])
 
@@ -218,21 +210,21 @@ def test_panoptic_by_hand(tmp_path: Path) -> None:
 def test_panoptic_refusals(tmp_path: Path) -> None:
     path = panoptic(tmp_path, [[[5, 0, 0], [9, 0, 0]]])
     assert f"a.png has segment 5, which {path} does not list" in refused(path)
-    assert "has mode L" in refused(panoptic(tmp_path, [[5, 9]]))
-    for name in ("../a.png", "/etc/a.png"):
-        assert "is not below the folder" in refused(panoptic(tmp_path, [[5]], file_name=name))
-    assert "cannot read missing.png" in refused(panoptic(tmp_path, [[5]], file_name="missing.png"))
-    wrong = [{"id": "5", "category_id": 2}]
-    assert "has the number '5'" in refused(panoptic(tmp_path, [[5]], segments_info=wrong))
-    nowhere = [{"id": 5}]
-    assert "has the category None" in refused(panoptic(tmp_path, [[5]], segments_info=nowhere))
-    odd = [{"id": 5, "category_id": [1]}]
-    assert "has the category [1]" in refused(panoptic(tmp_path, [[5]], segments_info=odd))
-    assert "cannot be read (TypeError" in refused(panoptic(tmp_path, [[5]], segments_info=[5]))
-    one = panoptic(tmp_path, [[[5, 0, 0]]])
-    other = _copied(one, tmp_path / "q.json")
-    assert "of one panoptic file's PNG files" in refused(one, other, panoptic=tmp_path / "p")
-    assert "is of image 8, which is none" in refused(panoptic(tmp_path, [[5]], image_id=8))
+    other = Path(shutil.copy(path, tmp_path / "q.json"))
+    assert "of one panoptic file's PNG files" in refused(path, other, panoptic=tmp_path / "p")
+    changes: tuple[tuple[dict[str, Any], str], ...] = (
+        ({}, "has mode L"),
+        ({"file_name": "../a.png"}, "is not below the folder"),
+        ({"file_name": "/etc/a.png"}, "is not below the folder"),
+        ({"file_name": "missing.png"}, "cannot read missing.png"),
+        ({"segments_info": [{"id": "5", "category_id": 2}]}, "has the number '5'"),
+        ({"segments_info": [{"id": 5}]}, "has the category None"),
+        ({"segments_info": [{"id": 5, "category_id": [1]}]}, "has the category [1]"),
+        ({"segments_info": [5]}, "cannot be read (TypeError"),
+        ({"image_id": 8}, "is of image 8, which is none"),
+    )
+    for change, phrase in changes:
+        assert phrase in refused(panoptic(tmp_path, [[5]], **change))
 
 
 def test_options_that_do_not_fit(tmp_path: Path) -> None:
@@ -248,10 +240,6 @@ def test_the_writer_is_deterministic(coco: Path, tmp_path: Path) -> None:
     for name in files:
         if name.name not in ("elsewhere.json", "again.json"):
             assert (tmp_path / name).read_bytes() == (coco / name).read_bytes()
-    ids = [
-        one["id"]
-        for one in json.loads((coco / "annotations" / "instances_val2017.json").read_text())[
-            "categories"
-        ]
-    ]
+    written = json.loads((coco / "annotations" / "instances_val2017.json").read_text())
+    ids = [one["id"] for one in written["categories"]]
     assert ids == [category_id(i) for i in range(10)] == list(range(1, 20, 2))

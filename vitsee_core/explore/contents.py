@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +15,6 @@ from numpy.typing import NDArray
 
 from vitsee_core.explore.answers import SiteAnswers
 from vitsee_core.explore.attended import BlockAttention, pack_rows, query_cells, query_step
-from vitsee_core.explore.blobs import pack
 from vitsee_core.explore.coarse import coarse_layout, pooled, pooled_side
 from vitsee_core.explore.colours import Scores, colours_of, scores_of
 from vitsee_core.explore.tokens import PackedTokens, SiteTokens, bfloat16
@@ -35,10 +36,20 @@ log = logging.getLogger(__name__)
 DIGITS = 5  # of places on an image
 
 
+def pack(arrays: Sequence[NDArray[np.generic]]) -> str:
+    """Arrays as the page reads them: little endian, in C order, each begun at a multiple of 4
+    bytes, their shapes and types known from elsewhere; deflated, in base64."""
+    pieces = []
+    for array in arrays:
+        data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
+        pieces.append(data + bytes(-len(data) % 4))
+    return base64.b64encode(zlib.compress(b"".join(pieces), 9)).decode()
+
+
 @dataclass(frozen=True)
-class SiteNumbers:
-    """What is shown of one site, its tokens not packed yet. layout: of the shown patches; norms:
-    (images, patches), NaN where a patch does not count."""
+class SiteContents:
+    """What is shown of one site. layout: of the shown patches; norms: (images, patches), NaN where
+    a patch does not count."""
 
     site: SiteSpec
     layout: TokenLayout
@@ -47,26 +58,16 @@ class SiteNumbers:
     scores: Scores | None
 
 
-@dataclass(frozen=True)
-class SiteContents:
-    """What is shown of one site, its tokens packed; see `SiteNumbers`."""
-
-    site: SiteSpec
-    layout: TokenLayout
-    tokens: PackedTokens
-    norms: Float
-    scores: Scores | None
-
-
 @dataclass
 class StoreContents:
-    """What is shown of one store. attention, answers: what there is, or why there is none."""
+    """What is shown of one store. attention, answers: what there is, or why there is none; packed:
+    the tokens of each site, once all stores are read."""
 
     shown: Shown
     sites: list[SiteContents]
     attention: list[BlockAttention] | str
     answers: Mapping[str, SiteAnswers] | str
-    remarks: list[str] = field(default_factory=list)
+    packed: Sequence[PackedTokens] = ()
 
     @property
     def attention_bytes(self) -> int:
@@ -83,8 +84,11 @@ class StoreContents:
             "name": visible(store.label),
             "model": visible(without_folders(str(store.manifest.model.get("name", "")))),
             "weights": visible(weights_name(store.manifest.model)),
-            "remarks": [visible(line) for line in self.remarks],
-            "sites": [self._site(own, frames) for own in self.sites],
+            "remarks": [visible(line) for line in coarse_remarks(self.shown)],
+            "sites": [
+                self._site(own, packed, frames)
+                for own, packed in zip(self.sites, self.packed, strict=True)
+            ],
             "attention": self._attention(frames),
             "lens": visible(self.answers) if isinstance(self.answers, str) else None,
         }
@@ -92,14 +96,11 @@ class StoreContents:
     def blobs(self, guide: Scores | None) -> dict[str, str]:
         """Kind -> numbers, in the order of the sites. guide: whose PCA colours the others are
         turned to."""
-        tokens: list[NDArray[Any]] = []
-        for own in self.sites:
-            tokens += [own.tokens.along, own.tokens.codes]
-        colours = [colours_of(own.scores, guide) for own in self.sites if own.scores is not None]
+        scores = [own.scores for own in self.sites if own.scores is not None]
         found = {
-            "tokens": pack(tokens),
+            "tokens": pack([part for own in self.packed for part in (own.along, own.codes)]),
             "norms": pack([bfloat16(own.norms) for own in self.sites]),
-            "colours": pack(colours),
+            "colours": pack([colours_of(own, guide) for own in scores]),
         }
         if not isinstance(self.attention, str):
             rows: list[NDArray[Any]] = []
@@ -108,7 +109,8 @@ class StoreContents:
                 rows += () if of_block.patches is None else pack_rows(of_block.patches)
             found["attention"] = pack(rows)
         if not isinstance(self.answers, str):
-            numbers = [self.answers[own.site.name] for own in self._answered()]
+            names = [own.site.name for own in self.sites if own.site.name in self.answers]
+            numbers = [self.answers[name] for name in names]
             found["lens"] = pack([part for one in numbers for part in (one.classes, one.shares)])
         return found
 
@@ -117,12 +119,10 @@ class StoreContents:
             return set()
         return {int(c) for own in self.answers.values() for c in np.unique(own.classes)}
 
-    def _answered(self) -> list[SiteContents]:
-        assert not isinstance(self.answers, str)
-        return [own for own in self.sites if own.site.name in self.answers]
-
-    def _site(self, own: SiteContents, frames: Sequence[Edges]) -> dict[str, Any]:
-        site, error = own.site, own.tokens.error
+    def _site(
+        self, own: SiteContents, packed: PackedTokens, frames: Sequence[Edges]
+    ) -> dict[str, Any]:
+        site = own.site
         explained = None if own.scores is None else own.scores.explained
         return {
             "name": visible(site.name),
@@ -130,9 +130,9 @@ class StoreContents:
             "short": visible(short_name(site.name, site.block or "")),
             "rel_depth": site.rel_depth,
             "channels": site.dim,
-            "dims": len(own.tokens.codes),
-            "step": own.tokens.step,
-            "error": {name: round(value, 6) for name, value in asdict(error).items()},
+            "dims": len(packed.codes),
+            "step": packed.step,
+            "error": {name: round(value, 6) for name, value in asdict(packed.error).items()},
             "colours": explained is not None,
             "explained": None if explained is None or np.isnan(explained) else round(explained, 4),
             "lens": not isinstance(self.answers, str) and site.name in self.answers,
@@ -196,7 +196,7 @@ def short_name(site: str, block: str) -> str:
     return ".".join(numbers) if numbers else site.rpartition(".")[2][:6]
 
 
-def read_sites(shown: Shown, seed: int, advance: Callable[[int], None]) -> list[SiteNumbers]:
+def read_sites(shown: Shown, seed: int, advance: Callable[[int], None]) -> list[SiteContents]:
     """The tokens of every site of a store, on their principal axes; what is not finite is left out,
     and logged.
 
@@ -233,12 +233,12 @@ def _numbers(
     x: NDArray[np.float32],
     counts: Mask,
     seed: int,
-) -> SiteNumbers:
+) -> SiteContents:
     norms = np.full(counts.shape, np.nan)
     norms[counts] = np.linalg.norm(x[counts].astype(np.float64), axis=-1)
     long = counts & (norms > 0)
     tokens = SiteTokens(x.reshape(-1, x.shape[-1]), long.ravel(), seed)
-    return SiteNumbers(site, layout, tokens, norms, scores_of(shown, layout, x, counts))
+    return SiteContents(site, layout, tokens, norms, scores_of(shown, layout, x, counts))
 
 
 def coarse_remarks(shown: Shown) -> list[str]:

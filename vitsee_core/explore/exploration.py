@@ -17,7 +17,7 @@ from vitsee_core.explore.answers import answers_of
 from vitsee_core.explore.attended import attention_of
 from vitsee_core.explore.choice import DIVERSE, choose_images
 from vitsee_core.explore.colours import reference
-from vitsee_core.explore.contents import SiteContents, StoreContents, coarse_remarks, read_sites
+from vitsee_core.explore.contents import StoreContents, read_sites
 from vitsee_core.explore.page import render
 from vitsee_core.explore.tokens import MOST_BYTES, pack_tokens
 from vitsee_core.models.provenance import Provenance
@@ -105,8 +105,8 @@ def explore(
     with counting(progress, total, SITE_IMAGES):
         read = [read_sites(part, seed, progress.advance) for part in parts]
     again = (origin or Provenance()) if recompute else None
-    for part in parts:
-        one = StoreContents(part, [], "", "", coarse_remarks(part))
+    for part, own in zip(parts, read, strict=True):
+        one = StoreContents(part, own, "", "")
         try:
             one.attention = attention_of(part, again, device, progress)
         except MissingInput as missing:
@@ -117,17 +117,14 @@ def explore(
             one.answers = str(missing)
         contents.append(one)
     room = MOST_BYTES - sum(one.attention_bytes for one in contents)
-    packed = iter(pack_tokens([site.tokens for numbers in read for site in numbers], room))
-    for one, numbers in zip(contents, read, strict=True):
-        one.sites = [
-            SiteContents(site.site, site.layout, next(packed), site.norms, site.scores)
-            for site in numbers
-        ]
+    packed = iter(pack_tokens([own.tokens for one in contents for own in one.sites], room))
+    for one in contents:
+        one.packed = [next(packed) for _ in one.sites]
     guide = reference([own.scores for own in read[0]])
     data = None if origin is None else origin.data
     page = render(contents, guide, data, title, selected.left_out)
     write_files({place: page.encode()}, force=force)
-    errors = [own.tokens.error for one in contents for own in one.sites]
+    errors = [own.error for one in contents for own in one.packed]
     return Explored(
         place,
         len(rows[0]),

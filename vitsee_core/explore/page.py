@@ -81,7 +81,7 @@ def _about(contents: Sequence[StoreContents]) -> list[str]:
     first = contents[0].shown
     shown = counted(len(first.rows), "images")
     sites = sum(len(one.sites) for one in contents)
-    errors = [own.tokens.error for one in contents for own in one.sites]
+    errors = [own.error for one in contents for own in one.packed]
     worst, largest = max(errors, key=lambda e: e.p99), max(error.largest for error in errors)
     return [
         f"{shown} of {first.store.n_images:,}",

@@ -17,7 +17,7 @@ import { bfloat16, nCells } from "./arithmetic.js";
  * @typedef {{about: BlockAbout, cells: number, most: Uint16Array, values: Uint8Array, patchMost: Uint16Array | null, patchValues: Uint8Array | null}} Block
  * @typedef {{about: ModelAbout, sites: Site[], blocks: Block[]}} Model */
 
-/** The bytes of a text that `blobs.py` wrote.
+/** The bytes of a text that `pack` of `contents.py` wrote.
  * @param {string} text
  * @returns {Promise<ArrayBuffer>} */
 export async function inflate(text) {
