@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from numpy.typing import NDArray
 
 from tests.attention_maps import Attention, layout, qk_nmi, random_attention, write
+from tests.command_line import said
+from tests.extractions import extracted
 from tests.tables import equal
-from vitsee_cli.main import main
 from vitsee_core.analyses.attn_map import plot, run
 from vitsee_core.analyses.attn_map.sinks import COLUMNS
 from vitsee_core.tables.metrics import direction
 from vitsee_core.tables.results import Table
-from vitsee_stores import Store
+from vitsee_stores import Store, open_store
 
 Array = NDArray[Any]
 GRID = (3, 4)
@@ -136,13 +136,9 @@ def test_against_loops(tmp_path: Path, prefix: tuple[str, ...]) -> None:
 
 @pytest.mark.slow
 def test_extracted_summaries_are_those_of_the_full_attention(tmp_path: Path) -> None:
-    from vitsee_stores import open_store
-
-    words = ["extract", "demo:vit", "--data", "demo:test", "--images", "6", "--attention", "full"]
-    path = tmp_path / "v.zarr"
-    result = CliRunner().invoke(main, [*words, "-o", str(path)])
-    assert result.exit_code == 0, result.output
-    store = open_store(path)
+    words = ["demo:vit", "--data", "demo:test", "--images", 6, "--attention", "full"]
+    extracted(*words, "-o", tmp_path / "v.zarr")
+    store = open_store(tmp_path / "v.zarr")
     table = run(store, kind="sink")
     for block in ("blocks.0", "blocks.5"):
         a = store.attention(f"full/{block}")[:].astype(np.float64)
@@ -186,12 +182,11 @@ def test_no_layer_is_the_best_by_its_sinks() -> None:
 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
-    paths = [by_hand(tmp_path / "a.zarr").path, by_hand(tmp_path / "b.zarr", "summary").path]
-    out, png = tmp_path / "s.csv", tmp_path / "s.png"
-    words = ["attn-map", *map(str, paths), "--kind", "sink"]
-    result = CliRunner().invoke(main, [*words, "-o", str(out), "--png", str(png)])
-    assert result.exit_code == 0, result.output
-    table = Table.read(out)
+    by_hand(tmp_path / "a.zarr")
+    by_hand(tmp_path / "b.zarr", "summary")
+    words = ["attn-map", "a.zarr", "b.zarr", "--kind", "sink"]
+    said(tmp_path, *words, "-o", "s.csv", "--png", "s.png")
+    table = Table.read(tmp_path / "s.csv")
     assert table.notes["threshold"] == 10
     figure = plot(table)
     assert len(figure.axes) == 6
@@ -200,7 +195,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert tops == pytest.approx([0.5 / 4, 1 / 4])  # heads with a sink: at cls, at patches
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert {"sink at the class token", "sink at a patch"} <= {*legend}
-    assert png.stat().st_size > 10_000
-    refused = CliRunner().invoke(main, [*words, "--coverage"])
-    assert (refused.exit_code, refused.stdout) == (2, "")
-    assert "--coverage/--no-coverage has no effect without --kind aligned" in refused.stderr
+    assert (tmp_path / "s.png").stat().st_size > 10_000
+    wrong = " ".join(said(tmp_path, *words, "--coverage", code=2).split())
+    assert "--coverage/--no-coverage has no effect without --kind aligned" in wrong

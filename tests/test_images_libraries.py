@@ -24,11 +24,9 @@ def write_mnist(root: Path) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
     images = rng.integers(0, 256, (8, 28, 28), np.uint8)
     labels = np.arange(8, dtype=np.uint8)
     for stem, rows in (("train", slice(0, 5)), ("t10k", slice(5, 8))):
-        n = len(labels[rows])
-        head = b"\x00\x00\x08" + bytes([3]) + np.array([n, 28, 28], ">i4").tobytes()
-        (raw / f"{stem}-images-idx3-ubyte").write_bytes(head + images[rows].tobytes())
-        head = b"\x00\x00\x08" + bytes([1]) + np.array([n], ">i4").tobytes()
-        (raw / f"{stem}-labels-idx1-ubyte").write_bytes(head + labels[rows].tobytes())
+        for name, values in (("images-idx3", images[rows]), ("labels-idx1", labels[rows])):
+            head = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, ">i4").tobytes()
+            (raw / f"{stem}-{name}-ubyte").write_bytes(head + values.tobytes())
     return images, labels
 
 
@@ -100,13 +98,11 @@ def test_hugging_face_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     plant(tmp_path, "a.png")
     library: Any = types.ModuleType("datasets")
     library.Image = type("Image", (), {"__init__": lambda self, decode=True: None})
-    rows = Rows(
-        [
-            {"img": {"bytes": encoded(1), "path": "x.png"}, "label": 1},
-            {"img": {"bytes": None, "path": str(tmp_path / "a.png")}, "label": None},
-            {"img": None, "label": 0},
-        ]
-    )
+    rows = Rows([
+        {"img": {"bytes": encoded(1), "path": "x.png"}, "label": 1},
+        {"img": {"bytes": None, "path": str(tmp_path / "a.png")}, "label": None},
+        {"img": None, "label": 0},
+    ])  # fmt: skip
     label = types.SimpleNamespace(names=["cat", "dog"])
     rows.features = {"img": library.Image(), "label": label}
     asked: dict[str, Any] = {}

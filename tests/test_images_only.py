@@ -89,6 +89,7 @@ def test_the_chosen_images_are_ordered_as_ever(tmp_path: Path) -> None:
     assert "has 6 images, fewer than 7" in select(source, only=only, images=7).notes[0]
 
 
+@pytest.mark.slow
 def test_extract_only(tmp_path: Path) -> None:
     data = plant_images(tmp_path / "data", 6)
     only = lines(tmp_path / "only.txt", "class1", "000")

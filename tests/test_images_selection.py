@@ -49,14 +49,8 @@ def test_same_data_and_seed_give_the_same_samples_in_any_model_of_selection() ->
     assert whole.samples.ids == [source.ids[k] for k in whole.samples.index]
     assert select(source, images=20, seed=1).samples.ids == whole.samples.ids[:20]
     assert len(whole) == 90 and not whole.notes
-    assert whole.identity == {
-        "seed": 1,
-        "order": "shuffled",
-        "images": None,
-        "per_class": None,
-        "split": None,
-        "only": None,
-    }
+    none = dict.fromkeys(("images", "per_class", "split", "only"))
+    assert whole.identity == {"seed": 1, "order": "shuffled", **none}
 
 
 def test_dataset_order_takes_the_first_images() -> None:

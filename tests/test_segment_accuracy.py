@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 from numpy.typing import NDArray
 from PIL import Image
 
+from tests.every_command import vitsee
 from tests.test_segments import random_objects, store_of, vectors_of, write_coco
-from vitsee_cli.main import main
 from vitsee_core.analyses import knn, probe
 from vitsee_core.masks.segments import Segmentation
 from vitsee_core.statistics.shares import jackknife_share
@@ -24,6 +23,7 @@ Array = NDArray[Any]
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 SITE = "blocks.0.out"
 SIZE = (8, 12)
+Pair = tuple[Store, Store, list[Path]]
 
 
 def kinds(rng: np.random.Generator, objects: Any, noise: float) -> Array:
@@ -36,15 +36,14 @@ def kinds(rng: np.random.Generator, objects: Any, noise: float) -> Array:
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> tuple[Store, Store, list[Path]]:
+def pair(tmp_path: Path) -> Pair:
     """A training and a test store with masks in a file each."""
     rng = np.random.default_rng(11)
     stores, files = [], []
     for number, (name, n) in enumerate((("train", 40), ("test", 23))):
         objects = random_objects(rng, n)
-        store = store_of(
-            tmp_path / f"{name}.zarr", kinds(rng, objects, 0.25), slab=7, hash_offset=1000 * number
-        )
+        x = kinds(rng, objects, 0.25)
+        store = store_of(tmp_path / f"{name}.zarr", x, slab=7, hash_offset=1000 * number)
         path = write_coco(tmp_path / f"{name}.json", SIZE, objects)
         content = json.loads(path.read_text())
         for image in content["images"]:
@@ -70,7 +69,7 @@ def rows_of(table: Any, **where: Any) -> dict[str, Any]:
     return {name: found[name][0] for name in found.columns}
 
 
-def test_knn_against_a_loop(pair: tuple[Store, Store, list[Path]]) -> None:
+def test_knn_against_a_loop(pair: Pair) -> None:
     train, test, files = pair
     table = knn.run(train, test, masks=files, ks=(3,), sites=SITE, per_class=True)
     assert tuple(table.columns) == knn.SEGMENT_COLUMNS
@@ -106,7 +105,7 @@ def test_knn_against_a_loop(pair: tuple[Store, Store, list[Path]]) -> None:
     assert row["value"] > 0.6
 
 
-def test_ridge_against_the_normal_equations(pair: tuple[Store, Store, list[Path]]) -> None:
+def test_ridge_against_the_normal_equations(pair: Pair) -> None:
     train, test, files = pair
     table = probe.run(train, test, masks=files, l2=[0.5], sites=SITE)
     assert tuple(table.columns) == tuple(n for n in probe.SEGMENT_COLUMNS if n != "class")
@@ -125,7 +124,7 @@ def test_ridge_against_the_normal_equations(pair: tuple[Store, Store, list[Path]
     assert (row["low"], row["high"]) == pytest.approx(ends)
 
 
-def test_l2_is_chosen_and_shots_are_segments(pair: tuple[Store, Store, list[Path]]) -> None:
+def test_l2_is_chosen_and_shots_are_segments(pair: Pair) -> None:
     train, test, files = pair
     table = probe.run(train, test, masks=files, shots=(5,), seeds=2, sites=SITE)
     # no segment is of kind 3; by chance a third are right
@@ -136,7 +135,7 @@ def test_l2_is_chosen_and_shots_are_segments(pair: tuple[Store, Store, list[Path
     assert rows_of(everything, metric="top1")["value"] > 0.6
 
 
-def test_a_share_of_images_is_held_out(pair: tuple[Store, Store, list[Path]]) -> None:
+def test_a_share_of_images_is_held_out(pair: Pair) -> None:
     train, _, files = pair
     table = probe.run(train, masks=files[0], holdout=0.25, sites=SITE, l2=[1.0])
     _, images = truth(files[0])
@@ -162,9 +161,7 @@ def test_a_split_of_the_data(tmp_path: Path) -> None:
         probe.run(store, masks=path, test_split="dev", sites=SITE)
 
 
-def test_names_and_numbers_as_classes(
-    pair: tuple[Store, Store, list[Path]], tmp_path: Path
-) -> None:
+def test_names_and_numbers_as_classes(pair: Pair, tmp_path: Path) -> None:
     """A COCO file for the one store, a folder of PNG values for the other."""
     train, test, files = pair
     folder = tmp_path / "png"
@@ -178,7 +175,7 @@ def test_names_and_numbers_as_classes(
     assert rows_of(table, metric="top1")["value"] == 0
 
 
-def test_the_same_images_on_both_sides(pair: tuple[Store, Store, list[Path]]) -> None:
+def test_the_same_images_on_both_sides(pair: Pair) -> None:
     train, _, files = pair
     with pytest.raises(VitseeError, match=r"^30 of the 30 test images of train are in train too"):
         knn.run(train, train, masks=files[0], sites=SITE)
@@ -190,25 +187,18 @@ def test_the_same_images_on_both_sides(pair: tuple[Store, Store, list[Path]]) ->
         knn.run(train, train, masks=files[0], ks=(61,), allow_shared=True)
 
 
-def vitsee(*args: Any) -> Result:
-    return CliRunner().invoke(main, [str(arg) for arg in args])
-
-
-def test_the_commands(pair: tuple[Store, Store, list[Path]], tmp_path: Path) -> None:
+def test_the_commands(pair: Pair, tmp_path: Path) -> None:
     train, test, files = pair
     masks = [word for file in files for word in ("--masks", file)]
     for command in ("knn", "probe"):
         out, png = tmp_path / f"{command}.csv", tmp_path / f"{command}.png"
-        result = vitsee(
-            command, train.path, test.path, *masks, "--baseline", "random", "-o", out, "--png", png
-        )
-        assert result.exit_code == 0, result.output
+        words = [*masks, "--baseline", "random", "-o", out, "--png", png]
+        vitsee(command, train.path, test.path, *words)
         sidecar = json.loads(Path(f"{out}.json").read_text())
         assert "95 % interval over images" in sidecar["notes"]["interval"]
         assert "n_segments" in out.read_text().splitlines()[0]
         assert png.stat().st_size > 5000
-    best = vitsee("best-layer", tmp_path / "knn.csv", tmp_path / "probe.csv")
-    assert best.exit_code == 0, best.output
+    vitsee("best-layer", tmp_path / "knn.csv", tmp_path / "probe.csv")
 
 
 def test_the_images_own_classes_do_not_count(tmp_path: Path) -> None:
@@ -227,7 +217,7 @@ def test_the_images_own_classes_do_not_count(tmp_path: Path) -> None:
             assert len(table.where(metric="top1")) == 1
 
 
-def test_any_choice_gives_the_same_as_its_fields(pair: tuple[Store, Store, list[Path]]) -> None:
+def test_any_choice_gives_the_same_as_its_fields(pair: Pair) -> None:
     train, test, files = pair
     plain = knn.run(train, test, masks=files, sites=SITE, ks=(5,))
     spelled = knn.run(train, test, masks=Segmentation(files, weights="area"), sites=SITE, ks=(5,))

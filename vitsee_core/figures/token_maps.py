@@ -43,10 +43,9 @@ class MapPanel:
     prefix_values: Float
     bodies: tuple[Float, ...]
     cells: tuple[Any, ...]
-    kind: str
 
     @classmethod
-    def of(cls, title: str, store: str, columns: Sequence[Column], kind: str) -> MapPanel:
+    def of(cls, title: str, store: str, columns: Sequence[Column]) -> MapPanel:
         """From the tokens of each column; means over several tokens are not part of a map."""
         names = dict.fromkeys(t for _, of in columns for t in of if isinstance(t, str))
         prefix = tuple(n for n in names if n not in MEANS and not n.isdigit())
@@ -64,7 +63,6 @@ class MapPanel:
             values.reshape(len(prefix), len(columns)),
             bodies,
             tuple(cells[0]) if alike else (),
-            kind,
         )
 
     def all_values(self) -> Float:

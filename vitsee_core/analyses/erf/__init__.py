@@ -71,8 +71,6 @@ just different sites.
   $ vitsee erf b16.zarr r50.zarr --sites blocks --png both.png > both.csv
   $ vitsee erf b16.zarr --metric radius50_px --sites '*.attn.branch'
 
---images rounds up to whole slabs, as fields are kept as their sums.
-
 --images rounds up to whole slabs, as fields are kept as their sums. The figure shows each site's
 field, and the radii against depth.
 """

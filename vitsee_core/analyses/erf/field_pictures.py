@@ -135,6 +135,7 @@ def _draw_line(line: Line, grid: Grid, part: Any) -> None:
 def _draw(axes: Axes, picture: Picture) -> AxesImage:
     from matplotlib.colors import LogNorm
     from matplotlib.patches import Circle
+    from scipy.ndimage import center_of_mass
 
     height, width = picture.size
     largest = np.nanmax(picture.cells)
@@ -151,19 +152,10 @@ def _draw(axes: Axes, picture: Picture) -> AxesImage:
     if not largest > 0:
         axes.text(width / 2, height / 2, "0", ha="center", va="center", color=GREY)
     else:
-        y, x = _centre(picture)
+        centre = center_of_mass(np.nan_to_num(picture.cells))  # squares count as whole
+        y, x = ((at + 0.5) * picture.step - 0.5 for at in centre)
         axes.plot(x, y, "+", color=MARK, markersize=4, markeredgewidth=0.7)
         if np.isfinite(picture.radius):
             circle = Circle((x, y), picture.radius, fill=False, edgecolor=MARK, linewidth=0.7)
             axes.add_patch(circle)
     return image
-
-
-def _centre(picture: Picture) -> tuple[float, float]:
-    """Centre of mass in pixels, treating squares as whole."""
-    cells = np.nan_to_num(picture.cells)
-    places = [(np.arange(n) + 0.5) * picture.step - 0.5 for n in cells.shape]
-    return (
-        float(cells.sum(1) @ places[0] / cells.sum()),
-        float(cells.sum(0) @ places[1] / cells.sum()),
-    )

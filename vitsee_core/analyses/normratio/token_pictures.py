@@ -160,7 +160,7 @@ def _map_panels(of_store: Table, metric: str) -> list[MapPanel]:
             (site, dict(zip(_tokens(one), one["value"].astype(float).tolist(), strict=True)))
             for site, one in of_kind.groups("site")
         ]
-        panels.append(MapPanel.of(title, store, columns, kind))
+        panels.append(MapPanel.of(title, store, columns))
     return panels
 
 
