@@ -18,7 +18,8 @@ from vitsee_core.images.decoding import hash64
 def test_npz_with_everything(tmp_path: Path) -> None:
     images = np.arange(360).astype(np.uint8).reshape(4, 5, 6, 3)
     splits = np.array(["train", "test", "train", "train"])
-    about = {"labels": np.array([1, 0, -1, 1], np.int8), "class_names": np.array(["x", "y"])}
+    about: dict[str, Any] = {"labels": np.array([1, 0, -1, 1], np.int8)}
+    about["class_names"] = np.array(["x", "y"])
     np.savez(tmp_path / "d.npz", images=images, splits=splits, **about)
     source = open_source(str(tmp_path / "d.npz"))
     assert source.ids == ["train/0", "test/1", "train/2", "train/3"]
