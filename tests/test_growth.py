@@ -16,8 +16,11 @@ from PIL import Image
 
 from tests import s3
 from tests.extractions import RESNET, VIT, array_bytes, extract, extracted, plant_images
+from tests.grown_stores import add_images
+from tests.random_stores import PLANS, write
 from vitsee_cli.main import main
 from vitsee_core.analyses import cka
+from vitsee_core.extraction.repeated import n_complete
 from vitsee_core.tables.sidecars import describe_run
 from vitsee_stores import IncompleteStore, Store, StoreError, describe, open_store, validate
 from vitsee_stores.generations import SEALS
@@ -214,6 +217,19 @@ def test_commands_of_earlier_generations_have_nothing_to_do(grown: Path, images:
         done = extracted(*words(images, grown, n, *more))
         assert f"{grown} is complete ({N} images): nothing to do" in done.stderr, done.stderr
     assert before == {path: path.stat().st_mtime_ns for path in grown.rglob("*") if path.is_file()}
+
+
+def test_a_repeated_command_counts_what_was_added_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the manifests alone: of 3, 5 and 7 images, the last two made by one command."""
+    path = tmp_path / "a.zarr"
+    write(path, PLANS["registers"])
+    for _ in range(2):
+        add_images(path, 2)
+    monkeypatch.chdir("/")
+    assert n_complete("vitsee extract", path) == 7
+    assert n_complete("vitsee extract --seed 1", path) is None
 
 
 @pytest.mark.slow
