@@ -15,6 +15,7 @@ bare loop after it in the same process would no longer be a bare loop.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import statistics
 import subprocess
@@ -30,6 +31,7 @@ import torch
 from common import Result, add_record_option, interleaved, machine, paired_ratio, record
 from PIL import Image
 
+from vitsee_cli.__main__ import share_cores
 from vitsee_core.extraction.options import (
     DataOptions,
     KeepOptions,
@@ -98,9 +100,12 @@ SIDES: dict[str, Callable[[argparse.Namespace, Path, int], float]] = {
 
 
 def in_a_process(side: str, folder: Path) -> float:
-    """Seconds of a side, by this script itself."""
+    """Seconds of a side, by this script itself; ours with the threads' setting of the command."""
     command = [sys.executable, __file__, *sys.argv[1:], "--side", side, "--folder", str(folder)]
-    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    environ = dict(os.environ)
+    if SIDES[side] is not bare:
+        share_cores(environ)
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environ)
     return float(said.splitlines()[-1])
 
 

@@ -1,10 +1,10 @@
-"""Exact k-nearest-neighbour votes against scikit-learn on the same features.
+"""Exact k-nearest-neighbour votes against scikit-learn and torch on the same features.
 
-Sides: our search and vote; scikit-learn's KNeighborsClassifier with the cosine metric; and the
-same classifier on normalised features with the Euclidean metric, which has the same neighbours
-and scikit-learn's fastest kernel. All with brute force, k = 20 and weights exp(cos / 0.07), in
-memory. Prints seconds, ratios, how many test images get the same class and how many the same
-neighbours, and the peak memory of each side in a process of its own.
+Sides: our search and vote; scikit-learn's KNeighborsClassifier with the cosine metric; the same
+classifier on normalised features with the Euclidean metric, which has the same neighbours and
+scikit-learn's fastest kernel; and torch: normalise, mm, topk. All with brute force, k = 20 and
+weights exp(cos / 0.07), in memory. Prints seconds, ratios, how many test images get the same class
+and how many the same neighbours, and the peak memory of each side in a process of its own.
 
     python benchmarks/knn.py [--train 20000] [--test 4000] [--dim 384] [--rounds 5] [--threads N]
 """
@@ -31,6 +31,7 @@ from common import (
 from numpy.typing import NDArray
 from sklearn.neighbors import KNeighborsClassifier
 from threadpoolctl import threadpool_limits
+from torch.nn import functional
 
 from vitsee_core.labels.neighbours import nearest
 
@@ -38,7 +39,7 @@ Array = NDArray[Any]
 
 K, TEMPERATURE, CLASSES = 20, 0.07, 100
 SLAB = 256
-SIDES = ("vitsee", "sklearn cosine", "sklearn euclidean")
+SIDES = ("vitsee", "sklearn cosine", "sklearn euclidean", "torch mm, topk")
 
 
 def main() -> None:
@@ -79,7 +80,7 @@ def main() -> None:
     if args.record:
         what = f"{args.test} among {args.train} of {args.dim} channels, k = {K}, against"
         rows = [Result.of(f"{what} {name}", seconds, "vitsee", name) for name in SIDES[1:]]
-        record("knn", "Nearest neighbours by cosine, beside scikit-learn", rows)
+        record("knn", "Nearest neighbours by cosine, beside scikit-learn and torch", rows)
 
 
 def peaks() -> dict[str, int]:
@@ -114,6 +115,10 @@ def run_side(name: str, data: tuple[Array, Array, Array], memory: int) -> tuple[
             (len(test), *train.shape), k=K, device="cpu", memory=memory,
         )  # fmt: skip
         return voted(found.cosines, labels[found.rows]), found.rows
+    if name.startswith("torch"):
+        units = [functional.normalize(torch.from_numpy(x), dim=1) for x in (test, train)]
+        best = torch.mm(units[0], units[1].T).topk(K)
+        return voted(best.values.numpy(), labels[best.indices.numpy()]), best.indices.numpy()
     metric = name.split()[1]
     if metric == "euclidean":
         train, test = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (train, test))
