@@ -186,11 +186,12 @@ class _Slab:
 
 
 def tiny() -> Any:
-    """Norms 1 to 4 and an outlier of 50 in the first and third image; medians by hand: of
-    (1, 2, 3, 50, 2, 3, 4, 50) 3, deviations (2, 1, 0, 47, 1, 0, 1, 47) 1, so the bound is 11.9."""
+    """Norms 1 to 14 and an outlier of 50 in the first and third image; medians by hand: of
+    (1, 2, 3, 50, 2, 3, 14, 50) 3, deviations (2, 1, 0, 47, 1, 0, 11, 47) 1.5, so the bound is
+    3 + 6 x 1.4826 x 1.5 = 16.3, above 14; without the factor it would be 12."""
     return Arrays(
         {
-            "out": [[[1], [2], [3], [50]], [[np.nan]] * 4, [[2], [3], [4], [-50]]],
+            "out": [[[1], [2], [3], [50]], [[np.nan]] * 4, [[2], [3], [14], [-50]]],
             "a": [[[9, 9]] * 3 + [[1, 4]], [[np.nan] * 2] * 4, [[9, 9]] * 3 + [[3, 0]]],
             "b": [[[9, 9]] * 3 + [[2, 5]], [[np.nan] * 2] * 4, [[9, 9]] * 3 + [[0, 1]]],
         },
