@@ -106,7 +106,7 @@ def in_a_process(side: str, folder: Path) -> float:
     if SIDES[side] is not bare:
         share_cores(environ)
     said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environ)
-    return float(said.splitlines()[-1])
+    return float(said.stdout.splitlines()[-1])
 
 
 def main() -> None:
