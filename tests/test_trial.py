@@ -89,3 +89,15 @@ def test_the_files_to_read_first_have_about_so_many_lines() -> None:
     for name, target, lines in listed:
         n = len((ROOT / name).read_text().splitlines())
         assert name == target and abs(n - int(lines)) <= 0.15 * n, (name, n)
+
+
+def test_the_page_names_every_file() -> None:
+    """But those of an analysis's own folder: a newcomer's need no line."""
+    section = " ".join(PAGE.split("<!-- files -->")[1].split("<!-- end -->")[0].split())
+    lines = [line.split("`: ") for line in section.removeprefix("- `").split(" - `")]
+    named = {f"{folder}{name}.py" for folder, names in lines for name in names.split(", ")}
+    roots = ("cli/vitsee_cli", "stores/vitsee_stores", "vitsee_core")
+    paths = {str(path.relative_to(ROOT)) for root in roots for path in (ROOT / root).rglob("*.py")}
+    files = {path for path in paths if not path.endswith("__init__.py")}
+    assert named <= files, named - files
+    assert all(path.startswith("vitsee_core/analyses/") for path in files - named), files - named
