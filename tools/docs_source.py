@@ -48,6 +48,7 @@ PAGES = {
     "docs/architectures-transformers.md": "architectures-transformers",
     "docs/architectures-towers.md": "architectures-towers",
     "docs/architecture.md": "architecture",
+    "docs/files.md": "files",
     "docs/glossary.md": "glossary",
     "stores/vitsee_stores/FORMAT.md": "format",
     "CONTRIBUTING.md": "contributing",
