@@ -81,7 +81,9 @@ class Browser:
     def _note(self, found: dict[str, Any]) -> None:
         method, about = found.get("method"), found.get("params", {})
         if method == "Runtime.exceptionThrown":
-            self.errors.append(json.dumps(about["exceptionDetails"])[:500])
+            thrown = about["exceptionDetails"]
+            said = thrown.get("exception", {}).get("description", thrown["text"])
+            self.errors.append(f"{said} ({thrown.get('url')})")
         elif method == "Log.entryAdded" and about["entry"]["level"] in ("error", "warning"):
             self.errors.append(about["entry"]["text"])
         elif method == "Runtime.consoleAPICalled" and about["type"] in ("error", "warning"):
