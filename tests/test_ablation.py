@@ -161,6 +161,7 @@ ANY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "size", "args", "cut"), ANY, ids=[a[0] for a in ANY])
 def test_structures_without_their_names(name: str, size: int, args: Any, cut: str) -> None:
     model = small(name, size, **args)
@@ -189,6 +190,7 @@ def refused(*args: object) -> str:
     return result.stderr
 
 
+@pytest.mark.slow
 def test_names_that_do_not_exist(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "no.zarr"
     for name in ("blocks.9", "blocks", "all", "blocks.1.token", "layer1.0"):
@@ -198,6 +200,7 @@ def test_names_that_do_not_exist(folder: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_structures_that_are_not_known() -> None:
     added = r"--ablate-skip blocks.0 cannot be done .*: what it adds is no module's output"
     none = r"--ablate-skip blocks.0: mobileone_s1 has no block whose branches are known"
@@ -226,6 +229,7 @@ def test_a_skip_that_stays_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None
     assert list(model.ablate_skip) == ["blocks.2.mlp"]
 
 
+@pytest.mark.slow
 def test_identity(cut_vit: Path, folder: Path) -> None:
     before = array_bytes(cut_vit)
     for more in ([], ["--ablate-skip", "blocks.1"]):

@@ -61,6 +61,7 @@ def test_family(script: ModuleType, data: Path, family: tuple[Any, ...]) -> None
         assert str(wanted) in found
 
 
+@pytest.mark.slow
 def test_what_fails_is_named(
     script: ModuleType, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,7 @@ def test_any_jobs_or_map_give_the_same_bits(tmp_path: Path) -> None:
         assert equal(run(store, map=processes.map), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slab", [1, 3, 23])
 def test_slab_size_does_not_matter(tmp_path: Path, slab: int) -> None:
     whole = run(two_blocks(tmp_path / "a.zarr", 23, slab=23))
@@ -151,6 +152,7 @@ def test_heads_that_a_block_has_not_are_no_rows(tmp_path: Path) -> None:
     assert not np.isnan(table["value"]).any()
 
 
+@pytest.mark.slow
 def test_blocks_with_grids_of_their_own(tmp_path: Path) -> None:
     fine = attention_group(["stages.0.0", "stages.0.1"], [2, 2], grid=(4, 6), stride=(8.0, 8.0))
     coarse = attention_group(["stages.1.1"], [3], grid=(2, 3), prefix="grid_2x3")
@@ -281,6 +283,7 @@ def made_table(label: str, blocks: int, heads: int, metrics: Any = METRICS) -> T
     return Table.from_rows(rows, COLUMNS)
 
 
+@pytest.mark.slow
 def test_panels() -> None:
     alone = plot(made_table("a", 6, 4))
     assert len(alone.axes) == 2
@@ -300,6 +303,7 @@ def test_the_layer_line_is_the_mean_over_heads() -> None:
     assert np.asarray(line.get_ydata()) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_uniform_attention_is_drawn_where_the_table_tells_it(tmp_path: Path) -> None:
     groups = [attention_group(["blocks.0", "blocks.1"], [2, 2], grid=(3, 5), stride=(8.0, 16.0))]
     store = write_attention(tmp_path / "a.zarr", groups, random_values(5, 2, 2), n_images=5)

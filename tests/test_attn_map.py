@@ -334,6 +334,7 @@ def test_stored_attention_is_read_in_bounded_batches(
         assert np.array_equal(batch.values["blocks.0"]["all"], stored.astype(np.float32))
 
 
+@pytest.mark.slow
 def test_single_images_of_blocks_on_several_grids(tmp_path: Path) -> None:
     groups = [
         random_attention(layout((3, 4)), 2, [2, 2]),
@@ -399,6 +400,7 @@ def test_computed_attention_equals_the_stored(extractions: Path) -> None:
     assert own["value"] == pytest.approx(full.attention("rollout")[row, 1:], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_images_that_are_gone_or_changed(extractions: Path, tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     shutil.copytree(extractions / "data", moved)
@@ -548,6 +550,7 @@ def test_one_map_says_which_it_is() -> None:
     assert title == "a, block 2 head 1: mean attention of the class token (n = 10)"
 
 
+@pytest.mark.slow
 def test_every_token_grid_has_its_own_tiles() -> None:
     coarse = fake_maps(4, 3, (2, 2))
     table = Table.concat([fake_maps(2, 2, (4, 6)), coarse.where(depth=[2, 3])])
@@ -557,6 +560,7 @@ def test_every_token_grid_has_its_own_tiles() -> None:
     assert "4 x 6" in figure.axes[0].get_xlabel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(1, 1), (6, 4), (32, 16)])
 def test_sizes_of_models(size: tuple[int, int]) -> None:
     figure = plot(fake_maps(*size, (4, 4)))

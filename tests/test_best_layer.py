@@ -410,6 +410,7 @@ def best_layer_command(*args: str | Path) -> Result:
     return CliRunner().invoke(main, ["best-layer", *map(str, args)])
 
 
+@pytest.mark.slow
 def test_command(tmp_path: Path) -> None:
     knn = write(tmp_path / "knn.csv", scores([0.1, 0.3, 0.2, 0.2], k=20), "knn")
     cka = write(tmp_path / "cka.csv", self_cka(), "cka")

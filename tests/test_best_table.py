@@ -172,6 +172,7 @@ def test_latex(tmp_path: Path) -> None:
     assert lines[0].startswith("% In brackets the best layer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", [".png", ".svg", ".pdf"])
 def test_as_a_picture(table: Table, tmp_path: Path, ending: str) -> None:
     path = tmp_path / f"t{ending}"

@@ -93,6 +93,7 @@ def test_factors_are_rounded_to_8_bits_by_hand() -> None:
     assert multiply(x).tolist() == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(5, 3), (300, 7), (257, 5000), (520, 4097)])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_products_are_those_of_rounded_factors(shape: tuple[int, int], symmetric: bool) -> None:

@@ -19,6 +19,7 @@ def listed(*words: object) -> list[dict[str, str]]:
     return list(csv.DictReader(done.stdout.splitlines()))
 
 
+@pytest.mark.slow
 def test_what_is_cached_is_listed_and_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

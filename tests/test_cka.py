@@ -138,6 +138,7 @@ def test_two_stores_against_a_loop(folder: Path) -> None:
     assert table.unique("store_b") == ["cnn"]
 
 
+@pytest.mark.slow
 def test_the_interval_is_the_jackknifes(tmp_path: Path) -> None:
     # 40 images of a shuffled store: 20 blocks of two neighbours
     x, y = (activations(40, seed=k)[:, 0] for k in (1, 2))
@@ -299,6 +300,7 @@ def test_shortcuts_of_a_cnn(folder: Path) -> None:
     assert flat(title(plot(table).axes[0])) == "branch: all tokens, n = 24"
 
 
+@pytest.mark.slow
 def test_mixers_and_parallel_blocks(tmp_path: Path) -> None:
     names = ("in", "token.branch", "mid", "channel.branch", "out")
     sites = {f"blocks.0.{name}": activations(N, seed=k) for k, name in enumerate(names)}
@@ -476,6 +478,7 @@ def test_figure_of_skips_and_branches(folder: Path) -> None:
     assert flat(panels[1].get_xlabel()) == "vit, branch, MLP"
 
 
+@pytest.mark.slow
 def test_figure_over_depth(folder: Path) -> None:
     table = compare(folder, "vit", "other", "cnn", pairs="same-depth")
     figure = plot(table)
@@ -510,6 +513,7 @@ def made_table(rows: list[str], cols: list[str], value: Any, **notes: Any) -> Ta
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (25, 3), (218, 12)])
 def test_sizes_of_models(n: int, m: int) -> None:
     blocks = {f"blocks.{i}.p{k}": f"blocks.{i}" for i in range(40) for k in range(9)}

@@ -119,6 +119,7 @@ def test_cumulative_groups_end_with_all_heads(folder: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_interval_is_that_of_the_group(tmp_path: Path) -> None:
     n = 40
     outputs, other = activations(n, 4, 1)[:, :1], activations(n, 3, 2)[:, :1]
@@ -137,6 +138,7 @@ def test_the_interval_is_that_of_the_group(tmp_path: Path) -> None:
     assert table["low"][0] < table["value"][0] < table["high"][0]
 
 
+@pytest.mark.slow
 def test_biased_and_minibatch_groups(folder: Path) -> None:
     biased = compare(folder, window=3, estimator="biased", sites_b=["stem"])
     expected = loop_cka(outputs_of(biased["heads"][0]), site("stem"), loop_hsic0)
@@ -179,6 +181,7 @@ def test_both_count_the_images_of_both_stores(tmp_path: Path) -> None:
     assert set(table["n_images"].tolist()) == {N - 2}
 
 
+@pytest.mark.slow
 def test_heads_without_spatial_mass_come_last(tmp_path: Path, folder: Path) -> None:
     blind = distances()
     blind[:, 0, 3] = np.nan
@@ -248,6 +251,7 @@ def test_notes(folder: Path) -> None:
     assert compare(folder, cumulative=True).notes["groups"].startswith("the most local heads")
 
 
+@pytest.mark.slow
 def test_figure(folder: Path) -> None:
     table = compare(folder, window=2)
     figure = plot(table)

@@ -129,6 +129,7 @@ def shell(command: str, store: Path, **environment: str) -> subprocess.Completed
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     ["vitsee info $S", "vitsee info $S --json", "vitsee attn-dist $S", "vitsee --help"],
@@ -140,6 +141,7 @@ def test_closed_stdout_is_said(make_store: Callable[..., Path], command: str) ->
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_closed_streams_that_nobody_needs(make_store: Callable[..., Path], tmp_path: Path) -> None:
     store = make_store()
     # Quiet: on a slow machine its progress is said.
@@ -157,6 +159,7 @@ def test_a_full_disk_behind_stdout(make_store: Callable[..., Path]) -> None:
     assert done.stderr == "vitsee info: no space left on device\n"
 
 
+@pytest.mark.slow
 def test_a_terminal_without_the_letters(make_store: Callable[..., Path]) -> None:
     store = make_store("größe.zarr")
     for command in ("vitsee info $S", "vitsee attn-dist größe=$S | head -2", "vitsee info $S/nö"):
@@ -283,6 +286,7 @@ def shown(*arguments: str) -> str:
     return f"from vitsee_cli.main import main; main({arguments!r}, standalone_mode=False)"
 
 
+@pytest.mark.slow
 def test_help_imports_nothing_heavy() -> None:
     """A command's own help may import its analysis, which is NumPy and what reads images."""
     light = "\n".join(

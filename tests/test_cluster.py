@@ -177,6 +177,7 @@ def test_columns_and_baselines(tmp_path: Path) -> None:
     assert table.notes["tokens"]["a"]["embed"] == "cls"
 
 
+@pytest.mark.slow
 def test_values_are_means_over_seeds(tmp_path: Path) -> None:
     store = made(tmp_path / "a.zarr")
     table = run(store, sites=["embed"], tokens="rest", n_seeds=4, seed=5, k=6)
@@ -290,6 +291,7 @@ def test_constant_features_are_said(tmp_path: Path, caplog: pytest.LogCaptureFix
 # ---------------------------------------------------------------- the figure and the command
 
 
+@pytest.mark.slow
 def test_curves(tmp_path: Path) -> None:
     a, b = made(tmp_path / "a.zarr"), np.random.default_rng(1).normal(size=(12, 2, 5))
     cnn = write_labelled(tmp_path / "b.zarr", {"stem": b}, [0, 1, 2] * 4, layout=CNN_PAIR)
@@ -309,6 +311,7 @@ def cluster_command(*args: str | Path) -> Result:
     return CliRunner().invoke(main, ["cluster", *map(str, args)])
 
 
+@pytest.mark.slow
 def test_command(tmp_path: Path) -> None:
     csv, png = tmp_path / "r.csv", tmp_path / "r.png"
     store = made(tmp_path / "small.zarr", 16)

@@ -58,6 +58,7 @@ def sum_of_squares(x: Any) -> float:
     return total
 
 
+@pytest.mark.slow
 def test_a_compiled_function_calls_others_of_its_module() -> None:
     assert sum_of_squares(np.array([1.0, 2.0, 3.0])) == 14.0
     assert square(3.0) == 9.0
@@ -80,6 +81,7 @@ def add_twice(x: Any) -> float:
     return add_in_lanes(x, x, x) + add_in_lanes(x, x, x)
 
 
+@pytest.mark.slow
 def test_a_compiled_function_runs_no_code_of_another() -> None:
     """Of a callee in a cache of its own it would depend on what was loaded first whether that or
     the caller's copy runs, and they round differently."""

@@ -167,6 +167,7 @@ def test_one_place_in_every_grid(tmp_path: Path) -> None:
             run(store, sites="*", image=["0"], at=[at])
 
 
+@pytest.mark.slow
 def test_cells_beside_the_image_have_no_map(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     pixels = np.random.default_rng(0).integers(0, 256, (20, 60, 3), dtype=np.uint8)
@@ -195,6 +196,7 @@ def test_patches_without_length(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert len(plot(table).axes) == 5  # two photographs, two maps, one bar
 
 
+@pytest.mark.slow
 def test_offsets_are_means_over_images(tmp_path: Path) -> None:
     x = tokens()
     valid = [1, 1, 0, 1, 1]
@@ -213,6 +215,7 @@ def test_offsets_are_means_over_images(tmp_path: Path) -> None:
         run(store, offsets=True, at=["0,0"])
 
 
+@pytest.mark.slow
 def test_pictures_from_the_table_alone(tmp_path: Path) -> None:
     for name in ("a", "b"):
         sites = {"embed": tokens(), "next": 2 * tokens()}

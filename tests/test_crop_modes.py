@@ -32,6 +32,7 @@ def pillow(folder: Path, name: str, size: tuple[int, int]) -> np.ndarray[Any, An
     return np.asarray(image.resize(size[::-1], Image.Resampling.BICUBIC)).transpose(2, 0, 1)
 
 
+@pytest.mark.slow
 def test_squash_is_one_resize(tmp_path: Path) -> None:
     store = run(tmp_path, "--crop-mode", "squash", "--crop-pct", 1)
     for row, name in enumerate(store.samples.id):
@@ -39,6 +40,7 @@ def test_squash_is_one_resize(tmp_path: Path) -> None:
     assert "fill" not in store.manifest.transform
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fill", "value"), [(None, 128), ("mean", 128), ("black", 0)])
 def test_border_fills_up(tmp_path: Path, fill: str | None, value: int) -> None:
     options = [] if fill is None else ["--fill", fill]
@@ -70,6 +72,7 @@ def test_a_store_repeats_its_pixels(tmp_path: Path) -> None:
     assert mode.exit_code == 1 and "transform.crop_mode is border, given center" in mode.stderr
 
 
+@pytest.mark.slow
 def test_what_cannot_be_filled_or_is_cut(tmp_path: Path) -> None:
     data = plant_images(tmp_path / "data", 3)
     command = [*VIT, "--data", data, "-o", tmp_path / "s.zarr", "--dry-run"]

@@ -251,6 +251,7 @@ def test_addresses() -> None:
             parse_address(text)
 
 
+@pytest.mark.slow
 def test_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WAIT_SECONDS", 0.5)
     write_heads(tmp_path / "a.zarr", [random_attention(layout(), 8, (2, 2))])
@@ -395,6 +396,7 @@ def test_progress_says_by_how_many_workers(
     assert re.search(r"vitsee x: 1/4 images, .* left, 2 workers\n", capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_processes_of_this_machine(tmp_path: Path) -> None:
     """Nobody else on the machine can reach them."""
     store = write_heads(tmp_path / "a.zarr", [random_attention(layout(), 16, (2, 2))], slab=8)

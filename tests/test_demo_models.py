@@ -100,6 +100,7 @@ def test_each_model_that_ships_says_how_it_was_trained() -> None:
         assert load_model(f"demo:{name}").class_names == config["label_names"]
 
 
+@pytest.mark.slow
 def test_trained_without_a_skip_runs_without_it(room: Path) -> None:
     plant(room / "cut", ablate_skip=["blocks.1", "blocks.3.mlp"])
     plain = load_model(f"local-dir:{plant(room / 'plain')}")
@@ -115,6 +116,7 @@ def test_trained_without_a_skip_runs_without_it(room: Path) -> None:
     assert plain.ablate_skip == () and plain.notes() == []
 
 
+@pytest.mark.slow
 def test_skips_of_the_command_come_on_top(room: Path) -> None:
     plant(room / "cut", ablate_skip=["blocks.1"])
     both = load_model("demo:cut", ablate_skip=["blocks.0.attn", "blocks.1.mlp"])
@@ -334,6 +336,7 @@ def test_the_masked_loss_is_of_the_hidden_patches_alone() -> None:
     handle.remove()
 
 
+@pytest.mark.slow
 def test_the_probe_is_where_its_gradient_vanishes() -> None:
     model = build(RECIPES["vit-masked"])
     redraw(model, 1)

@@ -184,6 +184,7 @@ def test_the_table_equals_that_of_explicit_pixels(tmp_path: Path) -> None:
     assert set(table["n_images"].tolist()) == {7}
 
 
+@pytest.mark.slow
 def test_jackknife_leaves_out_blocks_of_images(tmp_path: Path) -> None:
     train, masks = made(tmp_path, 6)
     test, others = made(tmp_path, 6, name="b", seed=1)
@@ -389,6 +390,7 @@ def command(*args: object) -> Result:
     return CliRunner().invoke(main, ["dense-probe", *map(str, args)])
 
 
+@pytest.mark.slow
 def test_a_user_s_run(tmp_path: Path) -> None:
     store, masks = made(tmp_path, 8, splits=["train"] * 5 + ["val"] * 3)
     (tmp_path / "val.txt").write_text("a5\na6\na7\n")

@@ -321,6 +321,7 @@ def test_images_without_a_depth_map_are_left_out(tmp_path: Path) -> None:
         run(bare, depth=depths, depth_scale=1000, holdout=0.5)
 
 
+@pytest.mark.slow
 def test_a_user_s_run(tmp_path: Path) -> None:
     store, depths = made_depths(tmp_path, 8)
     out, png = tmp_path / "r.csv", tmp_path / "r.png"

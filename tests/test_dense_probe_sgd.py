@@ -150,6 +150,7 @@ def test_the_rate_rises_and_falls() -> None:
     assert DepthRecipe((0.001, 10)).schedule(12_800, 38_400)[1] == 0.85
 
 
+@pytest.mark.slow
 def test_tokens_that_say_the_class_are_learnt(tmp_path: Path) -> None:
     """And groups of slabs in memory in turn serve as all of them do."""
     store, masks = made(tmp_path, 20, classes=(0, 1, 2))
@@ -165,6 +166,7 @@ def test_tokens_that_say_the_class_are_learnt(tmp_path: Path) -> None:
     assert table.notes["solver"]["steps"] == 40
 
 
+@pytest.mark.slow
 def test_depths_are_learnt(tmp_path: Path) -> None:
     """The mean depth at least: random tokens know no more."""
     store, depths = made_depths(tmp_path, 16)

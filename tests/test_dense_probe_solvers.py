@@ -256,6 +256,7 @@ def test_cells_have_to_be_whole_pixels() -> None:
 # ---------------------------------------------------------------- protocols
 
 
+@pytest.mark.slow
 def test_protocols_list_what_differs(tmp_path: Path) -> None:
     store, masks = made(tmp_path, 10)
     choice: dict[str, Any] = {"masks": masks, "holdout": 0.4, "sites": [SITE], "metrics": ["miou"]}

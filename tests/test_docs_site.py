@@ -137,6 +137,7 @@ def test_links_point_into_the_site_or_become_text() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_gallery_says_how_each_picture_was_made() -> None:
     made = docs_source.drawn_with()
     for name, kind in (("attn-map-aligned", "aligned"), ("attn-sinks", "sink")):

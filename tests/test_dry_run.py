@@ -105,6 +105,7 @@ def test_buffers_are_those_of_the_architecture() -> None:
         np.testing.assert_array_equal(values, made[name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_weights_that_cannot_be_read_are_left_to_the_extraction(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -116,6 +117,7 @@ def test_weights_that_cannot_be_read_are_left_to_the_extraction(
     assert refused.exit_code == 1 and "no.pt" in refused.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "code", "phrase"),
     [

@@ -208,6 +208,7 @@ def test_scaled_and_rotated_features(tmp_path: Path) -> None:
     assert number(table, "kl") == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_only_images_that_all_could_read_count(tmp_path: Path) -> None:
     base = values(0)
     valid = np.ones((3, N), bool)

@@ -226,6 +226,7 @@ def test_committed_slabs_only(tmp_path: Path) -> None:
     assert set(run(store)["n_images"].tolist()) == {8}
 
 
+@pytest.mark.slow
 def test_a_branch_that_is_zero(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fields = blobs(2)
     fields["blocks.0.attn.branch"][:] = 0
@@ -279,6 +280,7 @@ def test_many_blocks_are_thinned_out(tmp_path: Path) -> None:
 # what a user sees -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_command(tmp_path: Path) -> None:
     write(tmp_path / "a.zarr", blobs(2), np.array([4, 4]))
     assert said(tmp_path, "erf", "a.zarr", "-o", "r.csv", "--png", "r.png") == ""

@@ -123,6 +123,7 @@ def test_as_few_axes_and_bytes_as_the_error_allows() -> None:
     assert precision.n_bytes == sum(len(zlib.compress(part.tobytes())) for part in parts)
 
 
+@pytest.mark.slow
 def test_all_sites_share_the_bytes_of_a_page_and_one_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -162,6 +162,7 @@ def test_a_tile_of_a_strip_chooses_patch_and_layer(
     assert state["patch"] == "15" and depths[int(state["layer"])] == third
 
 
+@pytest.mark.slow
 def test_a_box_by_mouse_and_by_keys(browser: Browser, page: Page, place: Path) -> None:
     browser.look(1280)
     open_page(browser, place, "#image=1&patch=0")

@@ -46,6 +46,7 @@ def vit_store(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_every_number_of_a_vit_store_against_a_forward_pass_by_hand(
     vit_store: Path, folder: Path
 ) -> None:
@@ -176,6 +177,7 @@ def test_batch_size_and_workers_do_not_change_rows(
     )
 
 
+@pytest.mark.slow
 def test_slab_size_does_not_change_sums_over_all_images(
     folder: Path, vit_store: Path, tmp_path: Path
 ) -> None:
@@ -188,6 +190,7 @@ def test_slab_size_does_not_change_sums_over_all_images(
     assert "acts" not in {p.name for p in path.iterdir()}
 
 
+@pytest.mark.slow
 def test_unreadable_images_are_nan_rows_and_named(folder: Path, tmp_path: Path) -> None:
     data = plant_images(tmp_path / "data", N)
     (data / "class0" / "004.png").write_bytes(b"no picture")
@@ -219,6 +222,7 @@ def test_unreadable_images_are_nan_rows_and_named(folder: Path, tmp_path: Path) 
     assert failed.stdout == ""
 
 
+@pytest.mark.slow
 def test_dry_run_prints_the_arrays_and_makes_nothing(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "no.zarr"
     options = [*VIT, "--data", folder, "-o", path, "--slab", SLAB]
@@ -255,6 +259,7 @@ def dry_run_rows(text: str) -> tuple[list[str], dict[str, list[str]]]:
     return first[1:], {line[0]: line[1:] for line in lines}
 
 
+@pytest.mark.slow
 def test_a_site_that_overflows_float16_is_stored_in_float32(folder: Path, tmp_path: Path) -> None:
     path, checkpoint = tmp_path / "big.zarr", tmp_path / "big.pt"
     state = load_model(
@@ -288,6 +293,7 @@ def test_an_overflow_after_the_first_images_stops_with_the_option_that_helps(
         open_store(path)
 
 
+@pytest.mark.slow
 def test_weights_and_pixels_that_are_not_used_are_named(folder: Path, tmp_path: Path) -> None:
     model = load_model("test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8})
     state = {k: v for k, v in model.module.state_dict().items() if not k.startswith("head.")}

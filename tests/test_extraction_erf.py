@@ -273,6 +273,7 @@ def test_nothing_else_changes(whole: Path, folder: Path, tmp_path: Path) -> None
     assert not any(p.startswith("erf/") for p in plain)
 
 
+@pytest.mark.slow
 def test_a_slab_without_any_readable_image(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "ones.zarr"
     more = ["--sites", "embed", *SMALL, "--slab", 1, "--erf", 10, "--order", "dataset"]
@@ -366,6 +367,7 @@ def test_a_gradient_that_is_not_finite_and_a_signal() -> None:
 # the store ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_left_out_and_refused(whole: Path, folder: Path, tmp_path: Path) -> None:
     store = open_store(whole)
     left_out = store.manifest.left_out

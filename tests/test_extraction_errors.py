@@ -39,6 +39,7 @@ def refused(result: Result, *phrases: str, exit_code: int = 1) -> None:
         assert phrase in lines[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "phrases"),
     [
@@ -93,6 +94,7 @@ def test_the_same_value_twice_is_one() -> None:
     assert parse_dtypes(["norms=float32"]) == ("float16", {"norms": "float32"})
 
 
+@pytest.mark.slow
 def test_a_store_of_another_model(folder: Path, tmp_path: Path) -> None:
     """Said before the sites are chosen, whose names are the other model's."""
     path = tmp_path / "store.zarr"
@@ -163,6 +165,7 @@ def test_an_output_that_is_no_store_is_left_alone(folder: Path, tmp_path: Path) 
     assert (path / "chapter1.tex").read_text() == "dear reader"
 
 
+@pytest.mark.slow
 def test_an_output_that_cannot_be_written(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("not a folder")
@@ -235,6 +238,7 @@ def test_a_disk_that_fills_up_on_the_way(folder: Path, tmp_path: Path) -> None:
     assert np.isfinite(open_store(path).acts("blocks.0.out")[:]).all()
 
 
+@pytest.mark.slow
 def test_defaults_that_a_model_has_not_are_left_out(folder: Path, tmp_path: Path) -> None:
     """A trunk without norm, pooled vector and logits; asked for by name they are refused."""
     bare = [*RESNET, "--model-arg", "num_classes=0", "--model-arg", "global_pool="]

@@ -328,6 +328,7 @@ def test_joining(whole: Path, folder: Path, tmp_path: Path) -> None:
     assert "grams is false, given true" in result.stderr
 
 
+@pytest.mark.slow
 def test_dry_run_and_info(whole: Path, folder: Path, tmp_path: Path) -> None:
     from click.testing import CliRunner
 

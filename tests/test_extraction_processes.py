@@ -81,6 +81,7 @@ def test_a_signal_ends_between_batches_and_the_same_command_resumes(
     assert array_bytes(path) == array_bytes(whole)
 
 
+@pytest.mark.slow
 def test_a_joining_process_takes_the_stores_defaults(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "store.zarr"
     first = [*VIT, "--data", folder, "-o", path, "--slab", 16, "--seed", 3, "--dtype", "float32"]

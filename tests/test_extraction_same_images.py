@@ -88,6 +88,7 @@ def test_nor_before_the_first_slab(clean: Path, blurred: Path, tmp_path: Path) -
     refused(blurred, path, "made from other images", "4 of 4 compared")
 
 
+@pytest.mark.slow
 def test_two_arrays_of_one_length(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for name in ("a", "b"):
@@ -190,6 +191,7 @@ def test_only_what_is_compared_is_read(
     assert len(set(read) - set(first)) <= 3 < len(set(read))
 
 
+@pytest.mark.slow
 def test_a_store_that_another_process_made_of_other_images_meanwhile(
     clean: Path, blurred: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,7 @@ def test_others_may_commit_more(shard: Shard, others: str, make_store: Callable[
     assert line.startswith(expected)
 
 
+@pytest.mark.slow
 def test_while_the_store_is_made_the_signal_waits(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

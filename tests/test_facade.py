@@ -64,6 +64,7 @@ def test_importing_it_imports_nothing() -> None:
 # ---------------------------------------------------------------- results
 
 
+@pytest.mark.slow
 def test_a_table_that_was_made_in_python_has_a_sidecar(tmp_path: Path) -> None:
     """plot and report take it as a command's; there is no command line to run again."""
     data, place = plant_images(tmp_path / "data", 6), tmp_path / "a.zarr"

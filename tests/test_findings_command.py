@@ -44,6 +44,7 @@ def row(table: Table, name: str) -> dict[str, object]:
     return {column: table[column][found] for column in table.columns}
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_the_analyses(folder: Path) -> None:
     """Of the upper three blocks of six less the lower three; of the last block less the best of
     the others."""

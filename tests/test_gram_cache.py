@@ -159,6 +159,7 @@ def test_batches_have_no_inner_products(store: Store, tmp_path: Path) -> None:
 # The same whatever the threads
 
 
+@pytest.mark.slow
 def test_the_number_of_threads_changes_no_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +267,7 @@ def test_old_age_is_no_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_what_the_dead_left_goes_at_once(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

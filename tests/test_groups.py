@@ -62,6 +62,7 @@ def two_metrics() -> Figure:
     return draw_depth_panels(table, ["top1", "top5"])
 
 
+@pytest.mark.slow
 def test_a_panel_per_group_and_metric() -> None:
     figure = two_metrics()
     shown = [axes for axes in figure.axes if axes.get_visible()]
@@ -92,6 +93,7 @@ def test_looks_without_groups_are_by_store() -> None:
     assert [group for group, _ in by_group(table)] == [""]
 
 
+@pytest.mark.slow
 def test_attention_distances_of_groups_are_their_means() -> None:
     rows = [
         {"store": store, "site": f"blocks.{b}", "depth": b, "rel_depth": b / 2, "head": h,
@@ -107,6 +109,7 @@ def test_attention_distances_of_groups_are_their_means() -> None:
     assert flaws(figure) == []
 
 
+@pytest.mark.slow
 def test_sinks_of_groups_are_the_means_of_their_layers() -> None:
     metrics = ("sink_max", "sink_share", "qk_nmi")
     rows = [
@@ -122,6 +125,7 @@ def test_sinks_of_groups_are_the_means_of_their_layers() -> None:
     assert flaws(figure) == []
 
 
+@pytest.mark.slow
 def test_skips_of_many_models_have_a_panel_per_token() -> None:
     rows = [
         {"store": f"m{i}", "site": f"blocks.{b}.{kind}", "depth": b, "rel_depth": b / 2,
@@ -154,6 +158,7 @@ def maps_of(n_layers: int, n_heads: int, images: list[str]) -> Table:
     return Table.concat(tables)
 
 
+@pytest.mark.slow
 def test_models_side_by_side() -> None:
     """Walmer et al. 2023, Figs. 2, 17, 18."""
     figure = attn_map.plot(maps_of(3, 2, []))
@@ -173,6 +178,7 @@ def test_images_by_models() -> None:
     assert flaws(figure) == []
 
 
+@pytest.mark.slow
 def test_heads_of_an_image_by_models() -> None:
     """Walmer et al. 2023, Figs. 11, 12: all heads of each model below the picture."""
     figure = attn_map.plot(maps_of(2, 2, ["0"]))

@@ -102,6 +102,7 @@ def check_equal(grown: Store, at_once: Store) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_sites_then_images_are_what_a_run_for_all_gives(third: Path, at_once: Path) -> None:
     store = open_store(third)
     assert (store.generation, store.n_images, store.complete) == (3, N, True)
@@ -160,6 +161,7 @@ def test_whole_slabs_of_the_data_set_s_classes_pooled_only(images: Path, tmp_pat
     assert ours.plan == theirs.plan
 
 
+@pytest.mark.slow
 def test_a_reader_keeps_the_generation_that_it_opened(store: Path, images: Path) -> None:
     before = open_store(store)
     pickled = pickle.dumps(before)
@@ -175,6 +177,7 @@ def test_a_reader_keeps_the_generation_that_it_opened(store: Path, images: Path)
         assert old.acts("blocks.0.out")[:].shape[0] == FIRST
 
 
+@pytest.mark.slow
 def test_info_lists_the_generations_and_validate_checks_all(third: Path) -> None:
     shown = CliRunner().invoke(main, ["info", str(third)], terminal_width=200)
     assert shown.exit_code == 0, shown.output
@@ -211,6 +214,7 @@ def test_gram_matrices_are_kept_where_the_rows_stayed(store: Path, images: Path)
     assert len(matrices("blocks", "norms")) == 2 * len(more)
 
 
+@pytest.mark.slow
 def test_commands_of_earlier_generations_have_nothing_to_do(grown: Path, images: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in grown.rglob("*") if path.is_file()}
     for n, more in ((FIRST, KEPT), (FIRST, sites("norms")), (N, []), (N, sites("hidden"))):
@@ -266,6 +270,7 @@ REFUSED: dict[str, tuple[list[object], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_grow_is_refused_untouched(first: Path, images: Path, name: str) -> None:
     given, line = REFUSED[name]
@@ -299,6 +304,7 @@ def test_something_else_waits_for_what_is_being_added(store: Path, images: Path)
     assert open_store(store).generation == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [0, 9])
 def test_an_image_that_changed_is_not_added(
     first: Path, images: Path, tmp_path: Path, row: int
@@ -314,6 +320,7 @@ def test_an_image_that_changed_is_not_added(
     assert open_store(store).generation == 1
 
 
+@pytest.mark.slow
 def test_hashes_are_compared_slab_by_slab(
     store: Path, images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,6 +353,7 @@ def test_a_model_that_does_not_give_what_is_stored_is_refused(
     assert re.search(r"does not give what .* has of .* on the first images: 0?\.?\d", done.stderr)
 
 
+@pytest.mark.slow
 def test_damage_is_named_by_generation_and_made_again(
     grown: Path, at_once: Path, images: Path
 ) -> None:
@@ -372,6 +380,7 @@ def test_damage_is_named_by_generation_and_made_again(
     check_equal(open_store(grown), open_store(at_once))
 
 
+@pytest.mark.slow
 def test_generations_are_of_one_store_and_without_a_gap(
     grown: Path, first: Path, images: Path, tmp_path: Path
 ) -> None:
@@ -411,6 +420,7 @@ def test_a_store_in_a_bucket_grows(images: Path, at_once: Path, tmp_path: Path) 
         assert open_store(url).generation == 1
 
 
+@pytest.mark.slow
 def test_the_room_of_ids_and_splits_grows(tmp_path: Path) -> None:
     """Longer names and further splits than those of the first images."""
     names = [f"{i}.png" if i < 4 else f"a-much-longer-name-{i}.png" for i in range(8)]

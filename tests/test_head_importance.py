@@ -128,6 +128,7 @@ def test_a_head_that_says_nothing_is_not_needed(store: Store) -> None:
     assert table.where(metric="kl")["value"].tolist() == pytest.approx([0] * 8, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_table_figure_and_headline(store: Store, tmp_path: Path) -> None:
     out = ["-o", str(tmp_path / "h.csv"), "--png", str(tmp_path / "h.png"), "--replicates"]
     words = ["head-importance", str(store.path), "--sites", "blocks.1", *out]
@@ -142,6 +143,7 @@ def test_table_figure_and_headline(store: Store, tmp_path: Path) -> None:
     assert (tmp_path / "h.png").exists() and (tmp_path / "h.replicates.csv").exists()
 
 
+@pytest.mark.slow
 def test_other_classes(tmp_path: Path) -> None:
     store = made(tmp_path, "--model-arg", "num_classes=3")
     table = run(store, sites="blocks.0", device="cpu")

@@ -269,6 +269,7 @@ def typed_store(path: Path, n: int = 8, **kwargs: Any) -> Any:
     return write(path, [made], **kwargs), made
 
 
+@pytest.mark.slow
 def test_the_table(tmp_path: Path) -> None:
     store, made = typed_store(tmp_path / "a.zarr")
     table = run(store)
@@ -323,6 +324,7 @@ def test_spread_scores_against_a_loop(tmp_path: Path) -> None:
             assert value == pytest.approx(expected, rel=1e-5, abs=1e-5), name
 
 
+@pytest.mark.slow
 def test_the_jackknife_is_that_of_the_slabs(tmp_path: Path) -> None:
     made = random_attention(layout((3, 3)), 40, [2])
     store = write(tmp_path / "a.zarr", [made], slab=2)
@@ -372,6 +374,7 @@ def test_slabs_and_jobs_do_not_matter(tmp_path: Path) -> None:
         assert values[0] == pytest.approx(values[1], rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_sensitivity_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store, _ = typed_store(tmp_path / "a.zarr")
     self_excess = measure(
@@ -399,6 +402,7 @@ def test_sensitivity_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture
         assert classify(wide, few, Thresholds(**limits))[0] == kind
 
 
+@pytest.mark.slow
 def test_a_radius_beyond_the_grid_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store, _ = typed_store(tmp_path / "a.zarr")
     with caplog.at_level(logging.INFO):
@@ -455,6 +459,7 @@ def test_an_example_of_uniform_attention_is_flat(tmp_path: Path) -> None:
     assert example.get_xlabel().endswith("0.11 to 0.11")
 
 
+@pytest.mark.slow
 def test_captions_of_neighbouring_examples_do_not_touch(tmp_path: Path) -> None:
     store, _ = typed_store(tmp_path / "a.zarr")
     figure = plot(run(store))

@@ -159,6 +159,7 @@ REFUSED: dict[str, tuple[str, Any, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_other_classifiers_are_refused(case: str) -> None:
     name, size, args, phrase = REFUSED[case]
@@ -240,6 +241,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return plant_images(tmp_path_factory.mktemp("head") / "data", 3)
 
 
+@pytest.mark.slow
 def test_a_store_keeps_it(folder: Path, tmp_path: Path) -> None:
     options = ["--data", folder, "--dtype", "float32"]
     extracted(*OWN, *CLASSES, *options, "-o", tmp_path / "s.zarr")

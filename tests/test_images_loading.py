@@ -88,6 +88,7 @@ def assert_equal(some: list[Batch], others: list[Batch]) -> None:
         assert a.errors == b.errors
 
 
+@pytest.mark.slow
 def test_rows_never_shift_and_workers_do_not_matter(folder: Path) -> None:
     source = open_source(str(folder))
     selection = select(source, seed=3)
@@ -117,6 +118,7 @@ def test_rows_never_shift_and_workers_do_not_matter(folder: Path) -> None:
     assert good[0].hash[0] == hash64((folder / first).read_bytes()) or first in reasons
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_fail_names_the_first_bad_row(folder: Path, workers: int) -> None:
     selection = select(open_source(str(folder)), order="dataset")
@@ -125,6 +127,7 @@ def test_fail_names_the_first_bad_row(folder: Path, workers: int) -> None:
         load(selection, workers, on_error="fail")
 
 
+@pytest.mark.slow
 def test_arrays_reach_the_workers(tmp_path: Path) -> None:
     images = np.random.default_rng(0).integers(0, 256, (N, 20, 22, 3), np.uint8)
     np.savez(tmp_path / "d.npz", images=images, splits=np.array(["a"] * 9 + ["b"] * (N - 9)))
@@ -156,6 +159,7 @@ def test_any_batch_size_gives_the_same_rows(folder: Path) -> None:
         assert torch.equal(torch.cat([part.pixels for part in parts]), whole)
 
 
+@pytest.mark.slow
 def test_batches_own_their_memory(folder: Path) -> None:
     selection = select(open_source(str(folder)))
     kept = load(selection, 1)
@@ -188,6 +192,7 @@ needs_proc = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize("workers", [0, 2])
 def test_stopping_early_leaves_nothing_behind(folder: Path, workers: int) -> None:

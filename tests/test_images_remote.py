@@ -80,11 +80,13 @@ FORMS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_bucket_has_the_images_of_the_folder(form: str, faulty: Proxy, root: Path) -> None:
     assert_same(open_source(f"s3://tests/in1k/{form}"), open_source(str(root / "folder")))
 
 
+@pytest.mark.slow
 def test_a_list_of_urls(faulty: Proxy, root: Path, tmp_path: Path) -> None:
     listed = tmp_path / "list.txt"
     listed.write_text(
@@ -302,6 +304,7 @@ def site(root: Path) -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_a_web_server(site: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", HOST)
     monkeypatch.setattr(remote, "WAIT_SECONDS", 0.01)
@@ -315,6 +318,7 @@ def test_a_web_server(site: str, root: Path, monkeypatch: pytest.MonkeyPatch) ->
         open_source(f"{below}/x.tar")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["data", "shards/*.tar", "folder", "@main/data/*.parquet"])
 def test_a_data_set_of_the_hub(
     form: str, site: str, root: Path, monkeypatch: pytest.MonkeyPatch

@@ -134,6 +134,7 @@ def test_a_folder_whose_name_looks_like_a_library(
     assert source.read(0)[0].size == (6, 4)
 
 
+@pytest.mark.slow
 def test_demo() -> None:
     source = open_source("demo:train")
     assert len(source) == len(open_source("demo:test")) == 2000

@@ -154,6 +154,7 @@ def test_unfinished_store(make_store: MakeStore) -> None:
     assert "0 of 3 slabs" in info(make_store("none.zarr", slabs=[])).stdout
 
 
+@pytest.mark.slow
 def test_what_an_unfinished_store_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command that began it, less its shard and --force, makes the rest."""
     monkeypatch.chdir(tmp_path)
@@ -194,6 +195,7 @@ def test_no_store(tmp_path: Path) -> None:
             assert name in one_line("info", tmp_path / name, *more)
 
 
+@pytest.mark.slow
 def test_imports_no_models_and_no_pictures(make_store: MakeStore) -> None:
     code = (
         "import sys\n"

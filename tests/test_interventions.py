@@ -115,6 +115,7 @@ def putting(places: Any, values: Any) -> Any:
 # against hooks by hand ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_zero_class_token(bases: Bases, folder: Path, tmp_path: Path) -> None:
     store = run(VIT, folder, tmp_path / "a.zarr", "--replace", "cls@blocks.2.out=zero")
     changed(store, bases["vit"], plain_pass(VIT, bases["vit"], "blocks.2", putting(0, 0.0)))
@@ -124,6 +125,7 @@ def test_zero_class_token(bases: Bases, folder: Path, tmp_path: Path) -> None:
     assert validate(tmp_path / "a.zarr", deep=True) == []
 
 
+@pytest.mark.slow
 def test_mean_registers(bases: Bases, folder: Path, tmp_path: Path) -> None:
     base = bases["registers"]
     text = f"registers@blocks.1.out=mean:{base}"
@@ -132,6 +134,7 @@ def test_mean_registers(bases: Bases, folder: Path, tmp_path: Path) -> None:
     changed(store, base, plain_pass(REGISTERS, base, "blocks.1", putting([1, 2], mean)))
 
 
+@pytest.mark.slow
 def test_noise_of_a_distilled_model(bases: Bases, folder: Path, tmp_path: Path) -> None:
     """The stored noise gives the same logits by hand; its moments are those of the base store."""
     base = bases["distilled"]
@@ -145,6 +148,7 @@ def test_noise_of_a_distilled_model(bases: Bases, folder: Path, tmp_path: Path) 
     assert np.abs(normal[0] - normal[1]).max() > 1
 
 
+@pytest.mark.slow
 def test_shuffle_of_an_in_place_sum(bases: Bases, folder: Path, tmp_path: Path) -> None:
     """`mid` is no module's output: both the second branch and its skip see the change."""
     base = bases["vit"]
@@ -166,6 +170,7 @@ def test_shuffle_of_an_in_place_sum(bases: Bases, folder: Path, tmp_path: Path) 
     changed(store, base, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet", pytest.param("mixer", marks=pytest.mark.slow)])
 def test_patches_of_models_without_prefix(
     bases: Bases, folder: Path, tmp_path: Path, name: str
@@ -185,6 +190,7 @@ def test_patches_of_models_without_prefix(
     assert np.ptp(logits(store), axis=0).max() < 1e-4  # nothing of the image is left
 
 
+@pytest.mark.slow
 def test_outliers_and_as_many_others(bases: Bases, folder: Path, tmp_path: Path) -> None:
     plain = np.asarray(open_store(bases["vit"]).acts("blocks.2.out"))
     norms = np.linalg.norm(plain[:, 1:], axis=-1)
@@ -205,6 +211,7 @@ def test_outliers_and_as_many_others(bases: Bases, folder: Path, tmp_path: Path)
     changed(store, bases["vit"], plain_pass(VIT, bases["vit"], "blocks.2", change))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

@@ -218,6 +218,7 @@ def test_models_without_such_attention() -> None:
 # stores ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_stores(tmp_path: Path) -> None:
     """Nothing blocked is the plain store to the bit; what is blocked has no weight in the maps."""
     folder = plant_images(tmp_path / "images", 3)

@@ -81,6 +81,7 @@ def test_it_does_not_depend_on_how_it_is_made(
     np.testing.assert_allclose(found[0], found[1], atol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_store_says_what_was_changed(base: Path, folder: Path, tmp_path: Path) -> None:
     path, plain = tmp_path / "a.zarr", open_store(base)
     given = [*VIT, "--data", folder, *SITES, "-o", path, "--ablate-heads", "last:1"]
@@ -264,6 +265,7 @@ def test_base_stores_of_something_else(
     assert phrase in str(caught.value) and "--replace x: base has" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_base_stores_that_lack_something(
     base: Path, folder: Path, tmp_path: Path, table: SiteTable
 ) -> None:

@@ -57,6 +57,7 @@ def test_a_user_who_has_chosen_is_left_alone(name: str, monkeypatch: pytest.Monk
         assert share_given_back() > 0.9
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_an_extraction_keeps_what_its_model_frees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

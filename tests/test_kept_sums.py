@@ -285,12 +285,14 @@ def kept(everything: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
     return Kept(everything, monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_dense_probe_goes_on_to_the_bit(kept: Kept, tmp_path: Path) -> None:
     """In its training pass, in its test pass, and after it."""
     words = ("dense-probe", "vit.zarr", "--masks", "maps", "--holdout", "0.4", "--per-class")
     assert kept.check(words, tmp_path / "r.csv") == 4  # two passes over two slabs
 
 
+@pytest.mark.slow
 def test_others_begin_anew(kept: Kept, tmp_path: Path, everything: Path) -> None:
     """Another option, a changed file, --force: nothing of the old sum is used."""
     table, partial = tmp_path / "r.csv", tmp_path / "r.csv.partial"

@@ -278,6 +278,7 @@ def test_choices_that_do_not_exist(store: Store, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the miniature set
 
 
+@pytest.mark.slow
 def test_the_miniature_set_has_the_published_layout(tmp_path: Path) -> None:
     write_spair(tmp_path / "a")
     write_spair(tmp_path / "b", separator="_")

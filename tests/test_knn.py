@@ -90,6 +90,7 @@ def test_search_against_a_loop(n: int, cut: int, tile: int) -> None:
         assert cosines[i] == pytest.approx([c for c, _ in expected], rel=2e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [1.0, 1e-2, 1e-4])
 def test_vectors_that_float32_cannot_tell_apart(spread: float) -> None:
     """Around one vector: the rounding of float32 hides neighbours behind the candidates."""
@@ -349,6 +350,7 @@ def test_committed_slabs_only(tmp_path: Path) -> None:
     assert table.notes["train"]["rows"] == 16
 
 
+@pytest.mark.slow
 def test_refusals(tmp_path: Path) -> None:
     train, test = pair(tmp_path)
     wrong: list[tuple[dict[str, Any], str]] = [
@@ -373,6 +375,7 @@ def test_refusals(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the figure and the command
 
 
+@pytest.mark.slow
 def test_panels(tmp_path: Path) -> None:
     train, test = pair(tmp_path)
     sites = ["blocks", "head"]
@@ -395,6 +398,7 @@ def knn_command(*args: str | Path) -> Result:
     return CliRunner().invoke(main, ["knn", *map(str, args)])
 
 
+@pytest.mark.slow
 def test_command(tmp_path: Path) -> None:
     train, test = pair(tmp_path)
     csv, png = tmp_path / "r.csv", tmp_path / "r.png"
@@ -415,6 +419,7 @@ def test_command(tmp_path: Path) -> None:
     assert printed.stdout == text.getvalue()
 
 
+@pytest.mark.slow
 def test_command_refuses_in_one_line(tmp_path: Path) -> None:
     train, test = pair(tmp_path)
     plain = write_labelled(tmp_path / "plain.zarr", {"pooled": gauss(4, 3, 0)}, [-1] * 4)

@@ -91,6 +91,7 @@ LAYERS: list[tuple[str, str, str, float, float]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("analysis", "features", "metric", "answer", "tolerance"), LAYERS)
 def test_layers(
     analysis: str, features: str, metric: str, answer: float, tolerance: float, tmp_path: Path
@@ -115,6 +116,7 @@ ALIKE: dict[str, float] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("measure", ALIKE)
 def test_features_in_other_axes_are_alike(measure: str, tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(60, 12)) * np.arange(1, 13)
@@ -264,6 +266,7 @@ MEASURED: dict[str, Callable[[Array, Array], float]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("measure", MEASURED)
 def test_the_demos_similarities(measure: str, demo: Store) -> None:
     sites = ["blocks.1.out", "blocks.4.out"]

@@ -105,6 +105,7 @@ def test_no_labels(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what fits together
 
 
+@pytest.mark.slow
 def test_label_spaces(tmp_path: Path) -> None:
     def rows(name: str, labels: list[int], classes: list[str]) -> Any:
         store = write_labelled(tmp_path / name, features(len(labels)), labels, classes=classes)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 LIBRARIES_ARE_FOUND = """
 from threadpoolctl import threadpool_info
 from vitsee_core.runtime.lanes import one_blas_thread
@@ -26,6 +28,7 @@ assert threads() == before
 """
 
 
+@pytest.mark.slow
 def test_a_library_that_is_loaded_later_is_limited_too() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LIBRARIES_ARE_FOUND],

@@ -64,6 +64,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Store]:
     return {name: store_of(tmp_path_factory.mktemp("lens"), args) for name, args in ARGS.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARGS)
 def test_against_the_models_modules(name: str, stores: dict[str, Store]) -> None:
     store, module = stores[name], module_of(ARGS[name])
@@ -133,6 +134,7 @@ def test_replicates_and_jobs(stores: dict[str, Store]) -> None:
     assert own.mean(1) == pytest.approx(value)
 
 
+@pytest.mark.slow
 def test_other_classes_and_no_head(tmp_path: Path) -> None:
     store = store_of(tmp_path, {}, n_classes=3)
     table = run(store)
@@ -151,6 +153,7 @@ def test_other_classes_and_no_head(tmp_path: Path) -> None:
         run(bare)
 
 
+@pytest.mark.slow
 def test_a_head_that_the_store_lacks_is_the_models(
     stores: dict[str, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

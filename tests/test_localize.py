@@ -246,6 +246,7 @@ def test_patches_lie_where_the_layout_says(tmp_path: Path) -> None:
     assert maps_of(table) == pytest.approx(loop_maps(acts, inner, (2, 3), 4), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_constant_patch_has_no_value(tmp_path: Path) -> None:
     pixels = PIXELS.copy()
     pixels[:, :, :4, :4] = 77
@@ -451,6 +452,7 @@ def counted(store: Store) -> list[Any]:
 # Spread
 
 
+@pytest.mark.slow
 def test_the_jackknife_leaves_images_out(tmp_path: Path) -> None:
     n = 20  # fewer than 24 images: each is a block
     acts = tokens_of(PIXELS[:n])
@@ -541,6 +543,7 @@ def test_ranks_of_equal_patches() -> None:
 # Images
 
 
+@pytest.mark.slow
 def test_which_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     sites = {"blocks.0.out": (ACTS, LAYOUT)}
     store = write(tmp_path / "a.zarr", sites, PIXELS)
@@ -582,6 +585,7 @@ def refused(*args: object) -> str:
     return result.stderr
 
 
+@pytest.mark.slow
 def test_refusals(tmp_path: Path, store: Store) -> None:
     cnn = TokenLayout((), (2, 3), stride_px=(4.0, 4.0))
     bare = write(tmp_path / "c.zarr", {"blocks.0.out": (tokens_of(PIXELS, 2, 0, cnn), cnn)}, PIXELS)

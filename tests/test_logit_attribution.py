@@ -107,6 +107,7 @@ def values_of(table: Table, **where: Any) -> dict[tuple[str, str], float]:
 SLOW = ("mixer", "registers and layer scale", "a scale parameter behind the sums (BEiT)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in FAMILIES]
 )
@@ -404,6 +405,7 @@ def test_threads_and_fewer_images(stores: dict[str, Store]) -> None:
     assert set(run(store, images=5)["n_images"].tolist()) == {5}
 
 
+@pytest.mark.slow
 def test_last_stages_need_their_own_branches_alone(tmp_path: Path) -> None:
     words = ["test_convnext", *RANDOM, "--img-size", "64", *words_of(TWO)]
     path = tmp_path / "c.zarr"
@@ -437,6 +439,7 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------ wrong input
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -459,6 +462,7 @@ def test_what_is_no_sum_of_branches(words: list[str], expected: str, tmp_path: P
         run(store_of(tmp_path, *words))
 
 
+@pytest.mark.slow
 def test_missing_branches_and_heads(tmp_path: Path, stores: dict[str, Store]) -> None:
     images = plant_images(tmp_path / "images", N)
     words = [*VIT, *words_of(TWO), "--data", images, "-o"]
@@ -481,6 +485,7 @@ def test_missing_branches_and_heads(tmp_path: Path, stores: dict[str, Store]) ->
         run(pooled)
 
 
+@pytest.mark.slow
 def test_wrong_options(stores: dict[str, Store], tmp_path: Path) -> None:
     store = stores["class token"]
     wrong: list[tuple[dict[str, Any], str]] = [
@@ -504,6 +509,7 @@ def test_wrong_options(stores: dict[str, Store], tmp_path: Path) -> None:
     assert done.exit_code == 2 and "'mine' is not one of 'label', 'predicted'" in done.output
 
 
+@pytest.mark.slow
 def test_the_command(stores: dict[str, Store], tmp_path: Path) -> None:
     out = tmp_path / "r.csv"
     words = [str(stores["class token"].path), "--heads", "-o", str(out), "--png", str(out) + ".png"]

@@ -451,6 +451,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_compiled_code_cannot_take_never_reaches_it(tmp_path: Path, name: str) -> None:
     pytest.importorskip("pycocotools")

@@ -252,6 +252,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int | None, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_attention_that_is_not_token_to_token_is_refused(name: str) -> None:
     args, size, phrase = REFUSED[name]

@@ -34,6 +34,7 @@ def rows(result: Result) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(result.stdout)))
 
 
+@pytest.mark.slow
 def test_a_vit() -> None:
     (row,) = rows(models(VIT))
     assert (row["model"], row["height"], row["width"], row["n_blocks"]) == (VIT, "224", "224", "12")

@@ -166,6 +166,7 @@ def test_a_miniature_gives_timm_s_activations(layout: str, tmp_path: Path) -> No
     assert note.startswith(f"weights.pth is a checkpoint of {layout.strip()}: mean {mean[0]:g}, ")
 
 
+@pytest.mark.slow
 def test_what_was_given_wins(tmp_path: Path) -> None:
     """Also the 6 heads of timm, with which the shapes of MoCo's fit and other numbers come out."""
     path = saved(tmp_path / "w.pth", mae()[0])

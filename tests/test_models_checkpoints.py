@@ -254,6 +254,7 @@ def refused(path: Path, **args: Any) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     state = weights()
     short = {key: x for key, x in state.items() if not key.startswith(("blocks.2.", "norm."))}

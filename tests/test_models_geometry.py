@@ -81,6 +81,7 @@ def test_strides_and_offsets_by_hand(case: str) -> None:
         assert layout.offset_px == (offset, offset)
 
 
+@pytest.mark.slow
 def test_grids_that_are_padded_on_the_way() -> None:
     """DaViT pads maps of odd sizes before it halves them: 26, 13 (14), 7 (8), 4 cells."""
     model = small(
@@ -248,6 +249,7 @@ def test_strides_of_a_cnn_against_moved_images(site: str) -> None:
     assert not torch.allclose(moved_by_half[middle], here[middle + 1], rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_store_says_where_its_cells_lie(tmp_path: Path) -> None:
     """From extraction to the pixels of patches: PiT's cells begin 4 px inside; 5 px are unseen."""
     data = plant_images(tmp_path / "data", 3)
@@ -267,6 +269,7 @@ def test_a_store_says_where_its_cells_lie(tmp_path: Path) -> None:
     assert figures["offset_px"] == [4.0, 4.0] and figures["window_px"] == [16, 16]
 
 
+@pytest.mark.slow
 def test_pixels_that_no_patch_covers_are_named() -> None:
     model = small("vit_tiny_patch16_224", (50, 64), **VIT)
     assert "patches cover 48x64 of 50x64 input pixels" in unseen_pixels(model, site_table(model))[0]
@@ -275,6 +278,7 @@ def test_pixels_that_no_patch_covers_are_named() -> None:
         assert unseen_pixels(whole, site_table(whole)) == []
 
 
+@pytest.mark.slow
 def test_pit_keeps_two_tokens_in_one_tensor() -> None:
     """cls_token is (1, 2, dim) in the distilled PiT: class and distillation token in all stages."""
     model = small("pit_ti_distilled_224", None, **TINY_PIT)

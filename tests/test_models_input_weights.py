@@ -192,6 +192,7 @@ def test_a_linear_layer_over_cut_patches() -> None:
     assert np.array_equal(found.values, expected.numpy())
 
 
+@pytest.mark.slow
 def test_standardised_weights_as_the_layer_uses_them() -> None:
     model = small("resnetv2_50x1_bit", 64)
     found = filters(model)
@@ -208,6 +209,7 @@ def test_the_stem_of_a_hybrid() -> None:
     assert found.values.shape == (64, 3, 7, 7)
 
 
+@pytest.mark.slow
 def test_pixels_in_another_order_and_parallel_branches() -> None:
     folded = small("tresnet_m", 64, layers=(1, 1, 1, 1))  # 4 x 4 pixels to a cell, then 3 x 3 cells
     found = filters(folded)

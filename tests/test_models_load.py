@@ -240,6 +240,7 @@ def test_the_ways_out_are_open_again() -> None:
     assert before == (hub.hf_hub_download, hub.download_url_to_file, torch.hub.download_url_to_file)
 
 
+@pytest.mark.slow
 def test_pretrained_weights_fitted_to_other_arguments_are_named(tmp_path: Path) -> None:
     fixed: dict[str, Any] = {"input_size": [3, 160, 160], "fixed_input_size": True}
     name = folder(tmp_path / "own", **fixed, num_classes=1000, classifier="head")

@@ -209,6 +209,7 @@ def test_hiera_tokens_come_in_image_geometry() -> None:
         torch.testing.assert_close(kept.sites[name][1], expected)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize(
     "name",

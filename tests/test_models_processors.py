@@ -285,6 +285,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_mistakes_are_one_line(folder: Path, case: str) -> None:
     name, options, phrase = REFUSED[case]
@@ -352,6 +353,7 @@ def test_code_of_a_repository_runs_on_a_users_word_alone(folder: Path, tmp_path:
     assert again.exit_code == 1 and "is not run again; copy it from there" in again.stderr
 
 
+@pytest.mark.slow
 def test_no_manifest_makes_a_file_run(tmp_path: Path) -> None:
     own, ran, out = tmp_path / "own.py", tmp_path / "ran", tmp_path / "own.zarr"
     code = (Path(__file__).resolve().parents[1] / "examples" / "own_vit.py").read_text()

@@ -119,6 +119,7 @@ PREFIXES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PREFIXES)
 def test_prefix_kinds(case: str) -> None:
     name, args, prefix = PREFIXES[case]
@@ -305,6 +306,7 @@ def test_compiled_and_traced_models_are_refused() -> None:
             site_table(wrapped_as_is(module))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "made", "size", "args", "phrase"),
     [
@@ -332,6 +334,7 @@ def test_windows_are_counted_without_the_heads() -> None:
     assert table.left_out["stages.2.1 attention"] == "attention within windows (4 per image)"
 
 
+@pytest.mark.slow
 def test_heads_on_vectors_of_several_sizes_have_no_pooled_vector() -> None:
     """EfficientViM averages a classifier a stage; its distilled models twice as many."""
     for name in ("efficientvim_m1", "efficientvim_m1_dist"):
@@ -344,6 +347,7 @@ def wrapped_as_is(module: Any) -> LoadedModel:
     return LoadedModel("toy", module, (3, 32, 32), {}, {}, "toy")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["test_vit", "test_resnet", "test_convnext", "test_maxvit"])
 def test_names_are_unique_and_the_table_repeats(name: str) -> None:
     model = small(name, 64)

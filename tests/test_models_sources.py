@@ -178,6 +178,7 @@ def test_a_local_clone_of_torch_hub(folder: Path, entry: str) -> None:
     assert model.origin["kind"] == "torchhub" and f"{folder}/clone" not in sys.path
 
 
+@pytest.mark.slow
 def test_torchvision_by_name(tmp_path: Path) -> None:
     import torchvision
 

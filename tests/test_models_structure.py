@@ -79,6 +79,7 @@ def test_the_example_is_read_as_its_code_computes() -> None:
     assert table.rollout_refusal is None
 
 
+@pytest.mark.slow
 def test_both_names_select(tmp_path: Path) -> None:
     table = site_table(own())
     assert table["blocks.1.attn.branch"].site_path == "tower.1.mixing"
@@ -330,6 +331,7 @@ def test_heads_of_multihead_attention_by_its_formula() -> None:
     assert table["blocks.0.attn.heads"].site_path == "list.0.look.out_proj.in"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["resnet18", "resnet50", "regnet_y_400mf"])
 @torch.inference_mode()
 def test_an_activation_behind_the_sum(kind: str) -> None:
@@ -356,6 +358,7 @@ def test_an_activation_behind_the_sum(kind: str) -> None:
         assert torch.allclose(skip, alone.flatten(2).mT, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_torchvision_s_towers() -> None:
     from torchvision import models
     from torchvision.models import swin_transformer as swin

@@ -43,6 +43,7 @@ def test_every_tower(script: ModuleType) -> None:
     assert sum(row["outcome"] == "ok" for row in rows) >= 85
 
 
+@pytest.mark.slow
 def test_a_difference_is_a_failure(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "same_tokens", lambda *_: False)
     row = script.attempt(script.Trial("torchvision:shufflenet_v2_x0_5", {}))

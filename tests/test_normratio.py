@@ -180,6 +180,7 @@ def test_constant_images(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- f = 0
 
 
+@pytest.mark.slow
 def test_branches_that_are_zero_somewhere(tmp_path: Path, caplog: Any) -> None:
     z, f = random_branches(30, 7)
     f[:10, 2] = 0  # cell 0,1 in a third of the images
@@ -208,6 +209,7 @@ def test_branches_that_are_zero_somewhere(tmp_path: Path, caplog: Any) -> None:
     plot(table)
 
 
+@pytest.mark.slow
 def test_a_sublayer_without_any_branch_is_named(tmp_path: Path, caplog: Any) -> None:
     z, f = random_branches(6, 7)
     products = {"blocks.0.mlp": products_of(z, 0 * f), "blocks.1.mlp": products_of(z, f)}
@@ -327,6 +329,7 @@ def test_tokens(tmp_path: Path) -> None:
             assert found == pytest.approx([one[0], one[1:3].mean(), one[3:].mean()], rel=1e-14)
 
 
+@pytest.mark.slow
 def test_tokens_that_are_no_grid_are_numbered(tmp_path: Path) -> None:
     layout = TokenLayout((), None, rows=7)
     store = vit(tmp_path / "a.zarr", layout=layout)

@@ -27,6 +27,7 @@ def after_csv(table: Table) -> Table:
     return Table(table.columns | text)
 
 
+@pytest.mark.slow
 def test_curves_of_several_stores(tmp_path: Path) -> None:
     table = run(
         vit(tmp_path / "vit.zarr"), cnn(tmp_path / "resnet.zarr"), tokens=["cls", "patches"]
@@ -46,6 +47,7 @@ def test_curves_of_several_stores(tmp_path: Path) -> None:
     assert np.array_equal(np.asarray(line.get_ydata()), rows["value"])
 
 
+@pytest.mark.slow
 def test_no_two_curves_look_alike(tmp_path: Path) -> None:
     """As many stores as one panel takes, with all their tokens and sublayers."""
     stores = [vit(tmp_path / f"s{i}.zarr") for i in range(6)]
@@ -70,6 +72,7 @@ def test_no_two_curves_of_many_stores_look_alike(tmp_path: Path) -> None:
         assert len({(line.get_color(), line.get_marker()) for line in lines}) == len(lines) == 16
 
 
+@pytest.mark.slow
 def test_maps_of_tokens(tmp_path: Path) -> None:
     layout = TokenLayout(("cls",), (3, 3), stride_px=(8.0, 8.0))
     store = vit(tmp_path / "a.zarr", tokens=10, layout=layout)
@@ -89,6 +92,7 @@ def test_maps_of_tokens(tmp_path: Path) -> None:
     assert np.asarray(spatial.get_ydata()) == pytest.approx(expected, rel=1e-14)
 
 
+@pytest.mark.slow
 def test_a_scale_for_large_spans(tmp_path: Path) -> None:
     z, f = random_branches(10, 7)
     z *= np.array([1, 1, 1, 1, 1, 1, 100])[:, None]
@@ -109,6 +113,7 @@ def test_what_else_a_table_may_hold(tmp_path: Path, tokens: list[str]) -> None:
 # ---------------------------------------------------------------- the command
 
 
+@pytest.mark.slow
 def test_a_freshly_initialised_resnet(tmp_path: Path) -> None:
     images = plant_images(tmp_path / "images", 6)
     path = tmp_path / "fresh.zarr"

@@ -355,6 +355,7 @@ def test_medians_in_order_are_those_of_numpy(n: int, tokens: int, blocks: int, t
         np.testing.assert_array_equal(found[1], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("measure", [share_above_mad, pooled_median, bimodality])
 def test_what_norms_take_beside_them_is_bounded(measure: Any) -> None:
     norms = np.random.default_rng(0).random((50_000, 20))

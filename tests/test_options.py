@@ -128,6 +128,7 @@ def test_no_option_is_declared_twice() -> None:
     assert len(seen) > 60, "the options were found"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", main.list_commands(click.Context(main)))
 def test_whatever_the_option(name: str) -> None:
     """No nan, no inf, no empty path; and `-o a -o b` is refused, not taken for `-o b`."""
@@ -182,6 +183,7 @@ def test_refused_with_nothing_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_dash_is_stdout(make_store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store("tiny.zarr")
     monkeypatch.chdir(tmp_path)

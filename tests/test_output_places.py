@@ -28,6 +28,7 @@ def everything_below(folder: Path) -> dict[str, bytes]:
     return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -58,6 +59,7 @@ def test_a_cache_is_not_made_below_a_missing_folder(tmp_path: Path) -> None:
     assert f"there is no folder {tmp_path / 'no'}" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("force", [[], ["--force"]])
 @pytest.mark.parametrize("of", ["extract", "study"])
 def test_nothing_is_written_among_the_images(tmp_path: Path, of: str, force: list[str]) -> None:

@@ -122,6 +122,7 @@ def command(*args: str | Path) -> Result:
     return CliRunner().invoke(main, [*map(str, args)])
 
 
+@pytest.mark.slow
 def test_from_stores_to_differences(tmp_path: Path) -> None:
     """knn --replicates, then --paired, against a loop over the replicates' file."""
     rng = np.random.default_rng(0)

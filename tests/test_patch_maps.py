@@ -95,6 +95,7 @@ def test_sites_without_a_map(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
             grid_sites(store, [name])
 
 
+@pytest.mark.slow
 def test_the_photograph_is_the_original_cut_to_what_was_seen(tmp_path: Path) -> None:
     """Of 40 x 90 pixels on an input of 32 x 48 the middle 60 columns are seen (48 / 32 of 40)."""
     rng = np.random.default_rng(0)

@@ -218,6 +218,7 @@ def test_colours_of_turned_features_are_alike(tmp_path: Path) -> None:
     assert not np.allclose(apart, expected, atol=0.1)
 
 
+@pytest.mark.slow
 def test_cells_beside_the_image_do_not_count(tmp_path: Path) -> None:
     """Images of 20 x 60 on an input of 32 x 48: 16 rows of pixels in the middle, half the cells."""
     (tmp_path / "data").mkdir()
@@ -264,6 +265,7 @@ def test_pictures_from_the_table_alone(tmp_path: Path) -> None:
     assert len(plot(Table(table.columns)).axes) == 20
 
 
+@pytest.mark.slow
 def test_what_cannot_be_had_is_one_line(tmp_path: Path) -> None:
     x = tokens()
     write_sites(tmp_path / "a.zarr", {"embed": x, "pooled": x[:, 0]}, layout=GRID)

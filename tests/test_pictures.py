@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 from pictures import ELSEWHERE, MOST_BYTES, PICTURES, REAL
 
@@ -29,6 +30,7 @@ def test_each_picture_is_made_by_a_script_and_shown_by_its_page() -> None:
         assert (ROOT / "docs" / f"{name}.png").stat().st_size <= MOST_BYTES
 
 
+@pytest.mark.slow
 def test_pictures_are_made_of_what_the_demo_leaves(tmp_path: Path) -> None:
     planned = CliRunner().invoke(main, ["demo", "--quick", "-o", str(tmp_path / "d"), "--dry-run"])
     assert planned.exit_code == 0, planned.output

@@ -67,6 +67,7 @@ def two(tmp_path: Path) -> tuple[dict[str, Array], dict[str, Array], list[Store]
     return a, b, stores
 
 
+@pytest.mark.slow
 def test_every_pair_of_layers_and_the_largest(tmp_path: Path) -> None:
     a, b, stores = two(tmp_path)
     table = run(*stores, preset="platonic", no_cache=True)
@@ -85,6 +86,7 @@ def test_every_pair_of_layers_and_the_largest(tmp_path: Path) -> None:
     assert max(abs(single[i] - expected[i][i]) for i in range(LAYERS)) > 0.01
 
 
+@pytest.mark.slow
 def test_only_images_that_are_compared_decide_the_bound(tmp_path: Path) -> None:
     a, b, _ = two(tmp_path)
     valid = np.ones(N, int)
@@ -105,6 +107,7 @@ def test_only_images_that_are_compared_decide_the_bound(tmp_path: Path) -> None:
     assert first["value"][0] == pytest.approx(score(x[:, 0], y[:, 0]), abs=1e-12)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(share=st.floats(0, 0.999), seed=st.integers(0, 5), half=st.booleans())
 def test_the_quantile_is_that_of_sorting(
@@ -128,6 +131,7 @@ def test_the_quantile_is_that_of_sorting(
     assert found == sizes[int(share * len(sizes))]
 
 
+@pytest.mark.slow
 def test_clamped_features_are_others_for_the_cache(tmp_path: Path) -> None:
     _, _, (store, _) = two(tmp_path)
     plain = Representation(store, store.sites["blocks.0.out"], "cls")

@@ -94,6 +94,7 @@ def test_tables_of_every_format(everything: Path, tmp_path: Path, ending: str) -
     assert plot(tmp_path / f"r.{ending}", "--force").exit_code == 0
 
 
+@pytest.mark.slow
 def test_text_stays_text(heatmap: Path, tmp_path: Path) -> None:
     title = "CKA of $x$ <b> & 'more'"
     for ending in ("svg", "pdf"):
@@ -106,6 +107,7 @@ def test_text_stays_text(heatmap: Path, tmp_path: Path) -> None:
     assert b"/FontFile2" in (tmp_path / "r.pdf").read_bytes()  # TrueType, not outlines of letters
 
 
+@pytest.mark.slow
 def test_size_and_dots_per_inch(curves: Path, tmp_path: Path) -> None:
     assert plot(curves, "-o", tmp_path / "r.png", "--size", "4,3", "--dpi", "50").exit_code == 0
     assert struct.unpack(">II", (tmp_path / "r.png").read_bytes()[16:24]) == (200, 150)
@@ -132,6 +134,7 @@ def test_colours_and_range_of_maps(heatmap: Path) -> None:
     assert extend == {(0, 0): "neither", (1, 0): "min", (0, 1): "max", (1, 1): "both"}[below, above]
 
 
+@pytest.mark.slow
 def test_range_and_logarithm_of_curves(curves: Path) -> None:
     figure = redraw(curves, look=Look(range=(1, 9), log=("y",)))
     for axes in figure.axes:
@@ -220,6 +223,7 @@ def test_tables_without_a_figure(curves: Path, tmp_path: Path) -> None:
     assert "is a folder" in plot(tmp_path).stderr
 
 
+@pytest.mark.slow
 def test_a_sidecar_of_a_stranger_is_no_traceback(curves: Path, tmp_path: Path) -> None:
     result = copied(curves, tmp_path)
     sidecar = result.with_name("r.csv.json")
@@ -344,6 +348,7 @@ def test_rows_without_sites_stay() -> None:
 # ------------------------------------------------------------------------------------ themes
 
 
+@pytest.mark.slow
 def test_dark_letters_turn_light(curves: Path, heatmap: Path) -> None:
     from matplotlib.colors import to_hex
 

@@ -50,6 +50,7 @@ def labelled(text: str, table: Table | None = None) -> Figure:
     return figure
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", FIGURE_ENDINGS)
 def test_same_picture_same_bytes(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1000000000")
@@ -59,6 +60,7 @@ def test_same_picture_same_bytes(ending: str, monkeypatch: pytest.MonkeyPatch) -
     assert first.startswith({".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[ending])
 
 
+@pytest.mark.slow
 def test_text_stays_text() -> None:
     svg = figure_bytes(labelled("my model"), ".svg").decode()
     assert svg.count(">my model</text>") == 3
@@ -68,6 +70,7 @@ def test_text_stays_text() -> None:
     assert b"/Type3" not in pdf
 
 
+@pytest.mark.slow
 def test_names_are_drawn_letter_by_letter() -> None:
     """Neither set as a formula nor broken by one, and no control character in an XML file."""
     for name, drawn in (

@@ -293,6 +293,7 @@ def test_each_token_alone(pair: Pair) -> None:
     assert values(table)[-1] == pytest.approx(np.mean(singles[1:]), rel=1e-6)  # float32 shares
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"l2": ["loo"]}, {"l2": [0.1, 5.0]}, {"shots": [3, 8]}])
 def test_memory_jobs_and_slabs_do_not_matter(tmp_path: Path, options: Any) -> None:
     dim, n = 40, 60
@@ -341,6 +342,7 @@ def test_all_tokens_of_many_images(pair: Pair) -> None:
     assert values(table) == [pytest.approx(top(y @ weights + bias, pair.test_labels, 1))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("l2", ["holdout", "loo"])
 def test_images_that_do_not_fit_the_memory_are_read_again(tmp_path: Path, l2: str) -> None:
     pair = Pair(tmp_path, n=400, dim=4)
@@ -595,6 +597,7 @@ def test_random_features(pair: Pair) -> None:
     assert both["baseline"].tolist() == ["", "random"]
 
 
+@pytest.mark.slow
 def test_sgd(pair: Pair, tmp_path: Path) -> None:
     options: dict[str, Any] = {"solver": "sgd", "device": "cpu", "batch": 16}
     table = run(pair.train, pair.test, **options)
@@ -640,6 +643,7 @@ def test_training_that_diverges_has_no_value(pair: Pair) -> None:
 # ---------------------------------------------------------------- figure
 
 
+@pytest.mark.slow
 def test_maps_and_curves(pair: Pair, tmp_path: Path) -> None:
     table = run(
         pair.train, pair.test, sites=["all"], tokens=["each", "mean"], shots=[2, 5],
@@ -679,6 +683,7 @@ def command(*args: object) -> Result:
     return CliRunner().invoke(main, ["probe", *map(str, args)])
 
 
+@pytest.mark.slow
 def test_command_writes_files(pair: Pair, tmp_path: Path) -> None:
     out, png = tmp_path / "r.csv", tmp_path / "r.png"
     result = command(

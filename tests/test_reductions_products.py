@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 import torch
 
 from tests.attention_calls import PER_HEAD
@@ -31,6 +32,7 @@ def without_gaps(rows: Float32, n_prefix: int, n_tokens: int) -> Float32:
     return rows[..., at]
 
 
+@pytest.mark.slow
 def test_scores_in_rows_of_whole_vectors() -> None:
     given = np.arange(12, dtype=np.float32)
     scores = np.full(QUERIES * 2 * LANES, np.nan, np.float32)

@@ -115,6 +115,7 @@ def neurons_of(base: Store, k: int, last: int) -> dict[int, list[int]]:
     return {i: sorted(own) for i, own in sorted(found.items())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "n", "k"),
     [("cls", 1, 1), ("average", 2, 9), pytest.param("registers", 1, 40, marks=pytest.mark.slow)],
@@ -140,6 +141,7 @@ def test_it_is_the_pass_written_out(
     assert store.manifest.identity["reference_stores"] == [base.manifest.store_id]
 
 
+@pytest.mark.slow
 def test_the_outlier_moves_to_the_register(bases: Bases, tmp_path: Path) -> None:
     store = changed(bases, "cls", "1:1@blocks.1.out=outliers", tmp_path / "a.zarr")
     plain = np.linalg.norm(bases("cls").acts("blocks.1.out")[:, 1:], axis=-1)
@@ -150,6 +152,7 @@ def test_the_outlier_moves_to_the_register(bases: Bases, tmp_path: Path) -> None
     assert (norms[:, 2:].max(1) < 3 * usual + 20).all() and (norms[:, 1] > 0.5 * plain.max(1)).all()
 
 
+@pytest.mark.slow
 def test_random_neurons_leave_it(bases: Bases, tmp_path: Path) -> None:
     text = "1:3@blocks.1.out=random"
     store = changed(bases, "cls", text, tmp_path / "a.zarr")
@@ -247,6 +250,7 @@ def test_given_twice() -> None:
         parse(registers=["1:1@last=outliers:a.zarr"] * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size", "options", "phrase"),
     [
@@ -298,6 +302,7 @@ def test_what_stores_lack(bases: Bases, tmp_path: Path) -> None:
         assert not output.exists()
 
 
+@pytest.mark.slow
 def test_on_the_command_line(tmp_path: Path) -> None:
     given = "1:10@blocks.1.out=outliers:none.zarr"
     name = f"test_vit?random-init=0&registers={given}"

@@ -156,6 +156,7 @@ def test_a_half_made_store_is_finished_by_the_command(monkeypatch: pytest.Monkey
     assert validate(place, deep=True) == []
 
 
+@pytest.mark.slow
 def test_dry_run_names_no_disk() -> None:
     words = "extract demo:vit --data demo:test --images 8 --dry-run -o"
     done = call(*words.split(), f"{URL}/dry.zarr")

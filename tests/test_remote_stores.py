@@ -99,6 +99,7 @@ def test_urls_and_paths_are_told_apart() -> None:
             parse_place(text)
 
 
+@pytest.mark.slow
 def test_the_bytes_are_those_of_a_folder(bucket: str, tmp_path: Path) -> None:
     made = manifest()
     write(f"{bucket}/a.zarr", made)
@@ -149,6 +150,7 @@ def test_a_store_copied_with_any_tool_is_valid(
     assert open_store(tmp_path / "c.zarr").complete
 
 
+@pytest.mark.slow
 def test_a_store_is_written_by_several_and_resumed(bucket: str) -> None:
     url, made = f"{bucket}/a.zarr", manifest()
     first = write(url, made, range(1))
@@ -298,6 +300,7 @@ def test_zarr_python_opens_the_same_url(bucket: str) -> None:
             assert_array_equal(array[...], store.array(name)[...])
 
 
+@pytest.mark.slow
 def test_a_forked_process_is_told(
     bucket: str, make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -238,6 +238,7 @@ def hostile_folder(everything: Path, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_nothing_from_a_file_becomes_markup(everything: Path, tmp_path: Path) -> None:
     text = page_of(hostile_folder(everything, tmp_path), tmp_path, "--title", HOSTILE)
     page = Outline(text)  # every tag closes what it should
@@ -376,6 +377,7 @@ def test_the_images_behind_a_result(everything: Path) -> None:
     assert n_images(open_result(everything / "knn.csv")) == 8
 
 
+@pytest.mark.slow
 def test_what_a_reader_is_warned_of(folder: Path, tmp_path: Path, make_store: Any) -> None:
     own = tmp_path / "own"
     shutil.copytree(folder, own)

@@ -71,6 +71,7 @@ def test_nothing_overflows_and_nothing_fails(
     assert (red < 60) if dark else (red > 200)
 
 
+@pytest.mark.slow
 def test_heatmaps_are_in_place_of_their_figures_and_curves_come_when_asked(
     browser: Browser, page: Path
 ) -> None:
@@ -138,6 +139,7 @@ def test_a_mark_says_what_it_is_to_keys_and_pointer(browser: Browser, page: Path
     assert browser.run(f"{tip}.textContent") == label.replace("; ", "\n")
 
 
+@pytest.mark.slow
 def test_tables_sort_by_number_and_by_name(browser: Browser, page: Path) -> None:
     browser.look(1400)
     browser.open(page)
@@ -154,6 +156,7 @@ def test_tables_sort_by_number_and_by_name(browser: Browser, page: Path) -> None
     assert sort == "ascending" and cells[0].startswith("blocks.0") and len({*cells}) > 2
 
 
+@pytest.mark.slow
 def test_hostile_names_run_nothing(browser: Browser, tmp_path: Path, everything: Path) -> None:
     folder = hostile_folder(everything, tmp_path)
     vitsee("report", folder, "--title", HOSTILE)

@@ -26,6 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_result_is_made_again_to_the_byte(folder: Path) -> None:
     table, png = (folder / "r.csv").read_bytes(), (folder / "r.png").read_bytes()
     done = vitsee("rerun", "r.csv.json", "-o", "new.csv")

@@ -43,6 +43,7 @@ def test_csv_cells() -> None:
     assert csv_of(table()) == ("store,head,row,value\na,0,,0.1\nb,1,3,\na,2,4,0.3333333333333333\n")
 
 
+@pytest.mark.slow
 @given(st.floats())
 def test_csv_floats_come_back(value: float) -> None:
     text = csv_of(Table({"value": np.array([value])})).splitlines()[1]

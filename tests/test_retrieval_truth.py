@@ -227,6 +227,7 @@ def test_only_known_instructions_and_names() -> None:
     }
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_damaged_pickles_are_refused_or_read(tmp_path_factory: Any, data: Any) -> None:

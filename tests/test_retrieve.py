@@ -214,6 +214,7 @@ def test_distractors_are_counted(tmp_path: Path) -> None:
         check(table, site, expected(store, read_truth(path), site, more=vectors))
 
 
+@pytest.mark.slow
 def test_what_changes_nothing(tmp_path: Path) -> None:
     path = truth_file(tmp_path / "gnd.json")
     ids = ox_ids()
@@ -657,6 +658,7 @@ def test_exports_without_a_store(tmp_path: Path) -> None:
     assert read_truth(tmp_path / "t.json").queries == read_truth(path).queries
 
 
+@pytest.mark.slow
 def test_random_vectors_are_a_baseline(tmp_path: Path) -> None:
     """As a store of such vectors scores, with the queries apart or among the images."""
     ids, dim = ox_ids(), 5

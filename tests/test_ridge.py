@@ -288,6 +288,7 @@ def test_ranks_at_every_l2(n: int, dim: int, algebra: Algebra) -> None:
         np.testing.assert_allclose(scores, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_first_image_far_from_all_others() -> None:
     """Sums are taken about it: rounding then is that of numbers that are no part of the scatter
     matrix, which has fewer directions than channels, and may be below zero by more than l2."""

@@ -379,6 +379,7 @@ def test_rows_computed_once_more_are_those_kept(tmp_path: Path) -> None:
         assert {**kept, **dict.fromkeys(NUMBERS)} == {**new, **dict.fromkeys(NUMBERS)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("height", "width"), [(48, 72), (70, 50)])
 def test_objects_are_found_where_they_are(tmp_path: Path, height: int, width: int) -> None:
     """Off-centre noisy squares: some head of even a random model tells them from the black ground,
@@ -419,6 +420,7 @@ def parsed(result: Result) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(result.stdout)))
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     groups, _, masks = made(tmp_path / "m")
     (masks / "7.png").unlink()
@@ -480,6 +482,7 @@ def test_unfinished_stores(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the figure
 
 
+@pytest.mark.slow
 def test_the_figure(tmp_path: Path) -> None:
     groups, _, masks = made(tmp_path / "m")
     a = write(tmp_path / "a.zarr", groups, size=SIZE)

@@ -187,6 +187,7 @@ def test_the_same_images_on_both_sides(pair: Pair) -> None:
         knn.run(train, train, masks=files[0], ks=(61,), allow_shared=True)
 
 
+@pytest.mark.slow
 def test_the_commands(pair: Pair, tmp_path: Path) -> None:
     train, test, files = pair
     masks = [word for file in files for word in ("--masks", file)]
@@ -201,6 +202,7 @@ def test_the_commands(pair: Pair, tmp_path: Path) -> None:
     vitsee("best-layer", tmp_path / "knn.csv", tmp_path / "probe.csv")
 
 
+@pytest.mark.slow
 def test_the_images_own_classes_do_not_count(tmp_path: Path) -> None:
     """Stores whose labels do not fit together: they are not asked for."""
     rng = np.random.default_rng(13)

@@ -447,6 +447,7 @@ def test_the_preset_is_the_published_protocol(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the command
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     store, path = by_kind(tmp_path)
     command = ("cluster", str(store.path), "--masks", str(path), "--seeds", "1")
@@ -490,6 +491,7 @@ def test_png_folders_and_several_files(tmp_path: Path) -> None:
     assert ",6,12," in said(tmp_path, *words)
 
 
+@pytest.mark.slow
 def test_refusals(tmp_path: Path) -> None:
     store, path = by_kind(tmp_path)
     command, masked = ("cluster", store.path), ("cluster", store.path, "--masks", path)

@@ -117,6 +117,7 @@ def test_parts_of_three_files(made: Path, tmp_path: Path) -> None:
     save_figure(probe.plot(held), tmp_path / "probe.png")
 
 
+@pytest.mark.slow
 def test_images_of_several_sizes_on_a_canvas(made: Path, tmp_path: Path) -> None:
     """Tiled, as for dense features: what lies beside an image has no weight, and its panoptic
     segments make its mean over the patches that lie on it."""
@@ -153,6 +154,7 @@ def test_weights_differ_where_objects_are_small(made: Path) -> None:
     assert 0 < np.median(gaps) < 0.5 * np.median(np.linalg.norm(found["area"], axis=1))
 
 
+@pytest.mark.slow
 def test_saliency_takes_things_for_objects(tmp_path: Path) -> None:
     """Of images without crowds, panoptic things and annotated objects are the same foreground."""
     write_coco(tmp_path, n_images=3)

@@ -209,6 +209,7 @@ def test_slabs_and_memory_do_not_matter(tmp_path: Path, slab: int, memory: int |
     assert h.replicates is not None and len(h.replicates.cross) == 20
 
 
+@pytest.mark.slow
 def test_tiles_groups_and_strips_do_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,6 +233,7 @@ def test_tiles_groups_and_strips_do_not_matter(
         assert ours.replicates.cols == pytest.approx(theirs.replicates.cols, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_half_precision_agrees_with_what_it_stores(tmp_path: Path) -> None:
     store = write_sites(tmp_path / "a.zarr", SITES, dtype="float16")
     rounded = {k: v.astype(np.float16).astype(np.float64) for k, v in SITES.items()}
@@ -246,6 +248,7 @@ def test_too_little_memory_is_one_line(store: Store) -> None:
 # Which images
 
 
+@pytest.mark.slow
 def test_invalid_and_unfinished_rows_are_left_out(tmp_path: Path) -> None:
     valid = np.ones(N, int)
     valid[[0, 9, 29]] = 0
@@ -435,6 +438,7 @@ def test_gram_matrices_are_made_once(store: Store, tmp_path: Path) -> None:
     assert counts == [3, 3] and len(kept(folder)) == 3
 
 
+@pytest.mark.slow
 def test_stores_of_the_same_images_share_no_cache(tmp_path: Path) -> None:
     a = write_sites(tmp_path / "a.zarr", SITES)
     changed = {k: v[:, ::-1] ** 3 for k, v in SITES.items()}
@@ -473,6 +477,7 @@ def test_damaged_matrices_are_made_again(store: Store, caplog: pytest.LogCapture
     assert "damaged" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_slab_written_anew_has_other_matrices(store: Store) -> None:
     before = hsic(representations(store), options=GramOptions())
     changed = {k: v[:, ::-1] ** 3 for k, v in SITES.items()}

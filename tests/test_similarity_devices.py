@@ -83,6 +83,7 @@ def test_cka(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Monkey
         np.testing.assert_allclose(found[name], want[name], rtol=0, atol=2e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_cka_of_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a = vit(tmp_path / "vit.zarr")
     b = write_model(tmp_path / "cnn.zarr", CNN_SITES, layout=CNN)

@@ -297,6 +297,7 @@ def test_independent_wide_features_are_alike_by_chance_alone(tmp_path: Path) -> 
         assert table["p"][k] > 0.05
 
 
+@pytest.mark.slow
 def test_a_clear_likeness_is_significant(tmp_path: Path) -> None:
     x, y = related(n=60)
     store = write_model(tmp_path / "a.zarr", {"pooled": x, "logits": y})

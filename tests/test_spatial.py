@@ -257,6 +257,7 @@ def test_the_table_against_loops(tmp_path: Path) -> None:
     plot(table)
 
 
+@pytest.mark.slow
 def test_a_figure_of_some_sites(tmp_path: Path) -> None:
     """Of one store profiles are left, of the other only a site of 1 x 1 cells without any."""
     x = field(4, 3, 3).reshape(4, 9, 4)

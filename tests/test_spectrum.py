@@ -238,6 +238,7 @@ def test_the_error_of_the_intrinsic_dimension_is_that_of_batch_means() -> None:
     assert standard_error(TwoNearest(x, labels).replicates()) == pytest.approx(error, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_the_error_of_the_intrinsic_dimension_is_that_of_other_samples() -> None:
     """Over 100 samples: its standard deviation (error 1 / sqrt(200)) and the root mean square of
     the standard errors, each of 20 blocks (error 1 / sqrt(100 * 38)); four of both together, 0.3.

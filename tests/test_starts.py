@@ -83,6 +83,7 @@ def test_nothing_slow_is_imported_that_the_work_does_not_deserve(everything: Pat
         assert end <= used, f"{run} imports {end - used}"
 
 
+@pytest.mark.slow
 def test_a_complete_store_is_known_by_its_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ def test_a_missing_or_unwritable_parent(tmp_path: Path) -> None:
         create(tmp_path / "file" / "a.zarr", VIT)
 
 
+@pytest.mark.slow
 def test_removing(tmp_path: Path) -> None:
     path = tmp_path / "a.zarr"
     remove_store(path)

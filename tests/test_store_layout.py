@@ -236,6 +236,7 @@ def test_chunks_of_well_known_models() -> None:
 # what is not imported -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_describing_and_reading_import_neither_zarr_nor_torch(tmp_path: Path) -> None:
     write(tmp_path / "a.zarr", PLANS["registers"])
     code = (

@@ -284,6 +284,7 @@ def indices(n: int) -> st.SearchStrategy[Any]:
     return st.one_of(st.slices(n + 2), st.integers(-n, n - 1))
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_slices_are_numpys(some_store: Store, data: st.DataObject) -> None:

@@ -175,6 +175,7 @@ def test_complete_without_all_commits(tmp_path: Path) -> None:
     assert "no sound marker of slab 1" in validate(path)[0]
 
 
+@pytest.mark.slow
 def test_other_samples(tmp_path: Path) -> None:
     path = tmp_path / "a.zarr"
     write(path, VIT)

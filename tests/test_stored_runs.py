@@ -46,6 +46,7 @@ def both(store: Store, monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> tuple[
     return plain, run(store, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [LAYOUT, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("tokens", [("each",), ("1,2", "0,1")])
 @pytest.mark.parametrize("std", [STD, [0.3, 0.3, 0.3]], ids=["", "alike"])

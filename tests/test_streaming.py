@@ -90,6 +90,7 @@ def test_every_slab_once_and_in_order(tmp_path: Path) -> None:
     assert done.rows == list(range(N))
 
 
+@pytest.mark.slow
 def test_the_same_bits_whoever_does_the_work(
     tmp_path: Path, processes: ProcessPoolExecutor
 ) -> None:
@@ -138,6 +139,7 @@ def make_partial(path: Path, slabs: list[int]) -> Store:
     return write_attention(path, groups, {KEY: VALUES}, n_images=N, slabs=slabs)
 
 
+@pytest.mark.slow
 def test_a_pair_cut_into_other_slabs(tmp_path: Path) -> None:
     a = make_store(tmp_path / "a.zarr", slab=3)
     b = make_store(tmp_path / "b.zarr", 2 * VALUES, slab=8)
@@ -232,6 +234,7 @@ def test_progress_counts_images(tmp_path: Path) -> None:
     assert counted == [4, 4, 2]
 
 
+@pytest.mark.slow
 def test_errors_come_through_and_stop_the_work(tmp_path: Path) -> None:
     store = make_store(tmp_path / "a.zarr", slab=1)
     started: list[int] = []

@@ -329,6 +329,7 @@ def test_options_in_a_models_name(tmp_path: Path) -> None:
             assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.slow
 def test_the_plan_as_commands(tmp_path: Path) -> None:
     done = vitsee(*small(tmp_path / "out", "--dry-run"))
     assert done.exit_code == 0 and not (tmp_path / "out").exists()
@@ -347,6 +348,7 @@ def parses(words: list[str]) -> None:
     command.make_context(words[1], words[2:], parent=click.Context(main))
 
 
+@pytest.mark.slow
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     for args, code, expected in (

@@ -254,6 +254,7 @@ def test_untrained_twins() -> None:
         with_controls({"c": "resnet50", "c-untrained": "resnet50?random-init=1"}, 0)
 
 
+@pytest.mark.slow
 def test_what_shapes_say_of_a_model() -> None:
     vit, resnet = survey("vit", "demo:vit"), survey("resnet", "demo:resnet")
     assert vit.class_token and vit.heads == "blocks.0.attn.heads" and vit.grid == (8, 8)

@@ -36,6 +36,7 @@ def test_visible_keeps_what_it_is_told_to() -> None:
     assert visible("a\nb\x1b", keep="\n") == "a\nb\\x1b"
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_what_is_visible_can_be_printed_and_written(text: str) -> None:
     shown = visible(text)

@@ -116,6 +116,7 @@ class PatchMeans(nn.Module):
 SIZES = [(480, 854), (480, 910), (854, 480), (448, 448)]
 
 
+@pytest.mark.slow
 def test_a_model_that_mixes_nothing_sees_the_resized_image(tmp_path: Path) -> None:
     data = pictures(tmp_path / "d", SIZES)
     config = {

@@ -69,6 +69,7 @@ def test_one_pixel_anywhere() -> None:
         assert (as_map(mask) == boundary(mask)).all(), place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(60, 90), (130, 70), (240, 320)])
 def test_f_is_that_of_dilation_and_of_distances_to_the_bit(size: tuple[int, int]) -> None:
     rng = np.random.default_rng(1)

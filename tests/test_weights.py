@@ -316,6 +316,7 @@ def texts(table: Table, scale: str = "shared") -> str:
     return "\n".join(found)
 
 
+@pytest.mark.slow
 def test_panels(made: Any) -> None:
     rng = np.random.default_rng(0)
     filters, positions = rng.normal(size=(6, 3, 2, 2)), rng.normal(size=(2, 5, 3))
@@ -388,6 +389,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_store_holds_them(stores: Path) -> None:
     model = load_model("test_vit", random_init=0, img_size=(32, 48), model_args={"patch_size": 8})
     store = open_store(stores / "vit.zarr")
@@ -418,6 +420,7 @@ def weights_command(*args: str | Path) -> Result:
     return CliRunner().invoke(main, ["weights", *map(str, args)])
 
 
+@pytest.mark.slow
 def test_command_of_a_store(stores: Path, tmp_path: Path) -> None:
     csv_file, png = tmp_path / "w.csv", tmp_path / "w.png"
     result = weights_command(f"mine={stores / 'vit.zarr'}", "-o", csv_file, "--png", png)
