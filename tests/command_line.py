@@ -34,8 +34,8 @@ def said(folder: Path, *words: str, code: int = 0) -> str:
 
 
 def refused(*words: object, code: int = 1) -> str:
-    """What is said of a command that prints nothing: its last line, or click's text where the
-    `code` is 2."""
+    """The error of a command that must print nothing on stdout: the last line of stderr, or
+    click's text for exit code 2."""
     found = invoke(*words)
     assert (found.exit_code, found.stdout) == (code, ""), found.output
     if code == 2:

@@ -169,7 +169,7 @@ def fail(text: str) -> None:
 
 
 def command_line() -> list[str]:
-    """What the user typed, `vitsee` first."""
+    """The command line as typed, starting with `vitsee`."""
     return ["vitsee", *click.get_current_context().meta.get(ARGUMENTS, [])]
 
 

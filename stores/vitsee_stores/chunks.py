@@ -184,7 +184,7 @@ def read_chunk(files: Files, spec: ArraySpec, index: Sequence[int]) -> tuple[NDA
 
 
 def defect(files: Files, name: str, error: OSError | ValueError) -> str:
-    """What is wrong with a file that was not read, in words.
+    """Describes the damage of a file that could not be read.
 
     Raises:
         Unreachable: it could not be requested, which is not damage.

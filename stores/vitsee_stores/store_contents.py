@@ -1,4 +1,4 @@
-"""What a store holds: its images, its sites by name, and its arrays by path."""
+"""The contents of a store: images, sites by name, arrays by path."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ class StoreContents:
 
     @property
     def model(self) -> dict[str, Any]:
-        """What made the activations, as the manifest records it: name, weights, transform, input
-        size."""
+        """The model in the manifest: name, weights, transform, input size."""
         return dict(self.manifest.model)
 
     def __repr__(self) -> str:

@@ -162,7 +162,7 @@ def _panoptic(scene: Scene, floor: Mask, image: int, folder: Path) -> dict[str, 
 
 
 def _part(mask: Mask, category: int) -> dict[str, Any]:
-    """What every annotation has; its box is x, y, width, height."""
+    """Fields of every annotation; bbox is x, y, width, height."""
     left, top, right, low = box_of(mask)
     box = [left, top, right - left, low - top]
     return {"category_id": category, "iscrowd": 0, "area": int(mask.sum()), "bbox": box}

@@ -48,7 +48,7 @@ def pack(arrays: Sequence[NDArray[np.generic]]) -> str:
 
 @dataclass(frozen=True)
 class SiteContents:
-    """What is shown of one site. layout: of the shown patches; norms: (images, patches), NaN where
+    """One site on the page. layout: of the shown patches; norms: (images, patches), NaN where
     a patch does not count."""
 
     site: SiteSpec
@@ -60,7 +60,7 @@ class SiteContents:
 
 @dataclass
 class StoreContents:
-    """What is shown of one store. attention, answers: what there is, or why there is none; packed:
+    """One store on the page. attention, answers: what there is, or why there is none; packed:
     the tokens of each site, once all stores are read."""
 
     shown: Shown

@@ -119,7 +119,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Request:
-    """What one call of `extract` asks for; a model that is loaded already is the caller's own."""
+    """All options of one `extract` call; an already loaded model comes from Python callers."""
 
     model: ModelOptions | LoadedModel
     data: DataOptions

@@ -195,7 +195,7 @@ class ArrayOpener(Opener):
 
 
 class _SharedArrayOpener(ArrayOpener):
-    """Of an array in shared memory, whose place is what is pickled."""
+    """Opens an array in shared memory; only its location is pickled."""
 
     def __init__(self, block: SharedBlock, shape: tuple[int, ...]) -> None:
         super().__init__(block.array(shape))

@@ -25,7 +25,7 @@ class Segment(NamedTuple):
 
 
 class PixelSource(Protocol):
-    """What is known of every pixel of images, by number.
+    """Labels of every pixel of images, by image number.
 
     Attributes:
         name: of the source, as the user gave it.

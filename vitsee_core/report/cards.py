@@ -219,7 +219,7 @@ def _card(
 
 
 def _labels(results: Sequence[Result], groups: Sequence[tuple[str, str]]) -> list[str]:
-    """What tells each result from others of its group: kind and models, and the file if it must."""
+    """A label per result, unique within its group: kind and models, plus the file if needed."""
     found = [_label(result) for result in results]
     seen = Counter(zip(groups, found, strict=True))
     for i, result in enumerate(results):

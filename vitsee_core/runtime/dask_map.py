@@ -105,7 +105,7 @@ class DaskMap:
         return max(1, sum(self._now().values()))
 
     def n_workers(self) -> int:
-        """As of the last second."""
+        """Number of workers, refreshed at most once per second."""
         return len(self._now())
 
     def _now(self) -> dict[str, int]:

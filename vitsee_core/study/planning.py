@@ -276,7 +276,7 @@ def check_kept(
 
 
 def _wanted(plan: Plan, model: SurveyedModel) -> set[str]:
-    """What the plan's analyses need of a model, as far as it offers it."""
+    """The parts of a store that the plan keeps and this model can provide."""
     needs = {FIELDS: "grid", HEADS: "heads", RESIDUAL: "residual"}
     needs |= dict.fromkeys((ATTENTION, ROWS), "attention")
     return {what for what in plan.keeps if what not in needs or model.lacks[needs[what]] is None}

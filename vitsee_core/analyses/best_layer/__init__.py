@@ -252,7 +252,7 @@ def _order(rows: Table) -> NDArray[np.float64]:
 
 
 def _best_place(rows: Table) -> int:
-    """Of equal values the first."""
+    """Index of the best row; the first of ties."""
     return int(np.argmax(_order(rows)))
 
 

@@ -64,7 +64,7 @@ def pairs_of_untrained(
     holdout: float | None,
     execution: Execution,
 ) -> list[tuple[Images, Images]]:
-    """What `pairs` returns for the stores of an untrained model.
+    """Like `pairs`, for the stores of an untrained model.
 
     Raises:
         VitseeError: their number differs from that of the trained model's stores.

@@ -142,7 +142,7 @@ def choose_solver(
     balanced: bool,
     steps: int | None,
 ) -> Solver:
-    """What was asked for, the preset's where nothing was, else the defaults; see `Solver`.
+    """Resolves options: the user's, then the preset's, then the defaults; see `Solver`.
 
     Raises:
         VitseeError: an unknown word, or options that the solver does not have.

@@ -135,7 +135,7 @@ def _picture(pixels: NDArray[np.uint8], *, smooth: bool = False) -> str:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is probed, how, and what is measured; eigen: on the crop of Eigen et al. 2014."""
+    """The choices of a run: sites, solver and metrics; eigen: on the crop of Eigen et al. 2014."""
 
     sites: tuple[str, ...]
     concat: int | None

@@ -1,4 +1,4 @@
-"""What is predicted of every pixel: its class, or its depth."""
+"""The tasks of dense probes: the class or the depth of every pixel."""
 
 from __future__ import annotations
 

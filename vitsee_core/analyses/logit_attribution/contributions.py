@@ -157,13 +157,14 @@ class _Measure:
     own: Integers
 
     def vectors(self, x: Float) -> Float:
-        """Of (images, dim)."""
+        """Contributions of vectors (images, dim)."""
         if self.asked.classes:
             return x @ self.readout.vectors[list(self.asked.classes)].T
         return self._spread(np.einsum("nd,nd->n", x, self.readout.vectors[self.own]))
 
     def heads(self, x: Float, projection: Projection) -> Float:
-        """Of outputs (images, heads x head dim), each head's through its part of the projection."""
+        """Contributions of head outputs (images, heads x head dim), each through its part of the
+        projection."""
         back = self.readout.vectors @ projection.weight  # (classes, heads x head dim)
         shape = (-1, projection.n_heads, projection.weight.shape[1] // projection.n_heads)
         if self.asked.classes:

@@ -224,7 +224,7 @@ def _probe(
 def _features(
     both: tuple[Store, Store], among: Sequence[Store], name: str, word: str | None
 ) -> tuple[SiteFeatures, SiteFeatures]:
-    """Of a site in the store that trains and in that which tests."""
+    """Features of a site in the training store and in the test store."""
     ours, theirs = (
         choose_features(store, store.site(name), word, among=among, one_vector=True)
         for store in both

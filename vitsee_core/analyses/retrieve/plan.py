@@ -56,7 +56,7 @@ class Plan:
         at: Sequence[int],
         seed: int,
     ) -> Plan:
-        """Of a checked search at these sites of its store; see `retrieve.run`. seed: assigns the
+        """Plans a checked search at these sites of its store; see `retrieve.run`. seed: assigns the
         queries to the blocks of the replicates.
 
         Raises:

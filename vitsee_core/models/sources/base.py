@@ -198,8 +198,11 @@ class Source(ABC):
 
 
 def drawn(seed: int, make: Any, what: str) -> nn.Module:
-    """What `make()` gives under a seed; a ModelError of one line where it raises, or gives no
-    module with parameters."""
+    """The module that `make()` builds under a seed.
+
+    Raises:
+        ModelError: in one line: `make` raises, or returns no module with parameters.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:

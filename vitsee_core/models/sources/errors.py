@@ -1,4 +1,4 @@
-"""What lines of errors are made of."""
+"""Building blocks of error lines."""
 
 from __future__ import annotations
 

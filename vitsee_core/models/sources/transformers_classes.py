@@ -76,7 +76,7 @@ def check_input(kind: Any, config: Any, who: str, *, remote: bool) -> None:
 
 
 def by_attention(make: Callable[[str], Any]) -> Any:
-    """What `make` gives with scaled_dot_product_attention; of a class without it, with eager's."""
+    """The model built with scaled_dot_product_attention, or eager attention if unsupported."""
     try:
         return make("sdpa")
     except ValueError as error:
