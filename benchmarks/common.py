@@ -32,6 +32,7 @@ PAUSE = 0.2  # seconds
 RESULTS = Path(__file__).parent / "results"
 # Variables that a result depends on.
 VARIABLES = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "ONEDNN_MAX_CPU_ISA")
+OWN = ("--folder", "--pair", "--remark")  # options whose values are the reader's own
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")  # that matter to products
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
@@ -151,7 +152,7 @@ def record(name: str, title: str, rows: Sequence[Result], folder: Path = RESULTS
     """Keep a benchmark's results in `folder`/NAME.json: machine, date, load, command and rows.
 
     Numbers are rounded to four digits. The command is this process's, without `--record` and
-    without the value of `--folder`, which is the reader's own.
+    without the options in `OWN`.
 
     Raises:
         ValueError: a name that is no file's, no rows, or a number that is none.
@@ -197,9 +198,9 @@ def _command(argv: Sequence[str]) -> str:
     words = [f"benchmarks/{Path(argv[0]).name}"]
     rest = iter(argv[1:])
     for word in rest:
-        if word in ("--folder", "--remark"):
+        if word in OWN:
             next(rest, None)
-        elif word != "--record" and not word.startswith(("--folder=", "--remark=")):
+        elif word != "--record" and not word.startswith(tuple(f"{own}=" for own in OWN)):
             words.append(word)
     chosen = [f"{name}={os.environ[name]} " for name in VARIABLES if os.environ.get(name)]
     return f"{''.join(chosen)}python {shlex.join(words)}"

@@ -123,7 +123,7 @@ def pairs(rng: np.random.Generator, n: int, folder: Path) -> dict[str, Interval]
     sites = {"pooled": x, "logits": x @ mix + 0.7 * rng.normal(size=(n, 16))}
     store = write_labelled(folder / f"{rng.integers(1 << 60)}.zarr", sites, labels)
     sides: dict[str, Any] = {"sites_a": ["pooled"], "sites_b": ["logits"], "no_cache": True}
-    return of_rows(similarity.run(store, measure=list(similarity.MEASURES), **sides))
+    return of_rows(similarity.run(store, metrics=list(similarity.MEASURES), **sides))
 
 
 def retrieval(rng: np.random.Generator, n: int, folder: Path) -> dict[str, Interval]:

@@ -79,13 +79,13 @@ def main() -> None:
 def every_pair(made: Activations, names: tuple[str, ...]) -> list[Result]:
     """Seconds of the whole command, from a store whose Gram matrices are kept after the first."""
     began = time.perf_counter()
-    run(made.store, measure=["mutual-knn"], images=min(64, len(made.store.samples.id)))
+    run(made.store, metrics=["mutual-knn"], images=min(64, len(made.store.samples.id)))
     print(f"warm-up: {time.perf_counter() - began:.1f} s")
     rows = []
     with_grams = ", Gram matrices included"
     for name in names:
         began = time.perf_counter()
-        table = run(made.store, measure=[name])
+        table = run(made.store, metrics=[name])
         seconds = time.perf_counter() - began
         print(f"{name:>12}: {seconds:7.1f} s for {len(table)} pairs{with_grams}", flush=True)
         rows.append(Result(f"{name}, with jackknife{with_grams}", seconds, None, None, "s"))

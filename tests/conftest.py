@@ -22,7 +22,8 @@ from vitsee_cli import console
 from vitsee_core.runtime import progress
 from vitsee_stores import StoreWriter
 from vitsee_stores.layout import AttentionGroup, SiteSpec, StorePlan, TokenLayout, arrays
-from vitsee_stores.manifest import Samples, new_manifest
+from vitsee_stores.manifest import new_manifest
+from vitsee_stores.samples import Samples
 
 # Workers of one test run share the cores; set before the first import of torch or numpy's BLAS
 # by a test file, and inherited by the processes that tests start.

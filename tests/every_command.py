@@ -43,7 +43,7 @@ OTHERS = {
     "propagate": [["videos.zarr", "--masks", "videos", "--only", "val.txt"]],
     "retrieve": [[*VIT, "cnn.zarr", "--truth", "labels"]],
     "saliency": [[*VIT, "--masks", "masks"]],
-    "similarity": [[*VIT, "cnn.zarr", "--measure", "mutual-knn", "--k", "2"]],
+    "similarity": [[*VIT, "cnn.zarr", "--metric", "mutual_knn", "--k", "2"]],
     "spatial": [[*VIT, "cnn.zarr"]],
     "spectrum": [[*VIT, "cnn.zarr"], [*VIT, "--tokens", "all"]],
 }

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from vitsee_stores import Samples, SiteSpec, Store, StorePlan, StoreWriter, open_store
 from vitsee_stores.generations import files_of
-from vitsee_stores.growth import Growth
 from vitsee_stores.layout import arrays
-from vitsee_stores.manifest import new_manifest
+from vitsee_stores.manifest import Growth, new_manifest
 
 
 def add_sites(path: Path, added: Sequence[SiteSpec], seed: int = 0) -> None:

@@ -9,14 +9,17 @@ from vitsee_core.kernels.compiled import compiled
 NAMES = (
     "PIL.PngImagePlugin",
     "distributed",
+    "matplotlib.backends.backend_agg",
     "numba",
     "rich.progress",
     "scipy.linalg",
     "timm",
     "vitsee_core.analyses.cka",
     "vitsee_cli.commands.extract",
+    "vitsee_cli.commands.study",
     "vitsee_core.runtime.dask_map",
     "vitsee_core.extraction.by_workers",
+    "vitsee_core.report.page",
     "vitsee_core.similarity.exact",
     "zarr",
 )

@@ -20,7 +20,8 @@ from vitsee_stores.layout import (
     TokenLayout,
     arrays,
 )
-from vitsee_stores.manifest import Manifest, Samples, new_manifest
+from vitsee_stores.manifest import Manifest, new_manifest
+from vitsee_stores.samples import Samples
 
 Array = NDArray[Any]
 

@@ -19,7 +19,8 @@ from vitsee_stores.layout import (
     TokenLayout,
     arrays,
 )
-from vitsee_stores.manifest import Samples, new_manifest
+from vitsee_stores.manifest import new_manifest
+from vitsee_stores.samples import Samples
 
 Array = NDArray[Any]
 # Values and the layout of their tokens (None: a vector, or as told for all), or the site it equals.

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.every_command import TABLES
@@ -47,28 +46,30 @@ def test_numbers() -> None:
 
 
 def test_a_value_with_and_without_its_interval() -> None:
-    table = table_of([{"value": 0.5, "low": 0.25, "high": 0.75}, {"value": 1.0, "low": None}])
+    table = table_of([{"value": 0.5, "low": 0.25, "high": 0.75}, {"value": 1.0, "low": None}]).frame
     assert measured(table, 0) == "0.500 (95 %: 0.250 to 0.750)" and measured(table, 1) == "1.00"
 
 
 def test_few_observations_are_said_in_place_of_the_interval() -> None:
     row = {"metric": "massive_ratio", "value": 314.0, "low": -918.0, "high": 1546.0}
-    few = table_of([row | {"n_images": 2}, row | {"n_images": 10, "low": 150.0, "high": 470.0}])
+    few = table_of(
+        [row | {"n_images": 2}, row | {"n_images": 10, "low": 150.0, "high": 470.0}]
+    ).frame
     assert measured(few, 0) == "314 (of 2 images: too few to conclude from)"
     assert measured(few, 1) == "314 (95 %: 150 to 470; 10 images)", "wider than the value"
-    assert measured(table_of([row | {"n_images": 50, "low": 300.0, "high": 330.0}])) == (
+    assert measured(table_of([row | {"n_images": 50, "low": 300.0, "high": 330.0}]).frame) == (
         "314 (95 %: 300 to 330)"
     )
-    videos = table_of([row | {"n_videos": 4, "n_images": 400}])
+    videos = table_of([row | {"n_videos": 4, "n_images": 400}]).frame
     assert measured(videos) == "314 (of 4 videos: too few to conclude from)"
-    assert margin(few.take(np.array([0]))) == " (of 2 images: too few to conclude from)"
+    assert margin(few.head(1)) == " (of 2 images: too few to conclude from)"
     assert margin(few) == " (95 %: ± 1,232 at most)", "some value is of ten"
-    assert observations(table_of([row])) == (math.inf, "images")
+    assert observations(table_of([row]).frame) == (math.inf, "images")
 
 
 def test_metrics_that_depend_on_the_number_of_images_say_it() -> None:
     row = {"value": 12.3, "low": 11.9, "high": 12.7, "n_images": 1000}
-    table = table_of([{"metric": name} | row for name in ("effective_rank", "norm")])
+    table = table_of([{"metric": name} | row for name in ("effective_rank", "norm")]).frame
     assert measured(table, 0) == "12.3 (95 % at 1,000 images: 11.9 to 12.7)"
     assert measured(table, 1) == "12.3 (95 %: 11.9 to 12.7)"
 
@@ -88,9 +89,8 @@ def test_rows_are_picked_by_what_cells_have() -> None:
         [{"metric": "m", "value": 1.0, "token": ""}, {"metric": "m", "value": 2.0, "token": "cls"},
          {"metric": "m", "value": math.nan, "token": ""}, {"metric": "n", "value": 3.0}],
     )  # fmt: skip
-    assert picked(table, metric="m", token=None, image=None)["value"].tolist() == [1.0]
-    assert picked(table, metric="m", token="")["value"].tolist() == [1.0]
-    assert picked(table, metric=("m", "n"))["value"].tolist() == [1.0, 2.0, 3.0]
+    assert picked(table, metric="m", token=None, image=None)["value"].to_list() == [1.0]
+    assert picked(table, metric=("m", "n"))["value"].to_list() == [1.0, 2.0, 3.0]
     assert len(picked(table, lacking="x")) == 0
 
 

@@ -16,7 +16,8 @@ import sys
 sys.path.insert(0, {benchmarks!r})
 from pathlib import Path
 from common import Result, record
-sys.argv = ["/elsewhere/benchmarks/knn.py", "--record", "--rounds", "3", "--folder", "/mine"]
+sys.argv = ["/elsewhere/benchmarks/knn.py", "--record", "--rounds", "3", "--folder", "/mine",
+            "--pair=/theirs"]
 record("a-b", "Of two things", {rows}, Path({folder!r}))
 """
 ROWS = """[

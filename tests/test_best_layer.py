@@ -80,7 +80,7 @@ def test_the_largest_value_and_its_layer(tmp_path: Path) -> None:
     assert table["low"].tolist() == [0.8 - 0.1, 0.12 - 0.1, 0.4 - 0.1]
     assert table["n_layers"].tolist() == [4] * 3
     assert table["model"].tolist() == ["demo:vit", "demo:vit", "demo:cnn"]
-    assert "shots" not in table.columns and "head" not in table.columns
+    assert not {"shots", "head"} & {*table.frame.columns}
     assert table["file"].tolist() == [str(tmp_path / "r.csv")] * 3
 
 
@@ -91,9 +91,8 @@ def test_results_by_path(tmp_path: Path) -> None:
     mixed: list[Any] = [*read(paths[:1]), paths[1]]
     for given in (paths, [*map(str, paths)], mixed):
         found = run(list[Any](given))
-        assert list(found.columns) == list(expected.columns)
-        for name, values in expected.columns.items():
-            np.testing.assert_array_equal(found[name], values)
+        assert list(found.written.columns) == list(expected.written.columns)
+        assert found.frame.equals(expected.frame)
     assert run(paths[1])["value"].tolist() == [0.9]
     with pytest.raises(VitseeError, match="given twice"):
         run([paths[0], str(paths[0])])
@@ -136,14 +135,14 @@ def test_tasks_join_over_files_and_part_over_repetitions(tmp_path: Path) -> None
     twice = write(tmp_path / "d.csv", scores([0.8, 0.2]), "probe")
     plain = write(tmp_path / "e.csv", scores([0.4]))
     found = tasks(read([first, other, again, twice, plain]))
-    assert {task: rows.unique("store") for task, rows in found.items()} == {
+    assert {task: [*dict.fromkeys(rows["store"])] for task, rows in found.items()} == {
         "probe top1": ["vit", "cnn"],
         "probe top5": ["vit"],
         "probe top1, shots = 10": ["vit"],
         f"probe top1 ({twice})": ["vit"],
         "top1": ["vit"],
     }
-    assert found["probe top1"]["value"].tolist() == [0.1, 0.2, 0.3, 0.2]
+    assert found["probe top1"]["value"].to_list() == [0.1, 0.2, 0.3, 0.2]
 
 
 def test_metrics_and_classes(tmp_path: Path) -> None:
@@ -191,18 +190,18 @@ def test_a_layer_is_the_mean_over_its_tokens(tmp_path: Path) -> None:
     for paths in ([write(tmp_path / "both.csv", vit + cnn)], apart):
         files = read(paths)
         table = run(files)
-        each = table.where(task="top1, token = each")
+        each = table.filter(task="top1, token = each")
         assert each["store"].tolist() == ["vit", "cnn"]
         assert each["value"].tolist() == [0.6, 0.5]
-        assert each.unique("site") == [scores([0, 0])[1]["site"]]
-        assert table.unique("task") == ["top1, token = cls", "top1, token = each"]
+        assert [*dict.fromkeys(each["site"])] == [scores([0, 0])[1]["site"]]
+        assert [*dict.fromkeys(table["task"])] == ["top1, token = cls", "top1, token = each"]
         assert any("left out: 8 rows about single" in said for said in table.notes["remarks"])
         curve = plot(table, files).axes[1].lines[0]
         assert np.asarray(curve.get_ydata()).tolist() == [0.5, 0.6]
         best = run(files, best_token=True)
-        assert best.where(task="top1, token = best")["value"].tolist() == [0.9, 0.7]
-        assert best.where(task="top1, token = best")["token"].tolist() == ["0,0", "0,0"]
-        assert best.where(task="top1, token = each")["value"].tolist() == [0.6, 0.5]
+        assert best.filter(task="top1, token = best")["value"].tolist() == [0.9, 0.7]
+        assert best.filter(task="top1, token = best")["token"].tolist() == ["0,0", "0,0"]
+        assert best.filter(task="top1, token = each")["value"].tolist() == [0.6, 0.5]
         assert not any("single tokens" in remark for remark in best.notes["remarks"])
         assert len(plot(best, files).axes) > len(plot(table, files).axes)
 
@@ -235,10 +234,10 @@ def test_read_result(tmp_path: Path) -> None:
     path.write_text('store,site,depth,k,value,metric,class\n5,"a,b",0,,,x,\n5,c,1,3,2,x,1\n')
     file = read_result(path)
     assert (file.command, file.sidecar) == ("", {})
-    columns = {name: values.tolist() for name, values in file.table.columns.items()}
+    columns = file.table.frame.to_dict(as_series=False)
     assert columns["store"] == ["5", "5"] and columns["site"] == ["a,b", "c"]
     assert columns["depth"] == [0, 1] and columns["k"] == [None, 3]
-    assert columns["class"] == ["", "1"]
+    assert columns["class"] == [None, "1"]
     path.write_text("value\n1.5\n\n2,3\n")
     with pytest.raises(VitseeError, match="row 2 has 2 cells, its header 1"):
         read_result(path)
@@ -312,11 +311,11 @@ def test_cka_to_the_last_layer(half: bool) -> None:
         {**rows[0], "site_a": "blocks.2.norm1", "depth_a": 9, "value": 0.3},
         {**rows[0], "site_b": "norm", "depth_b": 9, "value": 0.3},
     ]
-    ((store, last, table),) = to_last(Table.from_rows(rows))
+    ((store, last, table),) = to_last(Table.from_rows(rows).frame)
     assert (store, last) == ("vit", "blocks.2.out")
-    assert table["site"].tolist() == list(LAYERS)
-    assert table["value"].tolist() == pytest.approx([0.7, 0.8, 0.9, 1.0])
-    assert table["rel_depth"].tolist() == [0, 1 / 3, 2 / 3, 1]
+    assert table["site"].to_list() == list(LAYERS)
+    assert table["value"].to_list() == pytest.approx([0.7, 0.8, 0.9, 1.0])
+    assert table["rel_depth"].to_list() == [0, 1 / 3, 2 / 3, 1]
 
 
 def test_the_redundancy_panel(tmp_path: Path) -> None:
@@ -356,7 +355,7 @@ def test_curves_keep_their_colour_and_sites_of_no_block_their_place() -> None:
     chance = [{**row, "baseline": "random", "value": 0.05} for row in [*rows[:4], head]]
     everything = Table.from_rows(
         [{"baseline": "", **row} for row in [*rows, head, *norms]] + chance
-    )
+    ).frame
     looks = curve_looks(everything)
     assert {*looks} == {("vit", "out"), ("vit", "head"), ("cnn", "out"), ("vit", "norm1")}
     # The colour is the store's, the stroke the kind's.
@@ -364,7 +363,7 @@ def test_curves_keep_their_colour_and_sites_of_no_block_their_place() -> None:
     assert tints == {curve: colour(int(curve[0] == "cnn")) for curve in looks}
     assert looks["vit", "norm1"]["linestyle"] != looks["vit", "out"]["linestyle"]
     axes = new_figure(4, 3).add_subplot()
-    draw_depth_curves(axes, everything.where(store="cnn"), among=everything, ylabel="top1")
+    draw_depth_curves(axes, everything.filter(store="cnn"), among=everything, ylabel="top1")
     full = [line for line in axes.lines if len(np.asarray(line.get_xdata()))]
     lines = {str(line.get_label()): line for line in full}
     assert np.asarray(lines["cnn, block output"].get_ydata()).tolist() == [0.3] * 4
@@ -433,7 +432,7 @@ def test_a_figure_where_no_file_has_intervals(tmp_path: Path) -> None:
     rows = [{k: v for k, v in r.items() if k not in ("low", "high")} for r in scores([0.5, 0.7])]
     files = read([write(tmp_path / "cluster.csv", rows, "cluster")])
     table = run(files)
-    assert "low" not in table.columns
+    assert "low" not in table.frame.columns
     stars = [line for line in plot(table, files).axes[0].lines if line.get_marker() == "*"]
     assert [y for line in stars for y in np.asarray(line.get_ydata()).tolist()] == [0.7]
 

@@ -17,9 +17,9 @@ from vitsee_core.images import ImageError
 from vitsee_core.images.placement import Placement, place
 from vitsee_core.images.transform import make_recipe
 from vitsee_stores import SiteError, Store
-from vitsee_stores.canvas import Canvas, corner_size
 from vitsee_stores.layout import SiteSpec, StorePlan, TokenLayout
-from vitsee_stores.plan_schema import read_plan
+from vitsee_stores.plan import Canvas, corner_size
+from vitsee_stores.schema import check_plan, checked
 
 B4 = Canvas((448, 1072), 448, 16, (224, 224))
 
@@ -108,7 +108,7 @@ def tiled(canvas: Canvas = B4, **more: Any) -> StorePlan:
 
 def test_a_canvas_survives_json() -> None:
     for plan in (tiled(), tiled(replace(B4, tiles=None))):
-        assert read_plan(json.loads(json.dumps(asdict(plan)))) == plan
+        assert checked(json.loads(json.dumps(asdict(plan))), StorePlan) == plan
         assert plan.features == ("canvas",)
     assert asdict(B4)["crop_mode"] == "corner"
 
@@ -118,7 +118,7 @@ def test_a_canvas_survives_json() -> None:
     [
         ({"size": [448]}, "plan.canvas.size"),
         ({"size": [0, 8]}, "plan.canvas.size"),
-        ({"short_side": 0}, "plan.canvas.short_side is 0, expected a whole number from 1"),
+        ({"short_side": 0}, "plan.canvas.short_side is 0, expected a whole number >= 1"),
         ({"multiple": "16"}, "plan.canvas.multiple"),
         ({"tiles": [224, 0]}, "plan.canvas.tiles"),
         ({"crop_mode": "center"}, "plan.canvas.crop_mode"),
@@ -128,13 +128,13 @@ def test_no_canvas(change: dict[str, Any], phrase: str) -> None:
     data = json.loads(json.dumps(asdict(tiled())))
     data["canvas"] |= change
     with pytest.raises(ValueError, match=phrase):
-        read_plan(data)
+        checked(data, StorePlan, "plan")
 
 
 @pytest.mark.parametrize("name", ["vit", "cnn", "registers"])
 def test_tiles_have_no_more_than_grids(name: str) -> None:
     with pytest.raises(ValueError, match="has tiles, beside what tiles do not have"):
-        read_plan(json.loads(json.dumps(asdict(replace(PLANS[name], canvas=B4)))))
+        check_plan(replace(PLANS[name], canvas=B4))
 
 
 def on_canvas(path: Path, sizes: list[tuple[int, int]], **more: Any) -> Store:

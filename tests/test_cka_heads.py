@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 from click.testing import CliRunner
 from numpy.typing import NDArray
@@ -87,7 +88,7 @@ def site(name: str) -> Array:
 
 def test_groups_are_concatenated_features(folder: Path) -> None:
     table = compare(folder)  # windows of a third of the heads
-    assert tuple(table.columns) == COLUMNS
+    assert tuple(table.written.columns) == COLUMNS
     groups = [" ".join(map(str, ORDER[k : k + 2])) for k in range(5)]
     lower = ["stem", "layer1.0.out"]  # relative depths 0 and 1/2
     assert table["heads"].tolist() == [group for group in groups for _ in lower]
@@ -266,16 +267,15 @@ def test_figure(folder: Path) -> None:
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
     assert texts == ["cnn, stem", "cnn, layer1.0"]
     figure_bytes(figure)
-    plot(Table(table.columns))
+    plot(Table(table.frame))
     noisy = plot(compare(folder, window=2, estimator="minibatch", batch=8, examples=16, repeats=3))
     assert "std over minibatch repeats" in noisy.axes[0].get_title(loc="left")
 
 
 def test_many_sites_have_a_short_legend(folder: Path) -> None:
     row = compare(folder, window=6, sites_b=["stem"])
-    columns = {name: np.repeat(values, 57) for name, values in row.columns.items()}
-    columns["site_b"] = np.array([f"layer1.{i}.out" for i in range(57)])
-    figure = plot(Table(columns))
+    sites = pl.Series([f"layer1.{i}.out" for i in range(57)])
+    figure = plot(Table(pl.concat([row.frame] * 57).with_columns(site_b=sites)))
     assert len(figure.axes[0].lines) == 57
     assert len(figure.legends[0].get_texts()) <= 10
 

@@ -22,9 +22,9 @@ from vitsee_core.extraction.claimed import claimed_rounds
 from vitsee_core.extraction.signals import StopRequest
 from vitsee_stores import StoreWriter, describe, open_store, validate
 from vitsee_stores import leases as claims
+from vitsee_stores.disk import tag
 from vitsee_stores.folder import Folder
 from vitsee_stores.leases import Claims
-from vitsee_stores.temp_files import tag
 
 MakeStore = Callable[..., Path]
 N, SLAB = 16, 2

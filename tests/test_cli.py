@@ -197,6 +197,9 @@ def test_demo_into_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_help_lists_every_command_file_and_analysis() -> None:
     result = CliRunner().invoke(main, ["--help"])
+    opening = " ".join(result.stdout.split(QUESTIONS[0])[0].split())
+    for source in ("timm", "transformers", "open_clip", "torchvision", "your own"):
+        assert source in opening
     for package in (commands, analyses):
         for module in pkgutil.iter_modules(package.__path__):
             assert f"\n  {module.name.replace('_', '-')} " in result.stdout

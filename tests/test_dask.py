@@ -282,7 +282,7 @@ def test_other_versions() -> None:
 
     class Client:
         def run(self, function: Any, on_error: str) -> dict[str, Any]:
-            assert (function, on_error) == (worker_versions, "return")
+            assert (function(), on_error) == (ours, "return")
             return answers
 
         def nthreads(self) -> dict[str, int]:

@@ -152,7 +152,7 @@ def test_similarity(two: DaskMap, store: Store, tmp_path: Path) -> None:
     check(
         two,
         lambda **more: similarity.run(
-            store, measure=("mutual-knn", "rsa"), calibrate=19, cache=next(folders), **more
+            store, metrics=("mutual-knn", "rsa"), calibrate=19, cache=next(folders), **more
         ),
     )
 
@@ -171,7 +171,7 @@ def test_masks(two: DaskMap, whole: Store, tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         Image.fromarray((rng.random((50, 60)) < 0.6).astype(np.uint8)).save(path)
-    of_pixels = partial(dense_probe.run, holdout=0.3, l2=[1.0])
+    of_pixels = partial(dense_probe.run, holdout=0.3, l2_relative=[1.0])
     by_sgd = partial(dense_probe.run, holdout=0.3, solver="sgd", steps=2)
     runs: tuple[Run, ...] = (saliency.run, spatial.run, of_pixels, by_sgd)
     for run in runs:
@@ -214,10 +214,10 @@ CALIBRATED: dict[str, Any] = {"images": 40, "calibrate": 19, "cache": Path("gram
 def test_permutations(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every measure, to the bit, from Gram matrices at a relative path."""
     monkeypatch.chdir(tmp_path)
-    here = similarity.run(store, measure=similarity.MEASURES, **CALIBRATED)
+    here = similarity.run(store, metrics=similarity.MEASURES, **CALIBRATED)
     for local in (3, 0):
         three = Three(local)
-        there = similarity.run(store, measure=similarity.MEASURES, map=three, **CALIBRATED)
+        there = similarity.run(store, metrics=similarity.MEASURES, map=three, **CALIBRATED)
         assert equal(here, there) and np.isfinite(here["p"]).all()
         ranges = [(one.start, one.stop) for one in three.items]
         assert ranges == len(similarity.MEASURES) * [(0, 6), (6, 12), (12, 19)]
@@ -229,7 +229,7 @@ def test_permutations_whose_states_do_not_fit_the_memory(
     """Of any measure: they stay here."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(comparing, "STATES", 1e-9)
-    how = {"measure": similarity.MEASURES, "sites": ("blocks.0.out", "blocks.2.out")} | CALIBRATED
+    how = {"metrics": similarity.MEASURES, "sites": ("blocks.0.out", "blocks.2.out")} | CALIBRATED
     here = similarity.run(store, **how)
     for local in (3, 0):
         three = Three(local)
@@ -238,7 +238,7 @@ def test_permutations_whose_states_do_not_fit_the_memory(
 
 
 def test_permutations_where_workers_have_no_files(store: Store, tmp_path: Path) -> None:
-    how: dict[str, Any] = {"measure": ("rsa",), "images": 40, "calibrate": 19}
+    how: dict[str, Any] = {"metrics": ("rsa",), "images": 40, "calibrate": 19}
     far = Three(0)
     here = similarity.run(store, no_cache=True, **how)
     assert equal(here, similarity.run(store, no_cache=True, map=far, **how)) and not far.items

@@ -166,7 +166,7 @@ def test_the_table_equals_that_of_explicit_pixels(tmp_path: Path) -> None:
     """Training, prediction and counts, of images of odd sizes, by another way throughout."""
     train, masks = made(tmp_path, 9)
     test, others = made(tmp_path, 7, name="b", seed=1)
-    table = run(train, test, masks=[masks, others], l2=[0.01], per_class=True)
+    table = run(train, test, masks=[masks, others], l2_relative=[0.01], per_class=True)
     assert tuple(table.columns) == COLUMNS
     for site in ("blocks.0.out", "blocks.1.out"):
         classes, weights, bias = explicit_ridge(*every_pixel(train, site, masks, range(9)), 0.01)
@@ -188,7 +188,9 @@ def test_the_table_equals_that_of_explicit_pixels(tmp_path: Path) -> None:
 def test_jackknife_leaves_out_blocks_of_images(tmp_path: Path) -> None:
     train, masks = made(tmp_path, 6)
     test, others = made(tmp_path, 6, name="b", seed=1)
-    table = run(train, test, masks=[masks, others], l2=[0.01], sites=["last"], metrics=["miou"])
+    table = run(
+        train, test, masks=[masks, others], l2_relative=[0.01], sites=["last"], metrics=["miou"]
+    )
     without = []
     for row in range(6):
         only = [name for i, name in enumerate(test.samples.id.tolist()) if i != row]
@@ -197,7 +199,9 @@ def test_jackknife_leaves_out_blocks_of_images(tmp_path: Path) -> None:
         for name in only:
             picture = name.replace("jpg", "png")
             (folder / picture).write_bytes((others / picture).read_bytes())
-        part = run(train, test, masks=[masks, folder], l2=[0.01], sites=["last"], metrics=["miou"])
+        part = run(
+            train, test, masks=[masks, folder], l2_relative=[0.01], sites=["last"], metrics=["miou"]
+        )
         without.append(part.where(baseline="")["value"][0])
     assert table.replicates is not None
     np.testing.assert_allclose(table.replicates[0], without, atol=1e-12)
@@ -222,7 +226,7 @@ def test_a_probe_of_separable_tokens_is_perfect(tmp_path: Path) -> None:
         tmp_path / "a.zarr", {"blocks.0.out": (tokens, where)}, ids=[f"{i}.png" for i in range(4)],
         sizes=(8, 8), transform=transform(8, 16),
     )  # fmt: skip
-    table = run(store, masks=masks, holdout=0.5, l2=[1e-9])
+    table = run(store, masks=masks, holdout=0.5, l2_relative=[1e-9])
     assert table.where(baseline="", metric="miou")["value"].tolist() == [1]
     assert table.where(baseline="", metric="boundary_iou")["value"].tolist() == [1]
     # of either class half of the pixels: chance by the lower class, and by the place
@@ -356,7 +360,7 @@ def test_a_class_that_did_not_train_scores_zero(tmp_path: Path) -> None:
 def test_untrained_stores_are_a_baseline(tmp_path: Path) -> None:
     store, masks = made(tmp_path, 8)
     other, _ = made(tmp_path / "more", 8, seed=3)
-    choice: dict[str, Any] = {"masks": masks, "holdout": 0.5, "l2": [0.1]}
+    choice: dict[str, Any] = {"masks": masks, "holdout": 0.5, "l2_relative": [0.1]}
     table = run(store, untrained=[other.path], **choice)
     alone = run(other, **choice).where(baseline="")
     control = table.where(baseline="untrained")
@@ -370,15 +374,17 @@ def test_the_chosen_l2_is_that_of_held_out_images(tmp_path: Path) -> None:
     """Random tokens know nothing: the largest l2 errs least."""
     store, masks = made(tmp_path, 40)
     table = run(store, masks=masks, holdout=0.3, sites=["first"], metrics=["miou"])
-    assert table.where(baseline="")["l2"].tolist() == [100.0]
+    assert table.where(baseline="")["l2_relative"].tolist() == [100.0]
     assert table.notes["train"]["held_out_images"] == 3
-    several = run(store, masks=masks, holdout=0.3, sites=["first"], metrics=["miou"], l2=[0.1, 1.0])
-    assert several.where(baseline="")["l2"].tolist() == [0.1, 1.0]
+    several = run(
+        store, masks=masks, holdout=0.3, sites=["first"], metrics=["miou"], l2_relative=[0.1, 1.0]
+    )
+    assert several.where(baseline="")["l2_relative"].tolist() == [0.1, 1.0]
 
 
 def test_figures(tmp_path: Path) -> None:
     store, masks = made(tmp_path, 8)
-    for more in ({"l2": [0.1, 1.0]}, {"show": 2}):
+    for more in ({"l2_relative": [0.1, 1.0]}, {"show": 2}):
         table = run(store, masks=masks, holdout=0.5, metrics=["miou"], **more)
         figure = plot(Table(table.columns, json.loads(json.dumps(table.notes))))
         pictures = [axes for axes in figure.axes if axes.images]

@@ -72,7 +72,9 @@ def test_the_table_equals_that_of_explicit_pixels(tmp_path: Path) -> None:
     test, others = made_depths(tmp_path, 5, "b", 1)
     for own in others.glob("*.png"):
         (depths / own.name).write_bytes(own.read_bytes())
-    table = run(train, test, depth=depths, depth_scale=1000, max_depth=10, l2=[0.01], sites=[SITE])
+    table = run(
+        train, test, depth=depths, depth_scale=1000, max_depth=10, l2_relative=[0.01], sites=[SITE]
+    )
     assert tuple(table.columns) == tuple(name for name in COLUMNS if name != "class")
     x, y = (np.concatenate(part) for part in every_pixel(train, depths))
     centred = x - x.mean(0)
@@ -90,7 +92,7 @@ def test_l2_is_chosen_by_held_out_errors(tmp_path: Path) -> None:
     """Random tokens know nothing: the largest l2 errs least."""
     store, depths = made_depths(tmp_path, 40)
     table = run(store, depth=depths, depth_scale=1000, holdout=0.3, sites=[SITE])
-    assert set(table.where(baseline="")["l2"].tolist()) == {100.0}
+    assert set(table.where(baseline="")["l2_relative"].tolist()) == {100.0}
 
 
 def test_errors_by_hand() -> None:
@@ -100,7 +102,7 @@ def test_errors_by_hand() -> None:
 
 def test_errors_above_one_have_intervals_above_one(tmp_path: Path) -> None:
     store, depths = made_depths(tmp_path, 12)
-    table = run(store, depth=depths, depth_scale=1000, holdout=0.5, sites=[SITE], l2=[1.0])
+    table = run(store, depth=depths, depth_scale=1000, holdout=0.5, sites=[SITE], l2_relative=[1.0])
     row = table.where(metric="rmse", baseline="")
     assert row["low"][0] < row["value"][0] < row["high"][0]
     assert row["value"][0] > 1
@@ -150,7 +152,12 @@ def test_only_testing_is_cropped(tmp_path: Path) -> None:
         tmp_path / "a.zarr", {SITE: (tokens, layout(3, 4))}, ids=[f"{i}.jpg" for i in range(4)],
         sizes=(480, 640), transform=transform(12, 16),
     )  # fmt: skip
-    choice: dict[str, Any] = {"depth": depths, "depth_scale": 1000, "holdout": 0.5, "l2": [1.0]}
+    choice: dict[str, Any] = {
+        "depth": depths,
+        "depth_scale": 1000,
+        "holdout": 0.5,
+        "l2_relative": [1.0],
+    }
     whole, cropped = (values(run(store, **choice, eigen_crop=crop)) for crop in (False, True))
     mean = values_.mean() / 1000
     np.testing.assert_allclose(cropped[:2], [mean - 2, (mean - 2) / 2], rtol=1e-5)
@@ -216,7 +223,7 @@ def test_the_labelled_file_equals_png_files(tmp_path: Path) -> None:
         tmp_path / "n.zarr", {SITE: (tokens, layout(3, 4))}, sizes=(72, 96),
         ids=[f"{i:04d}.png" for i in range(1, 7)], transform=transform(12, 16),
     )  # fmt: skip
-    choice: dict[str, Any] = {"holdout": 0.5, "l2": [0.1]}
+    choice: dict[str, Any] = {"holdout": 0.5, "l2_relative": [0.1]}
     one = run(store, depth=path, **choice)
     other = run(store, depth=depths, depth_scale=1000, max_depth=10, **choice)
     np.testing.assert_allclose(values(one), values(other), rtol=1e-3)
@@ -305,7 +312,7 @@ def test_wrong_nyu_files_are_refused(tmp_path: Path) -> None:
 def test_images_without_a_depth_map_are_left_out(tmp_path: Path) -> None:
     store, depths = made_depths(tmp_path, 6)
     (depths / "a3.png").unlink()
-    table = run(store, depth=depths, depth_scale=1000, holdout=0.5, l2=[1.0])
+    table = run(store, depth=depths, depth_scale=1000, holdout=0.5, l2_relative=[1.0])
     counts = [table.notes["train"], *table.notes["tests"]]
     assert sum(part["left_out_without_mask"] for part in counts) == 1
     for own in depths.glob("*.png"):
@@ -325,7 +332,17 @@ def test_images_without_a_depth_map_are_left_out(tmp_path: Path) -> None:
 def test_a_user_s_run(tmp_path: Path) -> None:
     store, depths = made_depths(tmp_path, 8)
     out, png = tmp_path / "r.csv", tmp_path / "r.png"
-    args = (store.path, "--depth", depths, "--depth-scale", 1000, "--holdout", 0.4, "--l2", 1)
+    args = (
+        store.path,
+        "--depth",
+        depths,
+        "--depth-scale",
+        1000,
+        "--holdout",
+        0.4,
+        "--l2-relative",
+        1,
+    )
     result = command(*args, "--show", 1, "-o", out, "--png", png)
     assert result.exit_code == 0, result.output
     table = Table.read(out)

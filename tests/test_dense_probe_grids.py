@@ -18,8 +18,8 @@ from vitsee_stores.errors import SiteError
 
 SITES = ("blocks.0.out", "blocks.1.out", "blocks.2.out")
 SOLVERS: dict[str, dict[str, Any]] = {
-    "ridge": {"l2": [0.1]},
-    "logistic": {"l2": [0.1]},
+    "ridge": {"l2_relative": [0.1]},
+    "logistic": {"l2_relative": [0.1]},
     "knn": {"ks": [3]},
     "hummingbird": {"ks": [3]},
     "sgd": {"steps": 5},

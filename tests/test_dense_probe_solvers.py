@@ -133,7 +133,7 @@ def test_logistic_equals_that_of_explicit_pixels(pair: Pair) -> None:
 
 
 def test_logistic_scores_are_interpolated(pair: Pair) -> None:
-    table = pair.run(solver="logistic", l2=[0.1], resolution="input")
+    table = pair.run(solver="logistic", l2_relative=[0.1], resolution="input")
     mean, std = pair.x.mean(0), pair.x.std(0)
     weights = fit(Targets.of((pair.x - mean) / std, pair.counts), [0.1])[0.1]
     expected = pair.miou_of(lambda own: (own - mean) / std @ weights[:-1] + weights[-1])
@@ -141,7 +141,7 @@ def test_logistic_scores_are_interpolated(pair: Pair) -> None:
 
 
 def test_capi_s_logistic_regression_learns_most_frequent_labels(pair: Pair) -> None:
-    table = pair.run(preset="capi", solver="logistic", l2=[0.02])
+    table = pair.run(preset="capi", solver="logistic", l2_relative=[0.02])
     mean, std = pair.x.mean(0), pair.x.std(0)
     modes = torch.from_numpy(pair.labels.astype(np.int64)).mode(dim=-1).values.numpy()
     keep = modes != IGNORED
@@ -278,7 +278,7 @@ def test_protocols_list_what_differs(tmp_path: Path) -> None:
         figure = plot(table)
         texts = [text.get_text() for text in figure.findobj(Text)]
         assert any(text.startswith("after ") for text in texts)
-    assert "protocol" not in run(store, l2=[1.0], **choice).notes
+    assert "protocol" not in run(store, l2_relative=[1.0], **choice).notes
 
 
 def test_best_layer_compares_every_k_with_its_baselines(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_best_layer_compares_every_k_with_its_baselines(tmp_path: Path) -> None:
     args = ("--holdout", 0.4, "--masks", masks, "--metric", "miou", "-o", tmp_path / "r.csv")
     for more, tasks in (
         (("--solver", "knn", "--k", 1, "--k", 3), {"k = 1", "k = 3"}),
-        (("--l2", 0.1, "--l2", 1), {"l2 = 0.1", "l2 = 1.0"}),
+        (("--l2-relative", 0.1, "--l2-relative", 1), {"l2_relative = 0.1", "l2_relative = 1.0"}),
         ((), {"dense-probe miou"}),
     ):
         assert command(store.path, *args, *more, "--force").exit_code == 0
@@ -364,7 +364,7 @@ def test_neighbours_by_distance_are_those_of_a_loop() -> None:
 
 def test_balanced_classes_weigh_alike(pair: Pair) -> None:
     """Against least squares on explicit pixels with a weight for each."""
-    table = pair.run(l2=[0.01], balanced=True, metrics=["miou"])
+    table = pair.run(l2_relative=[0.01], balanced=True, metrics=["miou"])
     x, labels = every_pixel(pair.train, SITE, pair.masks[0], range(8))
     classes, counts = np.unique(labels, return_counts=True)
     w = (len(labels) / (len(classes) * counts))[np.searchsorted(classes, labels)]

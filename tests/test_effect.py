@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 from click.testing import CliRunner
 from numpy.typing import NDArray
@@ -17,13 +19,14 @@ from tests.extractions import extracted, plant_images
 from tests.reference_cka import loop_cka
 from tests.stores import CNN, VIT, write_labelled
 from vitsee_cli.main import main
-from vitsee_core.analyses.effect import COLUMNS, headline, plot, run
+from vitsee_core.analyses import effect
+from vitsee_core.analyses.effect import COLUMNS, METRICS, changes, headline, plot, run
 from vitsee_core.analyses.effect.changes import cosines
 from vitsee_core.labels.changed_outputs import compare_outputs
 from vitsee_core.statistics.paired_shares import difference_interval, mcnemar
 from vitsee_core.tables.metrics import direction
 from vitsee_core.tables.results import Table
-from vitsee_stores import Store
+from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
 
 Array = NDArray[Any]
@@ -55,7 +58,7 @@ def two(tmp_path: Path) -> tuple[Store, Store]:
 
 
 def number(table: Table, metric: str, site: str = "logits", name: str = "cut") -> Any:
-    (value,) = table.where(metric=metric, site=site, store=name)["value"].tolist()
+    (value,) = table.filter(metric=metric, site=site, store=name)["value"].tolist()
     return value
 
 
@@ -91,12 +94,12 @@ def test_outputs_against_loops(two: tuple[Store, Store]) -> None:
     assert number(table, "top1_difference") == pytest.approx((right - right_base) / N)
     assert number(table, "agreement") == pytest.approx(same / N)
     assert number(table, "kl") == pytest.approx(divergence / N, rel=1e-12)
-    (row,) = list(table.where(metric="top1_difference").groups("site"))
-    assert row[1]["n_only_base"].tolist() == [only["base"]]
-    assert row[1]["n_only_changed"].tolist() == [only["changed"]]
+    row = table.filter(metric="top1_difference")
+    assert row["n_only_base"].tolist() == [only["base"]]
+    assert row["n_only_changed"].tolist() == [only["changed"]]
     n = sum(only.values())
     tail = sum(binom.pmf(k, n, 0.5) for k in range(min(only.values()) + 1))
-    assert row[1]["p"][0] == pytest.approx(min(1.0, 2 * tail))
+    assert row["p"].tolist()[0] == pytest.approx(min(1.0, 2 * tail))
 
 
 @pytest.mark.parametrize("tokens", ["all", "cls", "patches", "mean", "1,2"])
@@ -132,7 +135,7 @@ def test_intervals_are_those_of_a_jackknife(two: tuple[Store, Store]) -> None:
     blocks = np.arange(N) * 20 // N
     without = np.array([each[blocks != k].mean() for k in range(20)])
     error = math.sqrt(19 / 20 * ((without - without.mean()) ** 2).sum())
-    rows = table.where(metric="kl")
+    rows = table.filter(metric="kl")
     assert rows["std"][0] == pytest.approx(error)
     assert rows["high"][0] - rows["value"][0] == pytest.approx(2.093 * error, rel=1e-3)
     assert table.replicates is not None
@@ -189,7 +192,7 @@ def test_nothing_changed(tmp_path: Path, dtype: str) -> None:
     table = run(base, same, no_cache=True)
     assert number(table, "top1_difference") == number(table, "kl") == 0
     assert number(table, "agreement") == 1
-    rows = table.where(metric="top1_difference")
+    rows = table.filter(metric="top1_difference")
     assert rows["low"][0] < 0 < rows["high"][0] and rows["p"][0] == 1
     for site in SITES:
         assert number(table, "cosine", site) == 1
@@ -251,7 +254,7 @@ def test_images_without_labels(tmp_path: Path) -> None:
     stores = [store(tmp_path / "base.zarr", base, labels)]
     stores.append(store(tmp_path / "cut.zarr", values(1, base), labels))
     table = run(*stores, sites=())
-    counts = {m: rows["n_images"].tolist() for m, rows in table.groups("metric")}
+    counts = dict(table.frame.group_by("metric").agg("n_images").rows())
     assert counts == {
         "top1": [N - 10] * 2, "top1_difference": [N - 10], "agreement": [N], "kl": [N],
     }  # fmt: skip
@@ -274,7 +277,7 @@ def test_labels_that_are_not_the_heads(
         for i, name in enumerate(("base", "cut"))
     ]
     table = run(*stores, sites=())
-    assert table.unique("metric") == ["agreement", "kl"]
+    assert [*dict.fromkeys(table["metric"])] == ["agreement", "kl"]
     assert any(remark.startswith(said) for remark in table.notes["remarks"])
     assert plot(table) is not None and headline(table)
 
@@ -285,10 +288,11 @@ def test_a_store_without_outputs_or_with_other_tokens(tmp_path: Path) -> None:
     bare = store(tmp_path / "cut.zarr", {s: base[s] for s in SITES[:2]})
     other = store(tmp_path / "other.zarr", {**base, SITES[1]: (base[SITES[1]][:, :4], CNN)})
     table = run(first, bare, other)
-    assert table.where(store="cut").unique("metric") == ["cka", "cosine"]
-    assert table.where(store="cut").unique("site") == [*SITES[:2]]
-    assert table.where(store="other", metric="cosine").unique("site") == [SITES[0], SITES[2]]
-    assert table.where(store="other", metric="cka").unique("site") == [*SITES]
+    less, rest = table.filter(store="cut"), table.filter(store="other")
+    assert [*dict.fromkeys(less["metric"])] == ["cka", "cosine"]
+    assert [*dict.fromkeys(less["site"])] == [*SITES[:2]]
+    assert [*dict.fromkeys(rest.filter(metric="cosine")["site"])] == [SITES[0], SITES[2]]
+    assert [*dict.fromkeys(rest.filter(metric="cka")["site"])] == [*SITES]
     said = table.notes["remarks"]
     assert any(r.startswith("no outputs: cut keeps no logits") for r in said)
     assert any(r.startswith("other: no cosine at blocks.0.out, whose tokens") for r in said)
@@ -305,6 +309,9 @@ def test_one_line_says_what_is_wrong(two: tuple[Store, Store], tmp_path: Path) -
         assert "\n" not in str(caught.value)
 
     refused(VitseeError, "no changed store to compare with the base", base)
+    shutil.copytree(base.path, tmp_path / "copy.zarr")
+    for again in (open_store(base.path, label="other"), open_store(tmp_path / "copy.zarr")):
+        refused(VitseeError, rf"base\.zarr and .*{again.place.name} are one store, so", *two, again)
     few = {name: x[:12] for name, x in made.items()}
     refused(StoreMismatch, "do not pair: 30 images against 12",
             base, store(tmp_path / "few.zarr", few, LABELS[:12]))  # fmt: skip
@@ -330,14 +337,43 @@ def test_one_line_says_what_is_wrong(two: tuple[Store, Store], tmp_path: Path) -
     refused(VitseeError, "expected at least 4", images=3)
 
 
+@pytest.mark.parametrize("metric", METRICS)
+def test_one_metric_alone(
+    metric: str, two: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are those of all metrics; what only others need is not computed."""
+    whole = run(*two).filter(metric=metric)
+    needed = {"cka": "hsic", "cosine": "cosines"}.get(metric, "compare_outputs")
+    for name, where in (("hsic", effect), ("cosines", changes), ("compare_outputs", changes)):
+        if name != needed:
+            monkeypatch.delattr(where, name)
+    found = run(*two, metrics=[metric])
+    assert set(found["metric"].tolist()) == {metric}
+    for name in ("store", "site", "value", "low", "high"):
+        assert found[name].tolist() == whole[name].tolist()
+    assert plot(found).axes if metric != "top1" else True
+
+
+def test_metrics_that_cannot_be_had(two: tuple[Store, Store], tmp_path: Path) -> None:
+    with pytest.raises(VitseeError, match="no metric 'x'; metrics of effect: top1, top1_differ"):
+        run(*two, metrics=["x"])
+    with pytest.raises(MissingInput, match="nothing to compare: no sites"):
+        run(*two, sites=(), metrics=["cka"])
+    bare = [
+        store(tmp_path / f"{name}.zarr", values(3), np.full(N, -1)) for name in ("bare", "other")
+    ]
+    with pytest.raises(MissingInput, match="no top1: no top1: "):
+        run(*bare, metrics=["top1"])
+
+
 # ----------------------------------------------------------------------------- table, figure
 
 
 def test_table_figure_and_headline(two: tuple[Store, Store]) -> None:
     table = run(*two)
-    assert [*table.columns] == [*COLUMNS]
-    base = table.where(base=[""])
-    assert len(table.where(store="base")) == 1 and not len(base.where(metric="kl"))
+    assert [*table.written.columns] == [*COLUMNS]
+    base = table.filter(pl.col("base").is_null())
+    assert len(table.filter(store="base")) == 1 and not len(base.filter(metric="kl"))
     figure = plot(table)
     labels = [axes.get_xlabel() or axes.get_ylabel() for axes in figure.axes]
     assert labels[:3] == [
@@ -361,8 +397,8 @@ def test_the_command_on_an_ablated_model(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, list(map(str, ["effect", base, cut, *out])))
     assert result.exit_code == 0, result.output
     table = Table.read(tmp_path / "e.csv")
-    assert any("without blocks.1.attn" in w for w in table.unique("weights"))
-    before = table.where(metric="cosine", site=["embed", "blocks.0.out"])
+    assert any("without blocks.1.attn" in w for w in table["weights"])
+    before = table.filter(pl.col("site").is_in(["embed", "blocks.0.out"]), metric="cosine")
     assert before["value"].tolist() == [1, 1]
     assert number(table, "cosine", "blocks.1.out") < 1
     assert (tmp_path / "e.png").exists() and (tmp_path / "e.replicates.csv").exists()
@@ -370,3 +406,14 @@ def test_the_command_on_an_ablated_model(tmp_path: Path) -> None:
     assert result.exit_code == 0 and ",cka," not in result.stdout
     result = CliRunner().invoke(main, ["effect", str(base)])
     assert result.exit_code == 2
+    assert "itself a changed model" not in result.stderr
+    result = CliRunner().invoke(main, ["effect", str(cut), str(base), "--sites", "none"])
+    assert result.exit_code == 0
+    assert "the base cut is itself a changed model (random 0, without blocks.1.attn)" in (
+        result.stderr
+    )
+    base.rename(tmp_path / "images" / "cut.zarr")
+    words = ["effect", str(cut), str(tmp_path / "images" / "cut.zarr"), "--sites", "none"]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0 and "the base cut (base) is itself" in result.stderr
+    assert "(train)" not in result.output

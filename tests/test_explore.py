@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import vitsee
 from tests.explored_pages import Page, read_page
+from tests.extractions import extracted
 from tests.stores import write_sites
 from vitsee_cli.main import main
 from vitsee_core.explore import tokens
@@ -439,6 +440,17 @@ def test_a_page_does_not_show_where_the_weights_lie() -> None:
     assert without_folders("vit_small_patch16_224.dino") == "vit_small_patch16_224.dino"
     assert without_folders("hf-hub:timm/vit") == "hf-hub:timm/vit"
     assert without_folders("https://host/model.pt") == "https://host/model.pt"
+
+
+@pytest.mark.slow
+def test_a_note_below_the_title(tmp_path: Path) -> None:
+    place = tmp_path / "s.zarr"
+    extracted("demo:vit", "--data", "demo:test", "--images", "4", "-o", place)
+    page = tmp_path / "page.html"
+    vitsee.explore(place, output=page, images=2, note="See <there>.")
+    assert "<bdi>See &lt;there&gt;.</bdi>" in page.read_text()
+    vitsee.explore(place, output=page, images=2, force=True)
+    assert '<p class="about"><bdi>' not in page.read_text()
 
 
 def test_places_and_names() -> None:

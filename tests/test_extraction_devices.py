@@ -28,8 +28,9 @@ from vitsee_core.extraction.options import (
 from vitsee_core.extraction.outcome import Outcome
 from vitsee_core.extraction.run import extract
 from vitsee_core.extraction.sharding import Shard
-from vitsee_core.extraction.slab import Overflow, check_peaks
+from vitsee_core.extraction.slab import check_peaks
 from vitsee_core.extraction.timing import Clock
+from vitsee_core.models.selfcheck import NotFinite
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.runtime.machine import is_out_of_memory
 from vitsee_stores.errors import VitseeError
@@ -96,9 +97,9 @@ def test_the_cost_of_fields_leaves_out_what_the_first_pass_starts(
 def test_an_output_that_is_not_finite_names_what_else_to_try() -> None:
     sites = [SiteSpec("embed", "", None, (), "rows", 4, (2, 4), None, 0, 0.0)]
     peaks = {"embed": torch.tensor(float("inf"))}
-    with pytest.raises(Overflow, match="try --precision bf16 or fp32"):
+    with pytest.raises(NotFinite, match="try --precision bf16 or fp32"):
         check_peaks(peaks, sites, "images 0 to 3", {"embed"}, precision="fp16")
-    with pytest.raises(Overflow, match=r"the model's own output is broken$"):
+    with pytest.raises(NotFinite, match=r"the model's own output is broken$"):
         check_peaks(peaks, sites, "images 0 to 3", {"embed"}, precision="bf16")
 
 

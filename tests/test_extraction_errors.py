@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
+import torch
 from click.testing import Result
 from PIL import Image
 
@@ -19,7 +21,7 @@ from tests.extractions import RESNET, VIT, extract, extracted, plant_images
 from vitsee_core.extraction import run
 from vitsee_core.extraction.options import parse_dtypes, parse_tokens
 from vitsee_stores import StoreError, open_store
-from vitsee_stores.disk_usage import max_disk_bytes
+from vitsee_stores.creation import max_disk_bytes
 from vitsee_stores.layout import n_bytes
 
 BLOCK = 4096  # bytes of a file at least, on most disks
@@ -103,6 +105,26 @@ def test_a_store_of_another_model(folder: Path, tmp_path: Path) -> None:
         extract(*RESNET, "--data", folder, "-o", path),
         f"{path} is a store of test_vit (test_vit), not of test_resnet (test_resnet)",
     )
+
+
+@pytest.mark.slow
+def test_other_weights_are_named_by_the_options_that_chose_them(
+    folder: Path, tmp_path: Path
+) -> None:
+    torch.save(timm.create_model("test_vit", img_size=32).state_dict(), tmp_path / "w.pth")
+    base = ["test_vit", "--data", folder, "-o", tmp_path / "store.zarr", "--tokens", "pooled"]
+    size, drawn = ["--img-size", "32"], ["--random-init", "0"]
+    extracted(*base, *size, *drawn)
+    for other, expected in (
+        ([*size, "--random-init", "1"], "weights is --random-init 0, given --random-init 1 ("),
+        ([*size, "--checkpoint", tmp_path / "w.pth"],
+         "weights is --random-init 0, given --checkpoint w.pth ("),
+        ([*size, *drawn, "--model-arg", "depth=3"],
+         "choices: model.args.depth is nothing, given 3 ("),
+        ([*drawn, "--img-size", "48"],
+         "choices: model.input_size is [3, 32, 32], given [3, 48, 48];"),
+    ):  # fmt: skip
+        refused(extract(*base, *other), expected)
 
 
 def test_empty_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ SIZE: dict[str, Any] = {"random_init": 0, "img_size": (32, 48), "model_args": {"
 def test_every_analysis_is_there_under_its_name() -> None:
     assert {"cka", "attn_dist", "best_layer"} <= ANALYSES
     assert set(dir(vitsee)) == ANALYSES | {
-        *("NotebookProgress", "Segmentation", "Store", "Table", "VitseeError"),
+        *("Monitor", "NotebookProgress", "Segmentation", "Store", "Table", "VitseeError"),
         *("explore", "extract", "open_store"),
     }
     for name in ANALYSES:

@@ -212,8 +212,11 @@ def test_heads_of_low_and_high_blocks() -> None:
 def test_the_least_head_may_change_with_the_images() -> None:
     """The minimum is taken within each replicate, not of the row that is the least in all."""
     heads = Table(
-        {"block": np.array(["b", "b"]), "value": np.array([1.0, 2.0])},
-        replicates=np.array([[1.0, 5.0], [2.0, 3.0]]),
+        {
+            "block": np.array(["b", "b"]),
+            "value": np.array([1.0, 2.0]),
+            "replicates": np.array([[1.0, 5.0], [2.0, 3.0]]),
+        }
     )
     assert values(of.nearest_head(heads)) == [1, 1, 3]
 

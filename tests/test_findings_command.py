@@ -7,6 +7,7 @@ import io
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 
 from tests.command_line import invoke, one_line
@@ -40,8 +41,8 @@ def stores(folder: Path, *labels: str) -> list[Store]:
 
 
 def row(table: Table, name: str) -> dict[str, object]:
-    (found,) = np.flatnonzero(table["name"] == name)
-    return {column: table[column][found] for column in table.columns}
+    (found,) = table.frame.filter(name=name).rows(named=True)
+    return found
 
 
 @pytest.mark.slow
@@ -54,8 +55,8 @@ def test_numbers_are_those_of_the_analyses(folder: Path) -> None:
     values = distances["value"].astype(float).reshape(6, 4)
     rise = row(found, "distance-rises")
     assert rise["value"] == pytest.approx(values[3:].mean() - values[:3].mean(), rel=1e-9)
-    assert rise["stores"] == "vit=a" and rise["reason"] == "" and rise["n_blocks"] == 20
-    scores = knn.run(train, vit).where(metric="top1", baseline="")
+    assert rise["stores"] == "vit=a" and rise["reason"] is None and rise["n_blocks"] == 20
+    scores = knn.run(train, vit).filter(pl.col("baseline").is_null(), metric="top1")
     by_depth = dict(zip(scores["rel_depth"].tolist(), scores["value"].tolist(), strict=True))
     best = row(found, "best-classes")
     last = by_depth.pop(1.0)
@@ -67,7 +68,7 @@ def test_numbers_are_those_of_the_analyses(folder: Path) -> None:
         expected = "holds" if low > 0 else "does not hold" if high < 0 else "undecided"
         assert one["verdict"] == expected
     missing = row(found, "fields-low")
-    assert missing["verdict"] == "not measured" and np.isnan(float(str(missing["value"])))
+    assert missing["verdict"] == "not measured" and missing["value"] is None
     assert "receptive fields" in str(missing["reason"])
     assert found.notes["left_out"]["mixer"] == "no store is of a mixer"
 
@@ -108,6 +109,19 @@ def test_what_cannot_be_looked_for(folder: Path) -> None:
     with pytest.raises(VitseeError, match="nothing to look for: uniform: no store is of a vit"):
         run(cnn, findings=["uniform"])
     assert {"vit", "resnet", "vit-gap"} < verdicts.ROLES
+
+
+@pytest.mark.slow
+def test_no_line_is_said_twice(folder: Path) -> None:
+    """Several findings are of the heads of one store, and all are of some of its images."""
+    words = [word for name in ("offset-heads", "repeating", "local-heads", "distance-rises")
+             for word in ("--only", name)]  # fmt: skip
+    done = invoke("findings", folder / "a.zarr", "--images", 25, *words)
+    assert done.exit_code == 0, done.output
+    lines = done.stderr.splitlines()
+    assert any("heads keep their type" in line for line in lines)
+    assert any("rounded up" in line for line in lines)
+    assert sorted({*lines}) == sorted(lines)
 
 
 def test_the_command(folder: Path, tmp_path: Path) -> None:

@@ -252,7 +252,7 @@ def test_a_dry_run_says_what_would_be_added(store: Path, images: Path) -> None:
 REFUSED: dict[str, tuple[list[object], str]] = {
     "another seed": (["--seed", 1], "seed is 0, given 1.*more --sites or more --images"),
     "another order": (["--order", "dataset"], "order is shuffled, given dataset"),
-    "other weights": (["--random-init", 1], "weights is "),
+    "other weights": (["--random-init", 1], "weights is .*, given --random-init 1"),
     "another size": (["--img-size", "48x48"], "model.input_size|model.args"),
     "another crop": (["--crop-pct", "1"], "transform.crop_pct"),
     "another precision": (["--precision", "bf16"], "precision is fp32, given bf16"),

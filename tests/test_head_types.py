@@ -244,7 +244,7 @@ def test_repeating_heads_are_found(tmp_path: Path) -> None:
     a[:, 2] = 1 / cells
     made = Attention(layout((6, 6), ()), (a,), ("blocks.0",))
     table = run(write(tmp_path / "a.zarr", [made]))
-    scores = table.where(metric="query_repetition")
+    scores = table.filter(metric="query_repetition")
     assert scores["type"].tolist() == ["repeating", "global", "global"]
     assert scores["value"][0] == pytest.approx(1.0, abs=1e-5)
     assert abs(scores["value"][1]) < 0.2
@@ -273,26 +273,26 @@ def typed_store(path: Path, n: int = 8, **kwargs: Any) -> Any:
 def test_the_table(tmp_path: Path) -> None:
     store, made = typed_store(tmp_path / "a.zarr")
     table = run(store)
-    assert tuple(table.columns) == COLUMNS
-    steady = table.where(metric="same_type_thresholds")
+    assert tuple(table.written.columns) == COLUMNS
+    steady = table.filter(metric="same_type_thresholds")
     assert steady["type"].tolist() == ["strict local", "soft local", "offset local", "global"]
     assert steady["detail"].tolist() == ["", "", "up-right", ""]
-    assert table.where(metric="same_type_slabs")["value"].tolist() == [1.0] * 4
+    assert table.filter(metric="same_type_slabs")["value"].tolist() == [1.0] * 4
     for site, head, metrics in (("blocks.0", 0, SCORES), ("blocks.1", 1, AGREEMENT)):
-        own = table.where(site=site, head=head)
+        own = table.filter(site=site, head=head)
         assert set(metrics) <= set(own["metric"].tolist())
     # against the mean of maps made by loops
     for block, head in np.ndindex(2, 2):
         mean = np.mean([aligned(a[head], made.layout) for a in made.a[block]], 0)
         expected = measure(mean).values
-        own = table.where(depth=block, head=head)
+        own = table.filter(depth=block, head=head)
         for name in SHAPE_SCORES:
-            value = own.where(metric=name)["value"][0]
+            value = own.filter(metric=name)["value"][0]
             assert value == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
         px = 8 * math.hypot(expected["offset_dy"], expected["offset_dx"])
-        assert own.where(metric="offset_px")["value"][0] == pytest.approx(px, rel=1e-3, abs=1e-4)
+        assert own.filter(metric="offset_px")["value"][0] == pytest.approx(px, rel=1e-3, abs=1e-4)
         assert set(own["n_images"].tolist()) == {8}
-    example = table.where(metric="aligned", type="offset local")
+    example = table.filter(metric="aligned", type="offset local")
     assert len(example) == 13 * 13
     assert example["value"].sum() == pytest.approx(1.0, rel=1e-12)
     assert (example["row"].min(), example["row"].max()) == (-6, 6)
@@ -305,7 +305,7 @@ def test_spread_scores_against_a_loop(tmp_path: Path) -> None:
     table = run(store)
     kept = [0, 1, 3, 4]
     for block, head in np.ndindex(2, 2):
-        own = table.where(depth=block, head=head)
+        own = table.filter(depth=block, head=head)
         a = made.a[block][kept][:, :, 1:]
         entropy = -(a * np.log(a)).sum(-1).mean((0, 2))
         mass = a[..., 0].mean((0, 2))
@@ -320,7 +320,7 @@ def test_spread_scores_against_a_loop(tmp_path: Path) -> None:
             ("query_repetition", queries),
             ("head_repetition", heads),
         ):
-            value = own.where(metric=name)["value"][0]
+            value = own.filter(metric=name)["value"][0]
             assert value == pytest.approx(expected, rel=1e-5, abs=1e-5), name
 
 
@@ -340,13 +340,13 @@ def test_the_jackknife_is_that_of_the_slabs(tmp_path: Path) -> None:
             ]
         )
         error = math.sqrt(19 / 20 * ((values - values.mean()) ** 2).sum())
-        own = table.where(head=head, metric="row_mass")
+        own = table.filter(head=head, metric="row_mass")
         # float32 sums
         assert own["std"][0] == pytest.approx(error, rel=1e-3)
         half = t_quantile(19) * error
         assert own["high"][0] - own["value"][0] == pytest.approx(half, rel=1e-3)
     assert table.notes["blocks"] == {"a": 20}
-    ten = run(write(tmp_path / "d.zarr", [made], slab=4), radius=1).where(metric="row_mass")
+    ten = run(write(tmp_path / "d.zarr", [made], slab=4), radius=1).filter(metric="row_mass")
     left = [np.delete(maps[:, 0], range(4 * k, 4 * k + 4), 0).mean(0) for k in range(10)]
     masses = np.array([measure(one, 1).values["row_mass"] for one in left])
     error = float(standard_error(masses))
@@ -354,9 +354,9 @@ def test_the_jackknife_is_that_of_the_slabs(tmp_path: Path) -> None:
     assert ten["value"][0] - ten["low"][0] == pytest.approx(t_quantile(9) * error, rel=1e-3)
     few = run(write(tmp_path / "b.zarr", [made], slab=5), radius=1)
     assert np.isnan(few["std"]).all() and np.isnan(few["high"]).all()
-    assert not np.isnan(few.where(metric="same_type_slabs")["value"]).any()
+    assert not np.isnan(few.filter(metric="same_type_slabs")["value"]).any()
     one = run(write(tmp_path / "c.zarr", [made], slab=40), radius=1)
-    assert np.isnan(one.where(metric="same_type_slabs")["value"]).all()
+    assert np.isnan(one.filter(metric="same_type_slabs")["value"]).all()
 
 
 @pytest.mark.slow
@@ -369,7 +369,7 @@ def test_slabs_and_jobs_do_not_matter(tmp_path: Path) -> None:
         kind = once[name].dtype.kind
         assert np.array_equal(once[name], again[name], equal_nan=kind == "f")
     for metric in SCORES:
-        values = [t.where(metric=metric)["value"] for t in (once, run(whole))]
+        values = [t.filter(metric=metric)["value"] for t in (once, run(whole))]
         # float32 sums; a head that uses all keys alike has next to nothing to divide by
         assert values[0] == pytest.approx(values[1], rel=1e-4, abs=1e-5)
 
@@ -378,13 +378,13 @@ def test_slabs_and_jobs_do_not_matter(tmp_path: Path) -> None:
 def test_sensitivity_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store, _ = typed_store(tmp_path / "a.zarr")
     self_excess = measure(
-        run(store).where(metric="aligned", type="strict local")["value"].reshape(13, 13)
+        run(store).filter(metric="aligned", type="strict local")["value"].reshape(13, 13)
     ).excess["self_mass"]
     # just below the head's score: the threshold times 1.25 loses it
     close = Thresholds(strict=self_excess * 0.9)
     with caplog.at_level(logging.INFO, "vitsee_core"):
         table = run(store, thresholds=close)
-    steady = table.where(metric="same_type_thresholds")["value"]
+    steady = table.filter(metric="same_type_thresholds")["value"]
     assert steady[0] == pytest.approx(11 / 12)
     assert table.notes["changed"]["a"]["strict x 1.25"] == 0.25
     assert table.notes["thresholds"] == asdict(close)
@@ -412,7 +412,7 @@ def test_a_radius_beyond_the_grid_is_said(tmp_path: Path, caplog: pytest.LogCapt
         table = run(store, radius=1000)
     assert "--radius 1000 takes in every key of 7 x 7 tokens: it finds no focus" in (caplog.text)
     # the square is the whole map, whose mass is 1 for every head
-    focus = table.where(metric="focus_mass")["value"]
+    focus = table.filter(metric="focus_mass")["value"]
     assert focus == pytest.approx(np.ones(len(focus)), abs=1e-6)
 
 
@@ -420,7 +420,7 @@ def test_a_head_without_spatial_mass_is_undefined(tmp_path: Path) -> None:
     made = random_attention(layout((3, 3)), 4, [2])
     made.a[0][:, 1] = [1] + [0] * 9
     table = run(write(tmp_path / "a.zarr", [made]))
-    own = table.where(head=1, metric="self_mass")
+    own = table.filter(head=1, metric="self_mass")
     assert (own["type"][0], own["n_images"][0]) == ("undefined", 0)
     assert np.isnan(own["value"][0])
     plot(table)
@@ -435,8 +435,8 @@ def test_several_grids_and_stores(tmp_path: Path) -> None:
     first = write(tmp_path / "a.zarr", groups)
     second, _ = typed_store(tmp_path / "b.zarr")
     table = run(first, second, sites=["*"])
-    assert table.unique("store") == ["a", "b"]
-    heads = table.where(store="a", metric="self_mass")
+    assert [*dict.fromkeys(table["store"])] == ["a", "b"]
+    heads = table.filter(store="a", metric="self_mass")
     assert heads["site"].tolist() == ["blocks.0"] * 2 + ["blocks.1"] * 2 + ["grid_2x2.0"] * 3
     figure = plot(table)
     assert len(figure.axes) == 2 * (1 + len(TYPES))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,25 @@ def test_npz_that_is_none(tmp_path: Path) -> None:
 
 def write_tar(path: Path, members: dict[str, bytes]) -> Path:
     return shards.write_tar(path, list(members.items()))
+
+
+@pytest.mark.parametrize(
+    ("member", "said"),
+    [
+        (b"no array", "d.npz cannot be read as .npz: labels in it is no array"),
+        (
+            b"\x93NUMPY\x01\x00\x48\x00{'descr': '<f4', 'fortran_order': False, "
+            b"'shape': (1000000, 1000000000)}",
+            "d.npz cannot be read as .npz: Unable to allocate",
+        ),
+    ],
+    ids=["bytes", "huge"],
+)
+def test_npz_with_a_damaged_member(member: bytes, said: str, tmp_path: Path) -> None:
+    np.savez(tmp_path / "d.npz", images=np.zeros((3, 4, 4), np.uint8))
+    with zipfile.ZipFile(tmp_path / "d.npz", "a") as archive:
+        archive.writestr("labels.npy", member)
+    assert said in refused(str(tmp_path / "d.npz"))
 
 
 def test_one_tar_with_class_folders(tmp_path: Path) -> None:

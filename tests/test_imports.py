@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
+import struct
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from numpy.typing import NDArray
 import vitsee
 from tests.stores import VIT, write_sites
 from vitsee_cli.main import main
+from vitsee_core.imports.arrays import read_arrays
 from vitsee_stores import Store, VitseeError, open_store
 
 N = 30
@@ -161,6 +165,8 @@ def changed(place: tuple[int, ...], value: float) -> NDArray[Any]:
     return values
 
 
+SIGNALLING = VECTORS.copy()  # a NaN that numpy warns of when it is cast
+SIGNALLING.view(np.uint32)[2, 1] = 0x7F800001
 REFUSED: list[tuple[Any, str, str]] = [
     (VECTORS, "", "give --ids FILE, or --like STORE"),
     (VECTORS[:9], "--ids IDS", "has 30 ids for 9 rows"),
@@ -172,15 +178,17 @@ REFUSED: list[tuple[Any, str, str]] = [
     (TOKENS, "--ids IDS --grid 3x3", "expected 3 x 3 of --grid"),
     (TOKENS, "--ids IDS --grid 3", "--grid 3; expected ROWSxCOLS"),
     (changed((2, 1), np.nan), "--ids IDS", "row 2 (image2) holds"),
+    (SIGNALLING, "--ids IDS", "holds numbers that are not finite"),
     (changed((2, 1), 1e39), "--ids IDS", "that are beyond float32"),
     (VECTORS, "--ids IDS --as a,b", "given 2 times for 1 arrays"),
     (np.array([{}], object), "--ids IDS", "no .npy file of numbers"),
+    (np.zeros((N, 0)), "--ids IDS", "x is (30, 0); expected a number an image"),
     ("none.npy", "--ids IDS", "none.npy cannot be read: no such file"),
-    ("junk.npz", "--ids IDS", "junk.npz is no .npz file of numbers"),
+    ("junk.npz", "--ids IDS", "junk.npz cannot be read as .npz: it is no zip file"),
     ("junk.safetensors", "--ids IDS", "junk.safetensors is no .safetensors file of numbers"),
     ("junk.pt", "--ids IDS", "junk.pt is no file of tensors alone"),
     ("junk.csv", "", "junk.csv is no .csv file of numbers: 'utf-8' codec can't decode"),
-    (VECTORS, "--ids JUNK", "junk.csv cannot be read: 'utf-8' codec can't decode"),
+    (VECTORS, "--ids JUNK", "junk.csv is no .csv table: 'utf-8' codec can't decode"),
     ("junk.mat", "--ids IDS", "junk.mat is refused: exp"),
     ([["id", "a"], ["i", "word"]], "", "column a holds 'word'"),
     ([["id", "a"], ["i", 1], ["i", 2]], "", "two rows have the id"),
@@ -209,6 +217,101 @@ def test_what_is_refused(given: Any, more: str, said: str, like: Store, tmp_path
     result = run(path, *options, "-o", tmp_path / "s.zarr")
     assert result.exit_code == 1 and said in result.stderr, result.stderr
     assert len(result.stderr.splitlines()) == 1 and not (tmp_path / "s.zarr").exists()
+
+
+def with_header(text: str) -> bytes:
+    """An .npy file with this text for its header, and the numbers of VECTORS."""
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode() + VECTORS.tobytes()
+
+
+CUT = "{'descr': '<f4', 'fortran_order': False, 'shape': (30, 5), \n"
+HUGE = "{'descr': '<f4', 'fortran_order': False, 'shape': (30, 500000000000000), }\n"
+
+
+@pytest.mark.parametrize(
+    ("ending", "content", "said"),
+    [
+        (".npy", with_header(CUT), "x.npy is no .npy file of numbers"),
+        (".npy", b"", "x.npy is no .npy file of numbers"),
+        (".npy", with_header(HUGE), "x.npy is no .npy file of numbers"),
+        (".npz", with_header(CUT), "x.npz cannot be read as .npz"),
+        (".npz", with_header(HUGE), "x.npz cannot be read as .npz: Unable to allocate"),
+        (".npz", b"no array", "x in it is no array"),
+        (".csv", b"id,a\ni,\0" + b"9" * 200_000, "x.csv is no .csv file of numbers: field larger"),
+    ],
+)
+def test_damaged_headers(ending: str, content: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / f"x{ending}"
+    if ending == ".npz":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("x.npy", content)
+    else:
+        path.write_bytes(content)
+    result = run(path, "--ids", ids(tmp_path), "-o", tmp_path / "s.zarr")
+    assert result.exit_code == 1 and said in result.stderr, result.output
+    assert len(result.stderr.splitlines()) == 1 and not (tmp_path / "s.zarr").exists()
+
+
+@pytest.mark.parametrize("ending", [".npy", ".npz", ".pt", ".safetensors", ".csv", ".parquet"])
+def test_any_damage_is_a_line(
+    ending: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Bytes changed, cut out, repeated or cut off, half of them among the first or last 200; in an
+    archive, with checksums that fit."""
+    whole = written(tmp_path, ending).read_bytes()
+    rng = np.random.default_rng(len(whole))
+    refused = 0
+    for turn in range(60):
+        path = tmp_path / f"{turn}{ending}"
+        if ending in (".npz", ".pt") and turn % 3:
+            with zipfile.ZipFile(io.BytesIO(whole)) as old, zipfile.ZipFile(path, "w") as new:
+                for name in old.namelist():
+                    member = old.read(name)
+                    hit = name.endswith(("x.npy", "data.pkl"))
+                    new.writestr(name, damaged(member, rng) if hit else member)
+        else:
+            path.write_bytes(damaged(whole, rng))
+        try:
+            read_arrays(path)
+        except VitseeError:
+            refused += 1
+    assert refused > 10 and not recwarn.list
+
+
+def damaged(content: bytes, rng: np.random.Generator) -> bytes:
+    data = bytearray(content)
+    for _ in range(rng.integers(1, 4)):
+        near = len(data) if rng.random() < 0.5 else min(200, len(data))
+        at = int(rng.integers(near)) if rng.random() < 0.5 else len(data) - 1 - rng.integers(near)
+        n = int(rng.choice([1, 4, 30]))
+        kind = rng.integers(5)
+        if kind == 0:
+            data[at] ^= 1 << int(rng.integers(8))
+        elif kind == 1:
+            data[at : at + n] = rng.bytes(n)
+        elif kind == 2 and len(data) > n:
+            del data[at : at + n]
+        elif kind == 3:
+            data[at:at] = bytes(data[:n])
+        elif at > 0:
+            del data[at:]
+    return bytes(data)
+
+
+def test_lists_of_different_lengths(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"id": ["a", "b"], "x": [[1.0], [1.0, 2.0]]}), tmp_path / "x.parquet")
+    result = run(tmp_path / "x.parquet", "-o", tmp_path / "s.zarr")
+    assert result.exit_code == 1, result.output
+    assert "column x holds lists of different lengths" in result.stderr
+
+
+def test_a_tensor_with_more_numbers_than_its_file(tmp_path: Path) -> None:
+    torch.save({"x": torch.zeros(N, 1).expand(N, 1 << 40)}, tmp_path / "x.pt")
+    result = run(tmp_path / "x.pt", "--ids", ids(tmp_path), "-o", tmp_path / "s.zarr")
+    assert result.exit_code == 1 and "expected all of its numbers" in result.stderr, result.output
 
 
 def test_a_file_that_would_run_code(tmp_path: Path) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import shutil
 import time
-import zipfile
+import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from click.testing import Result
@@ -19,8 +20,17 @@ from click.testing import Result
 from tests.command_line import invoke
 from tests.every_command import TABLES
 from vitsee_core.runtime import kept_sums
-from vitsee_core.runtime.kept_sums import KeptSum, KeptSums, state_of
-from vitsee_core.runtime.plain_state import NotPlain, read_plain, write_plain
+from vitsee_core.runtime.kept_sums import (
+    CHECKSUM,
+    MAGIC,
+    SIZE,
+    KeptSum,
+    KeptSums,
+    NotPlain,
+    read_plain,
+    state_of,
+    write_plain,
+)
 from vitsee_core.statistics.moments import Moments, SlabMoments
 from vitsee_stores import Slab
 
@@ -48,7 +58,17 @@ def test_plain_data_comes_back_as_it_was() -> None:
     moments = Moments()
     moments.add(np.random.default_rng(0).normal(size=(5, 3)))
     value: dict[Any, Any] = {
-        ("blocks.0", True): [1, 2.5, None, "text", float("inf"), -0.0, 10**30],
+        ("blocks.0", True): [
+            1,
+            2.5,
+            None,
+            "t\xe9xt",
+            float("inf"),
+            -0.0,
+            10**30,
+            "\udcff/a",
+            2**63,
+        ],
         "arrays": (np.arange(6.0).reshape(2, 3).T, np.float32(0.1), np.array(["a", "bc"])),
         3: {"set": {1, 2}, "frozen": frozenset({"x"}), "slice": slice(1, None)},
         "objects": np.array([["a", None], [1, 2.0]], object),
@@ -85,10 +105,19 @@ def test_large_states_are_refused_before_they_are_written() -> None:
     assert not file.getvalue()
 
 
-def made_by_hand(tree: Any, **arrays: Any) -> bytes:
-    file = io.BytesIO()
-    np.savez(file, tree=np.frombuffer(json.dumps(tree).encode(), np.uint8), **arrays)
-    return file.getvalue()
+def made_by_hand(tree: Any, *arrays: bytes) -> bytes:
+    """A file with any tree: `{"type": "Items", "kind": "list", "items": []}`."""
+    tree = tree if isinstance(tree, bytes) else msgspec.msgpack.encode(tree)
+    pieces = [piece + CHECKSUM.pack(zlib.crc32(piece)) for piece in (tree, *arrays)]
+    return MAGIC + SIZE.pack(len(tree)) + b"".join(pieces)
+
+
+def node(struct: str, **fields: Any) -> dict[str, Any]:
+    return {"type": struct, **fields}
+
+
+def array(dtype: str, shape: list[int]) -> dict[str, Any]:
+    return node("Array", dtype=dtype, shape=shape, fortran=False, scalar=False)
 
 
 ran: list[str] = []
@@ -102,37 +131,44 @@ class Trap:
 
 
 def hostile() -> dict[str, bytes]:
-    compressed = io.BytesIO()
-    np.savez_compressed(compressed, tree=np.frombuffer(b"1", np.uint8))
     whole = written([1, np.arange(1000.0)])
     flipped = bytearray(whole)
-    flipped[whole.index(np.arange(1000.0).tobytes()[16:64])] ^= 1
+    flipped[-1000] ^= 1
+    earlier = io.BytesIO()
+    np.savez(earlier, tree=np.frombuffer(b"1", np.uint8))
+    deep = b"\x83\xa4type\xa5Items\xa4kind\xa4list\xa5items\x91" * 20_000 + b"\x01"
     return {
-        "a function": made_by_hand({"object": "os:system", "state": {}}),
-        "a class of others": made_by_hand({"object": "subprocess:Popen", "state": {}}),
+        "a function": made_by_hand(node("Instance", name="os:system", state={})),
+        "a class of others": made_by_hand(node("Instance", name="subprocess:Popen", state={})),
         "a function of ours": made_by_hand(
-            {"object": "vitsee_core.runtime.streaming:fold", "state": {}}
+            node("Instance", name="vitsee_core.runtime.streaming:fold", state={})
         ),
-        "a module that is not loaded": made_by_hand({"object": "vitsee_core.x:Y", "state": {}}),
-        "another word": made_by_hand({"call": ["os:system"]}),
-        "several words": made_by_hand({"array": 0, "slice": []}),
-        "a pickle in an array": made_by_hand({"array": 0}, a0=np.array([Trap()], object)),
+        "a module that is not loaded": made_by_hand(
+            node("Instance", name="vitsee_core.x:Y", state={})
+        ),
+        "another word": made_by_hand(node("Items", kind="call", items=["os:system"])),
+        "another struct": made_by_hand(node("Call", name="os:system")),
+        "a pickle in an array": made_by_hand(array("|O", [1]), pickle.dumps([Trap()])),
         "a pickle": pickle.dumps(Trap()),
-        "no such array": made_by_hand({"array": 7}),
-        "deep": made_by_hand(None).replace(b"null", b"[" * 4),
-        "compressed": compressed.getvalue(),
+        "no such array": made_by_hand(array("<f8", [7])),
+        "an array beyond memory": made_by_hand(array("<f8", [1 << 20, 1 << 30]), b"x"),
+        "an empty array beyond memory": made_by_hand(array("<f8", [1 << 62, 1 << 62, 0]), b""),
+        "an array of arrays": made_by_hand(array("(9,)f8", [1]), b"x" * 72),
+        "a list as a key": made_by_hand(
+            node("Pairs", items=[[node("Items", kind="list", items=[]), 1]])
+        ),
+        "an empty integer": made_by_hand(node("Items", kind="int", items=[])),
+        "digits": made_by_hand(node("Items", kind="int", items=["9" * 100_000])),
+        "a shape that does not fit": made_by_hand(node("Objects", shape=[7], items=[1])),
+        "deep": made_by_hand(deep),
+        "a list of 2^32": made_by_hand(b"\xdd\xff\xff\xff\xff"),
+        "a tree of 2^60 bytes": MAGIC + SIZE.pack(1 << 60),
+        "more behind it": whole + b"x",
+        "of an earlier version": earlier.getvalue(),
         "cut": whole[:-100],
         "a flipped bit": bytes(flipped),
         "empty": b"",
-        "a zip of something else": _zip_of_text(),
     }
-
-
-def _zip_of_text() -> bytes:
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("tree.npy", "text")
-    return file.getvalue()
 
 
 @pytest.mark.parametrize("what", hostile())
@@ -140,6 +176,22 @@ def test_no_code_runs_when_a_file_is_read(what: str) -> None:
     with pytest.raises(NotPlain):
         read_plain(io.BytesIO(hostile()[what]))
     assert not ran
+
+
+def test_changed_bytes_are_refused_or_read() -> None:
+    """300 files with bytes of their tree changed, and its checksum made anew."""
+    rng = np.random.default_rng(0)
+    values = [np.arange(3), {"a": (1, 2.0)}, "text", {1}, slice(3), Moments(), None]
+    whole = written(values)
+    begin = len(MAGIC) + SIZE.size
+    size = SIZE.unpack(whole[len(MAGIC) : begin])[0]
+    for _ in range(300):
+        tree = bytearray(whole[begin : begin + size])
+        for _ in range(rng.integers(1, 4)):
+            tree[rng.integers(size)] = rng.integers(256)
+        body = made_by_hand(bytes(tree)) + whole[begin + size + CHECKSUM.size :]
+        with suppress(NotPlain):
+            read_plain(io.BytesIO(body))
 
 
 def test_what_all_accumulators_share_is_not_kept() -> None:
@@ -192,7 +244,7 @@ def test_another_key_is_replaced_with_a_line(
     kept.resume()
     kept.offer(1, lambda: [1])
     assert sums_in(tmp_path).next_sum(["one"], "slabs", 3).resume() == (1, [1])
-    assert (tmp_path / "r.csv.partial" / "1.npz").exists()
+    assert (tmp_path / "r.csv.partial" / "1.sum").exists()
     for about, total in ((["two"], 3), (["one"], 4)):
         kept.offer(1, lambda: [1])
         assert sums_in(tmp_path).next_sum(about, "slabs", total).resume() is None
@@ -202,15 +254,22 @@ def test_another_key_is_replaced_with_a_line(
         kept._next = 0.0
 
 
-def test_a_damaged_file_is_replaced_with_a_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("1.sum", "it is no sum of this version"),
+        ("1.npz", "it is of another command, store, setting or version"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_replaced_with_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, why: str
 ) -> None:
     folder = tmp_path / "r.csv.partial"
     folder.mkdir()
-    (folder / "1.npz").write_bytes(b"half")
+    (folder / name).write_bytes(b"half")
     (folder / "notes.txt").write_text("mine")
     assert sums_in(tmp_path).next_sum([], "slabs", 3).resume() is None
-    assert "1.npz cannot be read" in caplog.text
+    assert why in caplog.text
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
 
 
@@ -299,7 +358,7 @@ def test_others_begin_anew(kept: Kept, tmp_path: Path, everything: Path) -> None
     maps = shutil.copytree(everything / "maps", tmp_path / "maps")
     words = ["dense-probe", "vit.zarr", "--masks", maps, "--holdout", "0.4", "-o", table]
     assert kept.run(*words, writings=2).exit_code == 75
-    again = kept.run(*words, "--l2", "1", writings=1)
+    again = kept.run(*words, "--l2-relative", "1", writings=1)
     assert again.exit_code == 75 and "is not used: it is of another command" in again.stderr
     assert kept.run(*words, writings=1).exit_code == 75
     mask = next(maps.rglob("*.png"))

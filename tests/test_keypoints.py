@@ -31,7 +31,7 @@ from tests.spair_sets import (
 )
 from tests.stores import write_sites
 from tests.tables import equal
-from vitsee_core.analyses.keypoints import COLUMNS, matching, run
+from vitsee_core.analyses.keypoints import COLUMNS, matching, plot, run
 from vitsee_core.analyses.keypoints.candidates import Cells, candidates, cells_of
 from vitsee_core.analyses.keypoints.located import locate
 from vitsee_core.analyses.keypoints.matching import find, sample, unit
@@ -400,6 +400,18 @@ def test_baselines_against_loops(tmp_path: Path) -> None:
                 assert value(table, f"{metric}@0.2", name) == pytest.approx(expected, abs=1e-12)
 
 
+def test_metrics_are_chosen(tmp_path: Path) -> None:
+    store, pairs, _ = made(tmp_path)
+    whole = run(store, pairs=pairs)
+    for kind in ("pck", "pck_point", "pck_image"):
+        found = run(store, pairs=pairs, metrics=[kind])
+        rows = whole.where(metric=[m for m in whole.unique("metric") if m.startswith(f"{kind}@")])
+        assert found["value"].tolist() == rows["value"].tolist() and len(found)
+        assert plot(found).axes
+    with pytest.raises(VitseeError, match="no metric 'x'; metrics of keypoints: pck, pck_point"):
+        run(store, pairs=pairs, metrics=["x"])
+
+
 def test_groups_are_tables_of_their_pairs(tmp_path: Path) -> None:
     store, folder, _ = made(tmp_path)
     table = run(store, pairs=folder, by=["class", "viewpoint", "scale"], alphas=[0.2])
@@ -407,7 +419,7 @@ def test_groups_are_tables_of_their_pairs(tmp_path: Path) -> None:
     whole = table.where(**{"class": "", "group": ""})
     assert len(whole) == 3 * 4 and whole["n_pairs"].tolist() == [12] * 12
     groups = {"viewpoint 0", "viewpoint 1", "viewpoint 2", "scale 0", "scale 1", "scale 2"}
-    assert set(table.unique("group")) == {"", *groups}
+    assert set(table["group"]) == {"", *groups}
     kept = [json.loads(f.read_text()) for f in sorted((folder / "PairAnnotation/test").iterdir())]
     for column, name, chosen in (
         ("class", "dog", [p for p in kept if p["category"] == "dog"]),

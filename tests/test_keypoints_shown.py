@@ -88,7 +88,7 @@ def one_line(store: Store | None, pairs: Path, *args: object) -> str:
         ({"trg_kps": [[1, 1], [1, float("nan")]]}, r"trg_kps\[1\]\[1\] is NaN, expected a number"),
         ({"trg_kps": [[1, 1], [True, 1]]}, r"is true, expected a number"),
         ({"trg_kps": {"0": [1, 1]}}, "trg_kps is an object, expected a list"),
-        ({"trg_imsize": [0, 40, 3]}, "expected a whole number from 1"),
+        ({"trg_imsize": [0, 40, 3]}, "expected a whole number >= 1"),
         ({"trg_imsize": 7}, "trg_imsize is 7, expected a list"),
         ({"src_imname": "../../etc/passwd"}, "expected a name without slashes"),
         ({"src_imname": "a\x1b[31m.jpg"}, "expected a name without slashes"),

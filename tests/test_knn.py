@@ -256,6 +256,19 @@ def test_run_against_a_loop(tmp_path: Path, vote: str) -> None:
     assert table.notes["train"]["left_out"] == {"invalid": 2, "unlabelled": 1}
 
 
+def test_metrics_are_chosen(tmp_path: Path) -> None:
+    train, test = pair(tmp_path)
+    whole = run(train, test, ks=[5])
+    for metric in whole.unique("metric"):
+        rows, found = whole.where(metric=metric), run(train, test, ks=[5], metrics=[metric])
+        assert set(found["metric"].tolist()) == {metric}
+        assert found["value"].tolist() == rows["value"].tolist()
+    with pytest.raises(VitseeError, match="no metric 'map'; metrics of knn: top1, top5"):
+        run(train, test, metrics=["map"])
+    with pytest.raises(VitseeError, match="no top5: it needs --k of 5 and more"):
+        run(train, test, ks=[1], metrics=["top5"])
+
+
 def test_columns_and_places(tmp_path: Path) -> None:
     train, test = pair(tmp_path)
     table = run(train, test, baselines=["random"])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 from numpy.typing import NDArray
 from scipy.spatial.distance import cdist
@@ -102,10 +103,10 @@ def test_layers(
     else:
         store = write_model(tmp_path / "a.zarr", {"blocks.0.out": patches(features)}, layout=SQUARE)
         table = getattr(vitsee, analysis)(store, metrics=[metric])
-    rows = table.where(metric=metric)
-    if "row" in table.columns:  # of all patches, not of each
-        rows = rows.take(np.array([row is None for row in rows["row"].tolist()]))
-        rows = rows.take(np.array([token in (None, "patches") for token in rows["token"].tolist()]))
+    rows = table.filter(metric=metric)
+    if "row" in table.frame.columns:  # of all patches, not of each
+        patches_or_none = pl.col("token").is_null() | (pl.col("token") == "patches")
+        rows = rows.filter(pl.col("row").is_null(), patches_or_none)
     assert len(rows) == 1
     assert rows["value"][0] == pytest.approx(answer, abs=tolerance)
 
@@ -122,7 +123,7 @@ def test_features_in_other_axes_are_alike(measure: str, tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(60, 12)) * np.arange(1, 13)
     store = write_model(tmp_path / "a.zarr", {"pooled": x, "logits": turned(x)})
     table = vitsee.similarity(
-        store, measure=[measure], sites_a=["pooled"], sites_b=["logits"], rdm="euclidean",
+        store, metrics=[measure], sites_a=["pooled"], sites_b=["logits"], rdm="euclidean",
         no_cache=True,
     )  # fmt: skip
     # float32 features and Gram matrices; a ridge of 1e-6 leaves a part in 1e5
@@ -249,9 +250,9 @@ def test_the_demos_layers(
     else:
         x = demo.acts(site, "patches")[:].astype(np.float64).reshape(IMAGES, 64, -1)
     table = getattr(vitsee, analysis)(demo, sites=[site], metrics=[metric])
-    rows = table.where(metric=metric)
+    rows = table.filter(metric=metric)
     if analysis == "norms":
-        rows = rows.where(token="patches")
+        rows = rows.filter(token="patches")
     assert len(rows) == 1
     assert rows["value"][0] == pytest.approx(other(x), rel=tolerance)
 
@@ -272,6 +273,6 @@ def test_the_demos_similarities(measure: str, demo: Store) -> None:
     sites = ["blocks.1.out", "blocks.4.out"]
     x, y = (demo.pooled(site, "cls")[:].astype(np.float64) for site in sites)
     table = vitsee.similarity(
-        demo, measure=[measure], sites_a=sites[:1], sites_b=sites[1:], tokens="cls", no_cache=True
+        demo, metrics=[measure], sites_a=sites[:1], sites_b=sites[1:], tokens="cls", no_cache=True
     )
     assert table["value"][0] == pytest.approx(MEASURED[measure](x, y), abs=2e-4)

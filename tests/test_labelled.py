@@ -23,7 +23,7 @@ from vitsee_core.labels.labelled_rows import (
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
 from vitsee_stores.layout import TokenLayout
-from vitsee_stores.manifest import decode_ids
+from vitsee_stores.samples import decode_ids
 
 Array = NDArray[Any]
 

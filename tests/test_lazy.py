@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from vitsee_stores import open_store
 from vitsee_stores.chunks import Box
-from vitsee_stores.indexing import cut_out
-from vitsee_stores.lazy import LazyArray
+from vitsee_stores.lazy import LazyArray, cut_out
 
 SHAPE = (10, 4, 3, 5)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 from click.testing import CliRunner
@@ -72,11 +73,11 @@ def test_against_the_models_modules(name: str, stores: dict[str, Store]) -> None
     labels = store.samples.label
     output = store.vectors("logits")[:].argmax(1)
     n_prefix = 0 if name == "mean, then norm" else 1
-    for site, rows in table.groups("site"):
+    for (site,), rows in table.frame.group_by("site", maintain_order=True):
         acts = store.acts(site)[:]
         logits = of_model(module, acts, pooled=True)
-        whole = rows.take(~rows.given("token") & ~rows.given("row"))
-        value = dict(zip(whole["metric"].tolist(), whole["value"].tolist(), strict=True))
+        whole = rows.filter(pl.col("token").is_null(), pl.col("row").is_null())
+        value = dict(whole.select("metric", "value").rows())
         first = logits.argmax(1)
         # rank 1 or 2 of two classes
         expected = {
@@ -87,14 +88,13 @@ def test_against_the_models_modules(name: str, stores: dict[str, Store]) -> None
         assert value == pytest.approx(expected), site
         alone = of_model(module, acts[:, n_prefix:], pooled=False).argmax(-1)
         right = (alone == labels[:, np.newaxis]).mean(0)
-        cells = rows.where(metric="lens_top1")
-        cells = cells.take(cells.given("row"))
-        assert cells["value"] == pytest.approx(right)
-        assert cells["col"].tolist()[:7] == [0, 1, 2, 3, 4, 5, 0]
-        mean = rows.where(metric="lens_top1", token="patches")["value"][0]
+        cells = rows.filter(pl.col("row").is_not_null(), metric="lens_top1")
+        assert cells["value"].to_numpy() == pytest.approx(right)
+        assert cells["col"].to_list()[:7] == [0, 1, 2, 3, 4, 5, 0]
+        mean = rows.filter(metric="lens_top1", token="patches")["value"][0]
         assert mean == pytest.approx(right.mean())
     # As if the model ended where it does.
-    last = table.where(metric="lens_agreement", site=table["site"][-1])
+    last = table.filter(metric="lens_agreement", site=table["site"][-1])
     assert last["value"][0] == 1
     plot(table)
 
@@ -128,7 +128,7 @@ def test_replicates_and_jobs(stores: dict[str, Store]) -> None:
     again = run(store, jobs=2)
     assert np.array_equal(table["value"], again["value"])
     assert table.replicates is not None
-    value = table.where(metric="lens_rank")["value"]
+    value = table.filter(metric="lens_rank")["value"]
     # seven blocks of one image: the mean of the means without each is the mean
     own = table.replicates[table["metric"] == "lens_rank"][:, :N]
     assert own.mean(1) == pytest.approx(value)
@@ -140,7 +140,7 @@ def test_other_classes_and_no_head(tmp_path: Path) -> None:
     table = run(store)
     said = "a has labels of 2 classes, its classifier 3: not the same classes"
     assert table.notes["remarks"] == [said]
-    assert table.unique("metric") == ["lens_agreement"]
+    assert [*dict.fromkeys(table["metric"])] == ["lens_agreement"]
     plot(table)
     with pytest.raises(VitseeError, match="not the same classes: no lens_top1"):
         run(store, metrics=["lens_top1"])
@@ -179,18 +179,18 @@ def test_attention_pooling(tmp_path: Path) -> None:
     table = run(store, patches=True, jobs=2)
     assert table.notes["head"]["a"]["pool"] == "attention"
     labels = store.samples.label
-    for site, rows in table.groups("site"):
+    for (site,), rows in table.frame.group_by("site", maintain_order=True):
         acts = torch.from_numpy(store.acts(site)[:])
         with torch.inference_mode():
             logits = np.asarray(module.forward_head(module.norm(acts)))
             # each patch as if it were all that there is
             body = module.norm(acts[:, 1:]).flatten(0, 1).unsqueeze(1)
             alone = np.asarray(module.head(module.fc_norm(module.attn_pool(body))))
-        own = rows.where(metric="lens_top1")
+        own = rows.filter(metric="lens_top1")
         assert own["value"][0] == pytest.approx((logits.argmax(1) == labels).mean()), site
         right = alone.argmax(-1).reshape(N, -1) == labels[:, np.newaxis]
-        assert own.where(token="patches")["value"][0] == pytest.approx(right.mean())
-    last = table.where(metric="lens_agreement", site=table["site"][-1], row=[None])
+        assert own.filter(token="patches")["value"][0] == pytest.approx(right.mean())
+    last = table.filter(pl.col("row").is_null(), metric="lens_agreement", site=table["site"][-1])
     assert last["value"][0] == 1
 
 
@@ -232,7 +232,7 @@ def test_the_command_leaves_narrow_stages_out(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "r: the classifier cannot read stem, " in result.stderr
     table = Table.read(tmp_path / "l.csv")
-    assert set(table.unique("metric")) == set(METRICS)
-    assert all(site.startswith("layer4") for site in table.unique("site"))
-    last = table.where(site=table["site"][-1], metric="lens_agreement")
+    assert set(table["metric"]) == set(METRICS)
+    assert all(site.startswith("layer4") for site in table["site"])
+    last = table.filter(site=table["site"][-1], metric="lens_agreement")
     assert last["value"][0] == 1

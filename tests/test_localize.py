@@ -26,8 +26,8 @@ from tests.reference_cka import loop_cka
 from tests.stores import Site, write_sites
 from vitsee_cli.main import main
 from vitsee_core.analyses import localize
-from vitsee_core.analyses.localize import COLUMNS, SITE_COLUMNS, location_maps, plot, run
-from vitsee_core.analyses.localize.localisation import own_patch
+from vitsee_core.analyses.localize import COLUMNS, SITE_COLUMNS, location_maps, plot, run, site_maps
+from vitsee_core.analyses.localize.localisation import OWN_METRICS, own_patch
 from vitsee_core.analyses.localize.site_maps import SiteMaps
 from vitsee_core.features import choose_features
 from vitsee_core.runtime import product_time as cost
@@ -135,7 +135,7 @@ def test_by_hand(tmp_path: Path) -> None:
     assert table["token"].tolist() == ["0,0", "0,0", "0,1", "0,1"]
     assert table["row"].tolist() == [0] * 4 and table["col"].tolist() == [0, 1, 0, 1]
     assert table["value"] == pytest.approx([-0.5, 1, 1, -0.5], rel=1e-6)
-    assert table.unique("spread") == [""]  # of four images none can be left out
+    assert set(table["spread"]) == {""}  # of four images none can be left out
     # both tokens are most similar to the other's patch: margin -1.5, rank 2 of 2, 1 px away
     table = run(open_store(tmp_path / "a.zarr"), summary="site")
     values = dict(zip(table["metric"].tolist()[:-1], table["value"].tolist()[:-1], strict=True))
@@ -382,7 +382,7 @@ def test_each_byte_is_read_once_where_it_fits(
 
 def test_too_little_memory(tmp_path: Path, store: Store) -> None:
     with pytest.raises(VitseeError, match=r"maps of 6 tokens .* choose some with --tokens ROW,COL"):
-        run(store, memory=6_000)
+        run(store, tokens=["each"], memory=6_000)
     # 2419200 bytes are asked for, not rounded to 2.4 MB, and they are enough
     options = ("--sites", "blocks.3.out", "--tokens", "0,0", "--tokens", "0,1", "--tokens", "1,1")
     path = many(tmp_path).path
@@ -403,7 +403,8 @@ def test_sites_too_large_for_the_memory_are_left_out(
         layout = TokenLayout((), (side, side), stride_px=(12 / side, 12 / side))
         sites[name] = tokens_of(pixels, 2, side, layout), layout
     store = write(tmp_path / "r.zarr", sites, pixels)
-    found = run(store, sites=["blocks"], summary="site", memory=4 * 8 * 63 * 144**2 - 1)
+    too_little = 4 * 8 * 63 * 144**2 - 1
+    found = run(store, sites=["blocks"], tokens=["each"], summary="site", memory=too_little)
     alone = run(store, sites=["b.1.out"], summary="site")
     assert list(found["site"]) == list(alone["site"]) and "left_out" not in alone.notes
     np.testing.assert_array_equal(found["value"], alone["value"])
@@ -651,6 +652,67 @@ def test_pixels_loaded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "is another picture now" in line
     image.unlink()
     assert "no longer has the image 'class1/007.png'" in refused(without, "--data", moved)
+
+
+def fine(tmp_path: Path) -> tuple[Store, Array, Array]:
+    """A site of 12 x 11 tokens of 6 images; its tokens, and the pixels."""
+    layout = TokenLayout((), (12, 11), stride_px=(1.0, 1.0))
+    pixels = pictures(6, 12, 11)
+    acts = tokens_of(pixels, 2, 5, layout)
+    return write(tmp_path / "f.zarr", {"b.0.out": (acts, layout)}, pixels), acts, pixels
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "every", "rows", "cols"),
+    [
+        (132, 1, [*range(12)], [*range(11)]),
+        (131, 2, [0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9]),
+        (29, 3, [1, 4, 7, 10], [2, 5, 8]),
+        (5, 5, [3, 8], [2, 7]),
+        (1, 7, [5], [5]),
+    ],
+)
+def test_a_fine_grid_is_thinned_evenly(
+    n_tokens: int, every: int, rows: list[int], cols: list[int],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """The least step at which there are at most so many tokens; the maps are those of a loop over
+    these tokens and all patches, and all tokens at a step of 1."""
+    store, acts, pixels = fine(tmp_path)
+    whole = run(store, sites=["b.0.out"], tokens=["each"])
+    monkeypatch.setattr(site_maps, "MOST_PAIRS", n_tokens * 132)
+    found = run(store, sites=["b.0.out"])
+    assert found.unique("token") == [f"{row},{col}" for row in rows for col in cols]
+    patches = cell_pixels(pixels, (12, 11), 1)
+    chosen = [row * 11 + col for row in rows for col in cols]
+    for k, cell in enumerate(chosen[:3]):
+        expected = [loop_cka(acts[:, cell], patch) for patch in patches]
+        np.testing.assert_allclose(maps_of(found)[k], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(maps_of(found), maps_of(whole)[chosen], rtol=1e-4, atol=1e-5)
+    if every == 1:
+        assert np.array_equal(maps_of(found), maps_of(whole)) and "tokens" not in found.notes
+        assert "every" not in caplog.text
+        return
+    which = {"every": every, "rows": rows, "cols": cols, "n_tokens": len(chosen), "of": 132}
+    assert found.notes["stores"]["f"]["tokens"] == {"b.0.out": which}
+    said = f"f: b.0.out: {len(chosen)} of its 132 tokens are compared, every {every}"
+    assert said in caplog.text and "--tokens each takes all" in caplog.text
+    of_site = run(store, sites=["b.0.out"], summary="site")
+    assert set(of_site.where(baseline="")["n_tokens"].tolist()) == {len(chosen)}
+    own = own_patch(maps_of(found), chosen)
+    margin = of_site.where(metric="own_margin")["value"]
+    assert margin[0] == pytest.approx(own[OWN_METRICS.index("own_margin")].mean(), rel=1e-6)
+    assert len(plot(of_site).axes) == 3 and plot(found).axes
+    assert plot(run(store, sites=["b.0.out"], summary="token")).axes
+
+
+def test_a_grid_that_the_memory_is_too_small_for_is_thinned(tmp_path: Path) -> None:
+    """8 * 63 * 132 bytes a token: a quarter of this memory holds 20 tokens, not 30."""
+    store, *_ = fine(tmp_path)
+    found = run(store, sites=["b.0.out"], memory=4 * 20 * 8 * 63 * 132)
+    assert found.notes["stores"]["f"]["tokens"]["b.0.out"]["every"] == 3
+    with pytest.raises(VitseeError, match="its maps of 132 tokens"):
+        run(store, sites=["b.0.out"], tokens=["each"], memory=4 * 20 * 8 * 63 * 132)
 
 
 # Pictures

@@ -27,11 +27,11 @@ CASES = {
     "background": (("spatial", "--background", "3"), "--background has no effect without --masks"),
     "ridge": (
         ("similarity", "--measure", "rsa", "--ridge", "0.1"),
-        "--ridge has no effect without --measure gulp",
+        "--ridge has no effect without --metric gulp",
     ),
     "k": (
         ("similarity", "--measure", "gulp", "--k", "3"),
-        "--k has no effect without --measure mutual-knn or cknna",
+        "--k has no effect without --metric mutual_knn or cknna",
     ),
 }
 

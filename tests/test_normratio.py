@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,7 +44,7 @@ def test_by_hand(tmp_path: Path) -> None:
         tmp_path / "a.zarr", {"blocks.0.attn": products_of(z, f)}, layout=layout
     )
     table = run(store)
-    assert tuple(table.columns) == COLUMNS
+    assert tuple(table.written.columns) == COLUMNS
     assert table["metric"].tolist() == list(DEFAULT_METRICS)
     out = [(25 * k**2 + 20 * k) / (5 * k * math.hypot(3 * k, 4 * k + 5)) for k in (1, 2, 4)]
     # exact squares in float32; cosines by one division and root
@@ -89,7 +90,7 @@ def test_against_loops(tmp_path: Path, n: int) -> None:
     assert len(table) == 7 * 8
     for metric in METRICS:
         values = loop_values(kept, metric)
-        rows = table.where(metric=metric)
+        rows = table.filter(metric=metric)
         per_token = [loop_statistic(of, metric) for of in values]
         # float64 sums and roots of float32 products, in other orders
         assert rows["value"][:7] == pytest.approx(per_token, rel=1e-12)
@@ -147,13 +148,13 @@ def test_all_tokens_as_one_vector(tmp_path: Path) -> None:
     metrics = ["norm_ratio", "cos_branch", "skip_norm", "branch_norm"]
     table = run(store, tokens=["flat", "cls"], metrics=metrics)
     assert tokens_of(table) == [("flat", None, None), ("cls", None, None)]
-    flat = table.where(token="flat")["value"]
+    flat = table.filter(token="flat")["value"]
     skip, branch = (np.linalg.norm(x.reshape(9, -1), axis=1) for x in (z, f))
     cosine = (z * f).sum((1, 2)) / skip / branch
     expected = [x.mean() for x in (skip / branch, cosine, skip, branch)]
     # the products were rounded to float32
     assert flat == pytest.approx(expected, rel=1e-5)
-    cls = table.where(token="cls", metric="skip_norm")["value"]
+    cls = table.filter(token="cls", metric="skip_norm")["value"]
     assert cls == pytest.approx(np.linalg.norm(z[:, 0], axis=1).mean(), rel=1e-6)
     plot(table)
 
@@ -171,7 +172,7 @@ def test_constant_images(tmp_path: Path) -> None:
     products = np.repeat(products_of(z, f), 30, axis=0)
     table = run(write_residuals(tmp_path / "a.zarr", {"blocks.0.mlp": products}))
     for metric in DEFAULT_METRICS:
-        rows = table.where(metric=metric)
+        rows = table.filter(metric=metric)
         expected = [loop_statistic(of[:1], metric) for of in loop_values(products, metric)]
         assert rows["value"] == pytest.approx(expected, rel=1e-14)
         assert rows["std"] == pytest.approx(np.zeros(7), abs=1e-13)
@@ -193,7 +194,7 @@ def test_branches_that_are_zero_somewhere(tmp_path: Path, caplog: Any) -> None:
     said = {"a": {"blocks.0.mlp": "f(z) = 0 in 40 of 210 tokens of images"}}
     assert table.notes["zero_branch"] == said
     for metric in DEFAULT_METRICS:
-        rows = table.where(metric=metric)
+        rows = table.filter(metric=metric)
         values = [loop_statistic(of, metric) for of in loop_values(products, metric)]
         assert rows["value"][:7] == pytest.approx(values, rel=1e-12, nan_ok=True)
         there = [v for v in values[1:] if not math.isnan(v)]
@@ -204,7 +205,7 @@ def test_branches_that_are_zero_somewhere(tmp_path: Path, caplog: Any) -> None:
         assert [rows["n_images"][5 - 1], rows["n_images"][2]] == without
     # of the cell with 20 images: a plain sample of 20
     ratio = [v for v in loop_values(products, "norm_ratio")[2] if not math.isnan(v)]
-    row = table.where(metric="norm_ratio")
+    row = table.filter(metric="norm_ratio")
     assert row["std"][2] == pytest.approx(statistics.stdev(ratio), rel=1e-12)
     plot(table)
 
@@ -217,12 +218,12 @@ def test_a_sublayer_without_any_branch_is_named(tmp_path: Path, caplog: Any) -> 
         table = run(write_residuals(tmp_path / "a.zarr", products), tokens=["all"])
     assert "a: the branch is 0 in every image and token of blocks.0.mlp:" in caplog.text
     assert "blocks.1" not in caplog.text
-    empty = table.where(site="blocks.0.mlp")
-    gone = empty.where(metric=[m for m in DEFAULT_METRICS if m != "cos_out"])
+    empty = table.filter(site="blocks.0.mlp")
+    gone = empty.filter(pl.col("metric").is_in([m for m in DEFAULT_METRICS if m != "cos_out"]))
     assert np.isnan(gone["value"]).all() and (gone["n_images"] == 0).all()
-    assert (empty.where(metric="cos_out")["value"] == 1).all()
+    assert (empty.filter(metric="cos_out")["value"] == 1).all()
     plot(table)
-    plot(table.where(site="blocks.0.mlp"))
+    plot(table.filter(site="blocks.0.mlp"))
 
 
 def test_against_the_activations_of_a_model(tmp_path: Path) -> None:
@@ -233,16 +234,16 @@ def test_against_the_activations_of_a_model(tmp_path: Path) -> None:
     store = open_store(path)
     table = run(store, metrics=["norm_ratio", "cos_out"])
     sites_of = {"attn": ("in", "attn.branch"), "mlp": ("mid", "mlp.branch")}
-    assert table.unique("site") == [name for name, _ in store.plan.sublayers]
-    for site, rows in table.groups("site"):
+    assert [*dict.fromkeys(table["site"])] == [name for name, _ in store.plan.sublayers]
+    for (site,), rows in table.frame.group_by("site", maintain_order=True):
         block, _, kind = site.rpartition(".")
         z, f = (store.acts(f"{block}.{part}")[:].astype(float) for part in sites_of[kind])
         ratio = np.linalg.norm(z, axis=-1) / np.linalg.norm(f, axis=-1)
         # sums over channels in float32 while extracting
-        found = rows.where(metric="norm_ratio")["value"]
+        found = rows.filter(metric="norm_ratio")["value"]
         assert np.allclose(found, ratio.mean(0), rtol=1e-4, atol=0)
         out = (z * (z + f)).sum(-1) / np.linalg.norm(z, axis=-1) / np.linalg.norm(z + f, axis=-1)
-        assert np.allclose(rows.where(metric="cos_out")["value"], out.mean(0), atol=1e-5)
+        assert np.allclose(rows.filter(metric="cos_out")["value"], out.mean(0), atol=1e-5)
 
 
 # ---------------------------------------------------------------- independence of how it is done
@@ -313,7 +314,7 @@ def test_tokens(tmp_path: Path) -> None:
     layout = TokenLayout(("cls", "reg0", "reg1"), (2, 2), stride_px=(14.0, 14.0))
     store = vit(tmp_path / "a.zarr", layout=layout)
     prefix = [(name, None, None) for name in ("cls", "reg0", "reg1")]
-    cells = [(None, row, col) for row in range(2) for col in range(2)]
+    cells = [("", row, col) for row in range(2) for col in range(2)]
     cls, registers, patches = ((name, None, None) for name in ("cls", "registers", "patches"))
     assert tokens_of(run(store)) == [*prefix, *cells]
     assert tokens_of(run(store, tokens=["cls"])) == [cls]
@@ -324,8 +325,8 @@ def test_tokens(tmp_path: Path) -> None:
     each, kinds = run(store), run(store, tokens=["all"])
     for metric in DEFAULT_METRICS:
         for site in SITES:
-            one = each.where(metric=metric, site=site)["value"]
-            found = kinds.where(metric=metric, site=site)["value"]
+            one = each.filter(metric=metric, site=site)["value"]
+            found = kinds.filter(metric=metric, site=site)["value"]
             assert found == pytest.approx([one[0], one[1:3].mean(), one[3:].mean()], rel=1e-14)
 
 
@@ -338,8 +339,8 @@ def test_tokens_that_are_no_grid_are_numbered(tmp_path: Path) -> None:
 
 
 def test_one_location_is_a_token_and_all_of_them(tmp_path: Path) -> None:
-    table = run(cnn(tmp_path / "r.zarr"), tokens=["each", "patches"]).where(site="layer3.0")
-    for _, rows in table.groups("metric"):
+    table = run(cnn(tmp_path / "r.zarr"), tokens=["each", "patches"]).filter(site="layer3.0")
+    for rows in table.frame.partition_by("metric"):
         assert rows["value"][0] == rows["value"][1]
         assert rows["low"][0] == rows["low"][1]
 
@@ -349,10 +350,10 @@ def test_two_stores_of_two_families(tmp_path: Path, caplog: Any) -> None:
     with caplog.at_level("INFO"):
         table = run(a, b, tokens=["cls", "patches"])
     assert "resnet has no tokens 'cls' in 3 of 3 sublayers" in caplog.text
-    assert table.unique("store") == ["vit", "resnet"]
-    assert equal(table.where(store="vit"), run(a, tokens=["cls", "patches"]))
-    assert equal(table.where(store="resnet"), run(b, tokens=["patches"]))
-    assert set(table.where(store="resnet")["n_images"].tolist()) == {15}
+    assert [*dict.fromkeys(table["store"])] == ["vit", "resnet"]
+    assert equal(table.filter(store="vit"), run(a, tokens=["cls", "patches"]))
+    assert equal(table.filter(store="resnet"), run(b, tokens=["patches"]))
+    assert set(table.filter(store="resnet")["n_images"].tolist()) == {15}
     with pytest.raises(SiteError, match=r"^resnet has no tokens 'cls'"):
         run(a, b, tokens=["cls"])
     with pytest.raises(SiteError, match=r"^resnet has no tokens 'cls'"):
@@ -365,14 +366,14 @@ def test_a_cell_that_only_some_grids_have(tmp_path: Path, caplog: Any) -> None:
     with caplog.at_level("INFO"):
         table = run(cnn(tmp_path / "r.zarr"), tokens=["1,2"])
     assert "r has no tokens '1,2' in 1 of 3 sublayers (layer3.0:" in caplog.text
-    assert table.unique("site") == ["layer1.0", "layer2.0"]
+    assert [*dict.fromkeys(table["site"])] == ["layer1.0", "layer2.0"]
 
 
 def test_sublayers(tmp_path: Path) -> None:
     a, b = vit(tmp_path / "a.zarr"), cnn(tmp_path / "r.zarr")
 
     def chosen(*stores: Store, sites: Sequence[str]) -> list[str]:
-        return run(*stores, sites=sites, metrics=["norm_ratio"]).unique("site")
+        return [*dict.fromkeys(run(*stores, sites=sites, metrics=["norm_ratio"])["site"])]
 
     assert chosen(a, sites=["blocks"]) == list(SITES)
     assert chosen(a, sites=["mlp"]) == [SITES[1], SITES[3]]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 from click.testing import CliRunner, Result
 
@@ -35,7 +36,7 @@ def write(path: Path, digest: str = "same", **stores: dict[str, list[float]]) ->
     table = Table.from_rows(rows, [name for name in rows[0] if name != "replicates"])
     table.write(path)
     assert table.replicates is not None
-    Table(replicates.as_columns(table.columns, table.replicates)).write(replicates.beside(path))
+    Table(replicates.as_columns(table.frame)).write(replicates.beside(path))
     notes = {"replicates": {store: {"digest": digest, "n_blocks": 4} for store in stores}}
     sidecar = {"command": ["vitsee", "knn", "a.zarr"], "notes": notes}
     path.with_name(path.name + ".json").write_text(json.dumps(sidecar))
@@ -50,7 +51,7 @@ def test_by_hand(tmp_path: Path) -> None:
     path = write(tmp_path / "r.csv", vit={"embed": LOW, "blocks.0.out": HIGH})
     table = compare(read([path]))
     assert len(table) == 1
-    row = {name: values[0] for name, values in table.columns.items()}
+    row = table.frame.row(0, named=True)
     assert (row["site_a"], row["site_b"], row["task"]) == (
         "blocks.0.out",
         "embed",
@@ -146,10 +147,10 @@ def test_from_stores_to_differences(tmp_path: Path) -> None:
         assert result.exit_code == 0, result.stderr
         found = Table.read(differences)
         assert len(found) == pairs
-        kept = Table.read(replicates.beside(out)).where(baseline="")
+        kept = Table.read(replicates.beside(out)).filter(pl.col("baseline").is_null())
         for i in range(pairs):
             x, y = (
-                kept.where(store=found[f"store_{s}"][i], site=found[f"site_{s}"][i], metric="top1")
+                kept.filter(store=found[f"store_{s}"][i], site=found[f"site_{s}"][i], metric="top1")
                 for s in "ab"
             )
             d = [float(x[f"without_{k}"][0]) - float(y[f"without_{k}"][0]) for k in range(20)]
@@ -184,7 +185,7 @@ def test_the_figure(tmp_path: Path) -> None:
     bars = [
         line.get_xdata() for line in lines if list(line.get_ydata()) in ([1, 1], [2, 2], [4, 4])
     ]
-    row = table.where(site_b="blocks.1.out")
+    row = table.filter(site_b="blocks.1.out")
     np.testing.assert_allclose(bars[0], [row["low"][0], row["high"][0]])
     assert len(bars) == 2
     both = compare(read([path]), among="models")

@@ -74,7 +74,7 @@ def test_every_pair_of_layers_and_the_largest(tmp_path: Path) -> None:
     x, y = cut(class_tokens(a)), cut(class_tokens(b))
     expected = [[score(x[:, i], y[:, j]) for j in range(LAYERS)] for i in range(LAYERS)]
     assert table["value"].reshape(LAYERS, LAYERS) == pytest.approx(np.array(expected), abs=1e-12)
-    assert table.unique("site_a") == [f"blocks.{i}.out" for i in range(LAYERS)]
+    assert [*dict.fromkeys(table["site_a"])] == [f"blocks.{i}.out" for i in range(LAYERS)]
     assert set(table["k"].tolist()) == {10}
     i, j = np.unravel_index(np.argmax(expected), (LAYERS, LAYERS))
     assert table.notes["alignment"] == [
@@ -151,7 +151,7 @@ def test_clamped_features_are_others_for_the_cache(tmp_path: Path) -> None:
 def test_choices_beside_it_win(tmp_path: Path) -> None:
     *_, stores = two(tmp_path)
     table = run(
-        *stores, preset="platonic", k=3, measure=["cknna"], tokens="mean", sites=["last"],
+        *stores, preset="platonic", k=3, metrics=["cknna"], tokens="mean", sites=["last"],
         no_cache=True,
     )  # fmt: skip
     assert table["metric"].tolist() == ["cknna"]

@@ -185,5 +185,6 @@ def test_one_model_one_colour_in_all_figures() -> None:
 
 def test_missing_values_are_explained() -> None:
     table = curve("a", 0.2, 0.05)
-    table.columns["value"][1] = np.nan
-    assert "no value" in drawn(table)[2]
+    values = table["value"]
+    values[1] = np.nan
+    assert "no value" in drawn(Table(table.columns | {"value": values}))[2]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -77,15 +78,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def values(table: Table, **where: Any) -> list[float]:
-    found: list[float] = table.where(metric="top1", **where)["value"].tolist()
+    found: list[float] = table.filter(metric="top1", **where)["value"].tolist()
     return found
 
 
 def same(a: Table, b: Table) -> bool:
     """Bit for bit, NaN equal to NaN."""
-    return list(a.columns) == list(b.columns) and all(
+    return list(a.written.columns) == list(b.written.columns) and all(
         [x != x or x == y for x, y in zip(a[c].tolist(), b[c].tolist(), strict=True)]
-        for c in a.columns
+        for c in a.written.columns
     )
 
 
@@ -94,7 +95,7 @@ def same(a: Table, b: Table) -> bool:
 
 def test_few_shots_against_a_loop(pair: Pair) -> None:
     table = run(pair.train, pair.test, shots=[4, 2], seeds=2, seed=5, l2=[0.5])
-    assert tuple(table.columns) == tuple(name for name in COLUMNS if name != "class")
+    assert tuple(table.written.columns) == tuple(name for name in COLUMNS if name != "class")
     assert table["shots"].tolist() == [2, 4]
     x, y = pair.x[:, 0], pair.y[:, 0]
     for row, shots in enumerate((2, 4)):
@@ -123,15 +124,15 @@ def test_all_images_against_a_loop(pair: Pair) -> None:
     for word, (x, y) in means.items():
         weights, bias = ridge(x, pair.labels, CLASSES, 3.0)
         scores = y @ weights + bias
-        own = table.where(token=word)
+        own = table.filter(token=word)
         assert values(own) == [pytest.approx(top(scores, pair.test_labels, 1))]
         for c in range(CLASSES):
-            row = own.where(**{"class": f"c{c}"})
+            row = own.filter(**{"class": f"c{c}"})
             is_c = pair.test_labels == c
             assert row["value"].tolist() == [pytest.approx((scores[is_c].argmax(1) == c).mean())]
             assert row["n_images"].tolist() == [is_c.sum()]
     assert np.isnan(table["std"]).all()
-    cell = table.where(token="1,2")
+    cell = table.filter(token="1,2")
     assert (cell["row"][0], cell["col"][0]) == (1, 2)
 
 
@@ -150,7 +151,7 @@ def test_big_vision_is_their_protocol(tmp_path: Path) -> None:
     pair = Pair(tmp_path, n=120, classes=6, dim=12)
     table = run(pair.train, pair.test, preset="big_vision", shots=[1, 5, 10])
     for metric, k in (("top1", 1), ("top5", 5)):
-        found = table.where(metric=metric)
+        found = table.filter(metric=metric)
         assert found["site"].tolist() == ["pooled"] * 3
         assert set(found["l2"].tolist()) == {1024.0}
         for i, shots in enumerate((1, 5, 10)):
@@ -382,7 +383,7 @@ def test_shots_are_nested(pair: Pair) -> None:
 
 def test_holdout_is_stratified(pair: Pair) -> None:
     table = run(pair.train, holdout=0.2, per_class=True, l2=[1.0])
-    assert table.where(metric="top1_class")["n_images"].tolist() == [6, 6, 6]
+    assert table.filter(metric="top1_class")["n_images"].tolist() == [6, 6, 6]
     assert table.notes["train"]["rows"] == 72
     assert table["store"][0] == "train"
     held = [split_rows(pair.train, None, holdout=0.2, seed=s)[1].index.tolist() for s in (0, 0, 1)]
@@ -551,7 +552,7 @@ def test_maps_at_the_last_stage(cnn: tuple[Store, Store, Array, Array]) -> None:
     # 3 x 2^2 = 12 channels on 2 x 2 cells: no pooling is left to do
     flat = [flatten_patches(v.reshape(-1, 4, 4, 3), 2).reshape(-1, 4, 12) for v in (x, y)]
     table = run(train, test, match_last_stage=True, tokens=["each", "mean", "rest"], l2=[1.0])
-    early = table.where(site="layer1.0.out")
+    early = table.filter(site="layer1.0.out")
     names = ["0,0", "0,1", "1,0", "1,1", "each", "mean", "rest"]
     assert early["token"].tolist() == names
     pairs = [(flat[0][:, t], flat[1][:, t]) for t in range(4)]
@@ -586,7 +587,7 @@ def test_one_token_has_no_rest(tmp_path: Path) -> None:
 
 def test_random_features(pair: Pair) -> None:
     table = run(pair.train, pair.test, tokens=["each"], baselines=["random"], sites=["all"])
-    random = table.where(baseline="random")
+    random = table.filter(baseline="random")
     assert random["site"].tolist() == ["blocks.0.out", "pooled"]
     assert random["token"].tolist() == ["each", ""]
     low, high = random["low"], random["high"]
@@ -654,8 +655,10 @@ def test_maps_and_curves(pair: Pair, tmp_path: Path) -> None:
         figure = plot(drawn)
         images = [image for axes in figure.axes for image in axes.images]
         assert len(images) == 1
-        cells = table.where(metric="top1", baseline="", site="blocks.0.out", shots=5)
-        cells = cells.take(np.array([token.count(",") for token in cells["token"].tolist()]) == 1)
+        cells = table.filter(
+            pl.col("baseline").is_null(), metric="top1", site="blocks.0.out", shots=5
+        )
+        cells = cells.filter(pl.col("token").cast(pl.String).str.count_matches(",") == 1)
         assert np.asarray(images[0].get_array()).ravel().tolist() == cells["value"].tolist()
     alone = run(pair.train, pair.test, tokens=["0,1"])
     assert not [image for axes in plot(alone).axes for image in axes.images]

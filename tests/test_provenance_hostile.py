@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
+from timm.models import save_for_hf
 
 from tests.extractions import extracted, plant_images
 from vitsee_core.models.load import load_model
-from vitsee_core.models.provenance import model_of, source_of
+from vitsee_core.models.provenance import NamedModel, model_of, naming, source_of
 from vitsee_core.models.sources.timm_arguments import KNOWN, LOADING
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import VitseeError
@@ -160,6 +162,38 @@ def test_a_folder_is_opened_where_the_user_says_so(made: Path, trap: Path) -> No
     store = hostile(made, name=f"local-dir:{trap}", weights={"sha256": "0" * 64, "source": "x"})
     text = refusal(store, trust=True)
     assert "its weights hold objects besides tensors" in text
+    assert not (trap.parent / "mark").exists()
+
+
+@pytest.fixture(scope="module")
+def of_a_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A store of a model in a folder, and the model's name."""
+    folder = tmp_path_factory.mktemp("own")
+    save_for_hf(timm.create_model("test_vit"), str(folder / "mine"), safe_serialization=True)
+    data, name = plant_images(folder / "data", 2), f"local-dir:{folder / 'mine'}"
+    kept = ["--tokens", "pooled", "--img-size", "32", "--model-arg", "patch_size=8"]
+    extracted(name, *kept, "--data", data, "-o", folder / "s.zarr")
+    return folder / "s.zarr", name
+
+
+def test_what_the_command_names_is_opened_in_place_of_what_a_store_names(
+    of_a_folder: tuple[Path, str], trap: Path
+) -> None:
+    place, name = of_a_folder
+    store, args = open_store(place), {"patch_size": 8}
+    refusal(store)
+    with naming({place: NamedModel(name, args)}):
+        assert model_of(store).weights["sha256"] == store.manifest.model["weights"]["sha256"]
+        evil = {"name": f"local-dir:{trap}"}
+        assert model_of(hostile(place, **evil)).name == name, "moved, or a lie: ours is opened"
+        other = {**store.manifest.model["weights"], "sha256": "0" * 64}
+        text = refusal(hostile(place, **evil, weights=other))
+        assert f"{name} now has other weights" in text
+        asked = hostile(place, args={**args, "pretrained_cfg": {"file": str(trap / "w")}})
+        assert "a folder or a repository is not opened" in refusal(asked)
+    with naming({place.parent / "other.zarr": NamedModel(name, args)}):
+        assert "a folder or a repository is not opened" in refusal(store)
+    refusal(store)
     assert not (trap.parent / "mark").exists()
 
 

@@ -52,6 +52,8 @@ def test_every_vitsee_line_parses(name: str) -> None:
         words = shlex.split(line, comments=True)[1:]
         ends = (words.index(w) for w in ("|", ">") if w in words)
         words = words[: min(ends, default=len(words))]
+        if name == "guide/guests.md" and words[0] in ("token-norm", "--help"):
+            continue  # a command that the page adds: tests/test_guests.py runs all of that page
         command = main.get_command(click.Context(main), words[0])
         assert command is not None, line
         command.make_context(words[0], words[1:], parent=click.Context(main))

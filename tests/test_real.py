@@ -112,6 +112,16 @@ def test_a_part_is_there_whole_or_not_at_all(
         assert torch.equal(value, weights[name]), name
     config = json.loads((out / "weights" / "small" / "config.json").read_text())
     assert config["pretrained_cfg"]["license"] == "MIT"
+    place = out / "weights" / "small"
+    (place / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(VitseeError, match=r"small is not what this command makes of one 1\.0"):
+        real.make(out, said.append)
+    (place / "pytorch_model.bin").unlink()
+    text = (place / "config.json").read_text()
+    (place / "config.json").write_text(text.replace("resnet10t", "resnet18"))
+    with pytest.raises(VitseeError, match="remove it to download that again"):
+        real.make(out, said.append)
+    (place / "config.json").write_text(text)
     wrong = replace(good, name="wrong", arch="resnet18")
     monkeypatch.setattr(making, "MODELS", (wrong,))
     with pytest.raises(VitseeError, match="has other tensors than resnet18"):

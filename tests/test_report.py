@@ -176,6 +176,11 @@ def test_the_table_is_carried_or_linked(
     assert f"It lies beside the page, {size}: send it along with the page." in page
     href = next(a["href"] for a in linked if a.get("download") == "cka.csv")
     assert (tmp_path / href).resolve() == (folder / "deep" / "er" / "cka.csv").resolve()
+    assert "read_parquet" not in page
+    (tmp_path / "large").mkdir()
+    vitsee("attn-dist", folder / "vit.zarr", "-o", tmp_path / "large" / "dist.parquet")
+    page = page_of(tmp_path / "large", tmp_path, "--force")
+    assert 'vitsee.Table.read("dist.parquet").write("dist.csv")' in html.unescape(page)
 
 
 @pytest.mark.slow
@@ -449,7 +454,7 @@ def test_a_page_is_not_made_again_where_nothing_changed(
     assert again() == (True, 0)
     page.write_bytes(page.read_bytes().replace(b"<title>", b"<title>changed "))
     assert again() == (True, 2) and again() == (False, 0)
-    monkeypatch.setattr(earlier, "worker_versions", lambda: {"vitsee's code": "other"})
+    monkeypatch.setattr(earlier, "worker_versions", lambda *_: {"vitsee's code": "other"})
     assert again() == (True, 2)
     shutil.rmtree(own / "vit.zarr")
     assert again() == (True, 0)

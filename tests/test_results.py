@@ -7,6 +7,7 @@ import io
 import json
 import os
 import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from vitsee_core.report.outputs import Outputs, check_outputs, write_results
 from vitsee_core.tables.files import check_new_files, renamed, write_files
 from vitsee_core.tables.results import Table, read_result
 from vitsee_core.tables.sidecars import describe_run
+from vitsee_stores.disk import tag
 from vitsee_stores.errors import VitseeError
 
 
@@ -181,6 +183,43 @@ def test_names_as_long_as_they_can_be(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [longest.name]
 
 
+def test_what_a_killed_process_was_writing_goes_with_the_next_file(tmp_path: Path) -> None:
+    """Not what a living one writes, nor folders of other machines, whose age tells nothing; of
+    these only old files."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    ended, elsewhere = f"{tag().partition('-')[0]}-{process.pid}", "0123abcd-1"
+
+    def name(maker: str, n: int) -> Path:
+        return tmp_path / f".vitsee.{maker}.{n}a.partial"
+
+    for n, maker in enumerate((ended, tag(), elsewhere)):
+        name(maker, n).touch()
+        (name(maker, n + 10) / "below").mkdir(parents=True)
+        name(maker, n + 20).touch()
+        for old in (n + 10, n + 20):
+            os.utime(name(maker, old), (0, 0))
+    write_files({tmp_path / "r.csv": b"1"})
+    stays = [(tag(), 1), (tag(), 11), (tag(), 21), (elsewhere, 2), (elsewhere, 12)]
+    assert set(tmp_path.iterdir()) == {tmp_path / "r.csv", *(name(*one) for one in stays)}
+
+
+def test_what_must_not_be_removed_does_not_keep_a_file_from_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder such as /tmp, others' files may be seen but not removed."""
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path == theirs:
+            raise PermissionError(1, "Operation not permitted")
+
+    (theirs := tmp_path / ".vitsee.0123abcd-1.0a.partial").touch()
+    os.utime(theirs, (0, 0))
+    monkeypatch.setattr(Path, "unlink", refuse)
+    write_files({tmp_path / "r.csv": b"1"})
+    assert (tmp_path / "r.csv").read_bytes() == b"1" and theirs.exists()
+
+
 def test_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -265,7 +304,8 @@ def test_the_sidecar_says_what_columns_hold(tmp_path: Path) -> None:
     assert kinds["k"] == "integer" and kinds["l2"] == "number" and kinds["empty"] == "empty"
     assert found["empty"].tolist() == [None, None]
     (tmp_path / "r.csv.json").unlink()
-    assert Table.read(out)["type"].tolist() == [7, 8]  # inferred
+    assert Table.read(out)["type"].tolist() == ["7", "8"]  # declared
+    assert Table.read(out)["l2"].tolist()[1] == 0.5  # inferred
     assert Table.read(out)["store"].tolist() == ["5", "6"]
 
 
@@ -286,10 +326,10 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(("rows", "shown"), [(2000, 2000), (2001, 50)])
 def test_a_terminal_is_not_flooded(rows: int, shown: int, caplog: pytest.LogCaptureFixture) -> None:
     """Pipes and files get the whole table."""
-    table = Table({"value": np.arange(rows)})
+    table = Table({"n": np.arange(rows)})
     for stdout, expected in ((Terminal(), shown), (io.StringIO(), rows)):
         caplog.clear()
         write_results(table, Outputs(), figure=Figure, sidecar={}, stdout=stdout)
-        assert stdout.getvalue() == "\n".join(["value", *map(str, range(expected))]) + "\n"
+        assert stdout.getvalue() == "\n".join(["n", *map(str, range(expected))]) + "\n"
         said = f"the first 50 of {rows:,} rows, as this is a terminal; -o FILE keeps them all"
         assert (said in caplog.text) == (expected < rows)

@@ -160,6 +160,21 @@ def test_run_against_sorting(tmp_path: Path, ending: str) -> None:
     assert len(table.notes["truth"]["sha256"]) == 64
 
 
+def test_metrics_are_chosen(tmp_path: Path) -> None:
+    store = pictures(tmp_path / "a.zarr", ox_ids())
+    truth = truth_file(tmp_path / "truth.json")
+    whole = run(store, truth=truth)
+    for metric in whole.unique("metric"):
+        found = run(store, truth=truth, metrics=[metric])
+        rows = whole.where(metric=metric)
+        assert set(found["metric"].tolist()) == {metric}
+        for name in ("value", "low", "high"):
+            np.testing.assert_array_equal(found[name], rows[name])
+        assert plot(found).axes
+    with pytest.raises(VitseeError, match="no metric 'map'; metrics of retrieve: map_easy"):
+        run(store, truth=truth, metrics=["map"])
+
+
 def test_by_hand(tmp_path: Path) -> None:
     """The benchmark's example: right, junk, wrong, right, wrong, right from the nearest on."""
     angles = np.radians([0, 10, 20, 30, 40, 50, 60])

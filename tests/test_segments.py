@@ -389,7 +389,7 @@ def test_one_colour_per_category(tmp_path: Path) -> None:
     table = run(store, masks=path, n_seeds=2)
     assert tuple(table.columns) == SEGMENT_COLUMNS
     assert value(table) == {"segment_purity": 1, "segment_nmi": 1, "segment_ari": 1}
-    assert table.unique("baseline") == ["", "shuffled", "random", "image"]
+    assert list(dict.fromkeys(table["baseline"])) == ["", "shuffled", "random", "image"]
     assert table.unique("k") == [3]
     assert table.unique("n_images") == [12]
     assert table.unique("n_segments") == [24]

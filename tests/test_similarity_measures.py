@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from numpy.typing import NDArray
 from scipy.stats import kstest
 
 from tests import reference_measures as reference
 from tests.printed_text import flat
 from tests.stores import write_model
+from vitsee_cli.main import main
 from vitsee_core.analyses import cka
 from vitsee_core.analyses.similarity import COLUMNS, MEASURES, choose_measures, plot, run
 from vitsee_core.analyses.similarity.base import Measure
@@ -140,7 +142,7 @@ def test_invariances(measure: Measure) -> None:
 def test_cka_is_that_of_vitsee_cka(tmp_path: Path) -> None:
     x, y = related(n=40)
     store = write_model(tmp_path / "a.zarr", {"pooled": x, "logits": y})
-    found = run(store, measure=["cka"], sites=["head"], no_cache=True)
+    found = run(store, metrics=["cka"], sites=["head"], no_cache=True)
     expected = cka.run(store, sites=["head"], no_cache=True)
     assert found["value"] == pytest.approx(expected["value"], abs=1e-6)
     assert found["std"][1] == pytest.approx(expected["std"][1], rel=1e-3)
@@ -155,7 +157,7 @@ def test_intervals_are_a_jackknifes_that_starts_anew(tmp_path: Path, name: str) 
     n = 40
     x, y = (z.astype(np.float32) for z in related(n=n))
     store = write_model(tmp_path / "a.zarr", {"pooled": x, "logits": y})
-    table = run(store, measure=[name], sites=["head"], no_cache=True, k=5)
+    table = run(store, metrics=[name], sites=["head"], no_cache=True, k=5)
     (measure,) = choose_measures([name], k=5, rdm="pearson", ridge=0.01, variance=0.99)
     labels = block_labels(n, None)
     kept = [labels != block for block in range(labels.max() + 1)]
@@ -203,11 +205,11 @@ def test_gram_matrices_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(GramView, "block", counted)
     every = ["rsa", "gulp", "ridge-r2", "mutual-knn", "cknna", "cka"]
-    found = run(store, measure=every, sites=["*"])
+    found = run(store, metrics=every, sites=["*"])
     assert [*read.values()] == [1, 1, 1]
     read.clear()
     # Without room they are read again, to the same end.
-    again = run(store, measure=every, sites=["*"], memory=4000)
+    again = run(store, metrics=every, sites=["*"], memory=4000)
     assert min(read.values()) > 20
     for column in ("value", "std"):
         assert again[column] == pytest.approx(found[column], abs=1e-6)
@@ -216,7 +218,7 @@ def test_gram_matrices_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_ridge_of_replicates_is_that_of_all_images(tmp_path: Path) -> None:
     x, y = related(n=40)
     store = write_model(tmp_path / "a.zarr", {"pooled": x, "logits": y})
-    table = run(store, measure=["ridge-r2"], sites=["head"], no_cache=True)
+    table = run(store, metrics=["ridge-r2"], sites=["head"], no_cache=True)
     labels = block_labels(40, None)
     measure = RidgeR2()
     states = [measure.prepare(gram_of(z)) for z in (x, y)]
@@ -284,7 +286,7 @@ def test_independent_wide_features_are_alike_by_chance_alone(tmp_path: Path) -> 
     assert biased["value"][1] == pytest.approx(0.943, abs=0.01)
     table = run(
         store,
-        measure=["cka", "procrustes", "mutual-knn"],
+        metrics=["cka", "procrustes", "mutual-knn"],
         sites=["head"],
         calibrate=39,
         no_cache=True,
@@ -302,8 +304,8 @@ def test_a_clear_likeness_is_significant(tmp_path: Path) -> None:
     x, y = related(n=60)
     store = write_model(tmp_path / "a.zarr", {"pooled": x, "logits": y})
     names = ["mutual-knn", "cknna", "rsa", "gulp", "ridge-r2", "procrustes", "svcca", "cka"]
-    table = run(store, measure=names, sites=["head"], calibrate=19, no_cache=True)
-    assert tuple(table.columns) == COLUMNS
+    table = run(store, metrics=names, sites=["head"], calibrate=19, no_cache=True)
+    assert tuple(table.written.columns) == COLUMNS
     assert table["p"].tolist() == [1 / 20] * len(table)
     assert (table["calibrated"] > 0).all()
     assert set(table["metric"].tolist()) == {name.replace("-", "_") for name in MEASURES}
@@ -319,7 +321,7 @@ def test_both_directions_of_a_prediction_are_rows(tmp_path: Path) -> None:
     x, y = related(n=40)
     a = write_model(tmp_path / "a.zarr", {"pooled": x})
     b = write_model(tmp_path / "b.zarr", {"pooled": y})
-    table = run(a, b, measure=["ridge-r2", "gulp"], sites=["pooled"], no_cache=True)
+    table = run(a, b, metrics=["ridge-r2", "gulp"], sites=["pooled"], no_cache=True)
     cells = list(zip(table["metric"], table["store_a"], table["store_b"], strict=True))
     assert cells == [("ridge_r2", "a", "b"), ("ridge_r2", "b", "a"), ("gulp", "a", "b")]
     assert table["value"][0] == pytest.approx(reference.ridge_r2(x, y), abs=1e-3)
@@ -331,7 +333,7 @@ def test_constant_sites_and_images_of_zeros(tmp_path: Path) -> None:
     x[3] = 0
     same = np.ones((30, 4))
     store = write_model(tmp_path / "a.zarr", {"pooled": x, "logits": y, "norm": same})
-    table = run(store, measure=["mutual-knn"], sites=["pooled", "logits", "norm"], no_cache=True)
+    table = run(store, metrics=["mutual-knn"], sites=["pooled", "logits", "norm"], no_cache=True)
     assert set(table["n_images"].tolist()) == {29}
     named = {
         frozenset(pair): v
@@ -350,8 +352,8 @@ def test_constant_sites_and_images_of_zeros(tmp_path: Path) -> None:
 def test_groups_that_do_not_fit_the_memory_give_the_same(tmp_path: Path) -> None:
     sites = {f"blocks.{i}.out": features(30, 14, i).reshape(30, 7, 2) for i in range(5)}
     store = write_model(tmp_path / "a.zarr", sites)
-    whole = run(store, measure=["rsa", "cknna"], no_cache=True, calibrate=19)
-    small = run(store, measure=["rsa", "cknna"], no_cache=True, calibrate=19, memory=20_000)
+    whole = run(store, metrics=["rsa", "cknna"], no_cache=True, calibrate=19)
+    small = run(store, metrics=["rsa", "cknna"], no_cache=True, calibrate=19, memory=20_000)
     for column in ("value", "std", "p", "tau"):
         assert small[column] == pytest.approx(whole[column], abs=1e-6, nan_ok=True)
     assert np.array_equal(whole["value"][:25].reshape(5, 5), whole["value"][:25].reshape(5, 5).T)
@@ -371,8 +373,11 @@ def test_blocks_within_slabs_serve_cka_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"measure": ["cca"]}, "no measure 'cca'; expected mutual-knn, cknna"),
-        ({"measure": []}, "no measure; expected some of"),
+        (
+            {"metrics": ["cca"]},
+            "no metric 'cca'; metrics of similarity: mutual_knn, cknna",
+        ),
+        ({"metrics": []}, "no metric; expected some of"),
         ({"calibrate": 5}, "5 permutations give no 5 % threshold; expected 19"),
         ({"k": 0}, "0 neighbours; expected 1 and more"),
         ({"rdm": "cosine"}, "no dissimilarities 'cosine'"),
@@ -394,7 +399,7 @@ def test_the_figure_has_panels_for_each_measure(tmp_path: Path, pairs: str) -> N
     for name, seed in (("a", 0), ("b", 5)):
         sites = {f"blocks.{i}.out": features(30, 14, seed + i).reshape(30, 7, 2) for i in range(3)}
         stores.append(write_model(tmp_path / f"{name}.zarr", sites))
-    table = run(*stores, measure=["gulp", "mutual-knn"], pairs=pairs, calibrate=19, no_cache=True)
+    table = run(*stores, metrics=["gulp", "mutual-knn"], pairs=pairs, calibrate=19, no_cache=True)
     assert "permutations of the images" in json.dumps(table.notes)
     figure = plot(table)
     shown = [one for axes in figure.axes for one in (axes, *axes.child_axes)]
@@ -408,6 +413,20 @@ def test_the_figure_has_panels_for_each_measure(tmp_path: Path, pairs: str) -> N
 def test_components_beyond_the_images_are_said(tmp_path: Path) -> None:
     x, y = features(30, 100, 1), features(30, 100, 2)
     store = write_model(tmp_path / "a.zarr", {"pooled": x, "logits": y})
-    table = run(store, measure=["svcca"], sites=["head"], no_cache=True)
+    table = run(store, metrics=["svcca"], sites=["head"], no_cache=True)
     assert table["value"][1] > 0.9
     assert "some correlations are 1 whatever the features are" in table.notes["remarks"][0]
+
+
+def test_metrics_have_one_option_under_two_names(tmp_path: Path) -> None:
+    """--metric, and --measure as before; words with `_` as in tables, or with `-`."""
+    write_model(tmp_path / "a.zarr", {"pooled": features(24, 3), "logits": features(24, 2)})
+    shown = []
+    for words in (["--metric", "mutual_knn,ridge_r2"], ["--measure", "mutual-knn,ridge-r2"]):
+        args = ["similarity", str(tmp_path / "a.zarr"), "--sites", "head", "--no-cache", *words]
+        result = CliRunner().invoke(main, args)
+        assert result.exit_code == 0, result.stderr
+        shown.append(result.stdout)
+    assert shown[0] == shown[1] and ",mutual_knn," in shown[0] and ",ridge_r2," in shown[0]
+    wrong = CliRunner().invoke(main, ["similarity", "a.zarr", "--metric", "cca"])
+    assert wrong.exit_code == 2 and "'mutual_knn', 'cknna'" in wrong.stderr

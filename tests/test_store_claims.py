@@ -59,6 +59,16 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda m: m["plan"]["sublayers"][0].__setitem__(0, "a/b"),
         'plan.sublayers[0][0] is "a/b"',
     ),
+    "no tokens": (
+        lambda m: m["plan"]["sublayers"][0][1].update(prefix=[], grid=None, rows=0),
+        "plan.sublayers[0][1] has no tokens",
+    ),
+    "no offset": (
+        lambda m: m["plan"]["sites"][0]["layout"].pop("offset_px"),
+        "plan.sites[0].layout.offset_px is missing",
+    ),
+    "no dtype": (lambda m: m["plan"]["sites"][0].pop("dtype"), "plan.sites[0].dtype is missing"),
+    "no level": (lambda m: m["plan"].pop("attention_level"), "plan.attention_level is missing"),
     "erf": (lambda m: m["plan"]["erf"].update(n_images=99), "plan.erf.n_images is 99"),
     "erf sites": (lambda m: m["plan"]["erf"].update(sites=["pooled"]), "no stored grid"),
     "rollout": (lambda m: m["plan"].update(attention=[], erf=None), "without attention"),

@@ -28,7 +28,7 @@ from vitsee_stores.layout import (
     arrays,
     n_bytes,
 )
-from vitsee_stores.plan_schema import read_plan
+from vitsee_stores.schema import checked
 
 FORMAT = Path(vitsee_stores.__file__).with_name("FORMAT.md").read_text()
 MIB = 1 << 20
@@ -150,7 +150,7 @@ def test_format_text_names_the_version() -> None:
 @pytest.mark.parametrize("name", PLANS)
 def test_plans_survive_json(name: str) -> None:
     plan = PLANS[name]
-    assert read_plan(json.loads(json.dumps(asdict(plan)))) == plan
+    assert checked(json.loads(json.dumps(asdict(plan))), StorePlan) == plan
 
 
 # bytes ----------------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ from tests.random_stores import PLANS, Array, create, expected, make_samples, sl
 from vitsee_stores import MissingInput, SiteError, Store, open_store
 from vitsee_stores.layout import CODECS, StorePlan, arrays
 from vitsee_stores.lazy import LazyArray
-from vitsee_stores.manifest import Samples, new_manifest, samples_arrays, samples_from_arrays
-from vitsee_stores.tokens import Tokens
+from vitsee_stores.manifest import new_manifest
+from vitsee_stores.samples import Samples, samples_arrays, samples_from_arrays
+from vitsee_stores.store_contents import Tokens
 
 
 def read(group: zarr.Group, path: str) -> Array:
@@ -84,7 +85,9 @@ def test_any_id_comes_back(tmp_path_factory: pytest.TempPathFactory, ids: list[s
     n = len(ids)
     samples = Samples(np.arange(n), ids, np.full(n, -1), [""] * n)
     manifest = new_manifest({}, StorePlan(n, 2, "none", ()), samples)
-    back = samples_from_arrays(samples_arrays(samples, manifest), manifest.splits)
+    back = samples_from_arrays(
+        samples_arrays(samples, manifest.plan.id_bytes, manifest.splits), manifest.splits
+    )
     assert back.ids == ids
     assert back.fingerprint() == samples.fingerprint() == manifest.samples_fingerprint
 
@@ -96,7 +99,7 @@ def test_boxes_come_back(tmp_path: Path) -> None:
     assert_array_equal(store.samples.box, made, strict=True)
     write(tmp_path / "b.zarr", PLANS["vit"])
     assert open_store(tmp_path / "b.zarr").samples.box is None
-    arrays = samples_arrays(make_samples(5, boxes=True), store.manifest)
+    arrays = samples_arrays(make_samples(5, boxes=True), store.plan.id_bytes, store.manifest.splits)
     for wrong in ([3, 0, 3, 1], [0, 2, 1, 1], [0, 0, np.inf, 1], [np.nan, 0, 1, 1]):
         arrays["samples/box"][2] = wrong
         with pytest.raises(ValueError, match="the box"):

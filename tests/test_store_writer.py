@@ -26,10 +26,10 @@ from vitsee_stores import (
     remove_store,
     validate,
 )
-from vitsee_stores import temp_files as owners
+from vitsee_stores import disk as owners
+from vitsee_stores.disk import is_left, tag
 from vitsee_stores.folder import Folder
 from vitsee_stores.layout import arrays
-from vitsee_stores.temp_files import is_left, tag
 
 VIT = PLANS["vit"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import shlex
@@ -14,9 +15,13 @@ from timm.models import save_for_hf
 
 from tests.command_line import invoke as vitsee
 from tests.command_line import one_line
+from tests.explored_pages import read_page
+from tests.faults.fuzz import DEEP, Changes
 from tests.studies import NO_ATTENTION, study
 from vitsee_cli.main import main
 from vitsee_core.analyses import attn_dist
+from vitsee_core.report.overview import paper_numbers
+from vitsee_core.report.study_record import failures, read_study, read_study_file, remarks
 from vitsee_core.study import demo as demo_module
 from vitsee_core.study.catalogue import needs_of_analyses
 from vitsee_core.study.demo import demo_study, tour, with_sets
@@ -171,6 +176,29 @@ def test_the_record_says_what_was_asked_for(tmp_path: Path) -> None:
             make_folders(asked)
 
 
+def test_changed_records_are_read_or_not_ours(tmp_path: Path) -> None:
+    """300 changes of a study.json, among them lists in lists and cut text: never an error."""
+    step = {"status": DONE, "command": "c", "seconds": 1.5, "inputs": {}, "outputs": {"r": "0"}}
+    printed = {"what": "w", "paper": 1.5, "result": "cka", "where": {"metric": "x"}}
+    section = {"title": "Figure 1", "note": "", "results": ["cka"], "printed": [printed]}
+    whole = {
+        "command": ["vitsee"], "models": {"a": "b"}, "data": "d", "left_out": {"knn": "why"},
+        "sections": [section], "steps": {"a": step, "b": {**step, "status": FAILED, "reason": "x"}},
+    }  # fmt: skip
+    changes, path, n_read = Changes(0), tmp_path / "study.json", 0
+    for i in range(300):
+        record = copy.deepcopy(whole)
+        changes.change(record)
+        text = json.dumps(record).replace(json.dumps(DEEP), "[" * 5000 + "]" * 5000).encode()
+        path.write_bytes(changes.noise(text) if i % 5 == 0 else text)
+        n_read += read_study_file(path) is not None
+        study = read_study(tmp_path)
+        assert all(isinstance(line, str) for line in [*failures(study), *remarks(study)])
+        assert all(len(paper_numbers(x, [])) == len(x.printed) for x in study.sections)
+        Record.read(tmp_path)
+    assert 30 < n_read < 270
+
+
 # ------------------------------------------------------------------------------------ commands
 
 
@@ -240,6 +268,37 @@ def test_a_model_whose_classifier_cannot_be_read_has_no_lens(tmp_path: Path) -> 
     record = json.loads((tmp_path / "out" / "study.json").read_text())
     assert record["left_out"]["lens"].startswith(reason)
     assert f"Not in this study: lens: {reason}" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_study_shows_the_heads_of_a_model_in_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its store keeps no attention of single images, so the model is needed again: the study opens
+    the folder that it was told, in the store's place and after it has moved; another command asks
+    for the user's word."""
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "before")
+    save_for_hf(timm.create_model("test_vit"), "mine", safe_serialization=True)
+    words = ["study", "local-dir:mine?img-size=32&model-arg=patch_size=8", "--data", "demo:test"]
+    words += ["--images", "4", "-o", "out", "--analyses", "explore"]
+    assert vitsee(*words).exit_code == 0
+    page = read_page(Path("out") / "explore.html")
+    assert [len(blocks) for blocks in page.blocks] == [6] and page.blocks[0][0].patches is not None
+    for name in ("mine", "out"):
+        Path(name).rename(tmp_path / "after" / name)
+    monkeypatch.chdir(tmp_path / "after")
+    Path("out/explore.html").unlink()
+    again = vitsee(*words)
+    assert again.exit_code == 0 and "extract-mine: done before" in again.stderr, again.output
+    assert [len(blocks) for blocks in read_page(Path("out") / "explore.html").blocks] == [6]
+    assert (
+        vitsee("explore", "out/stores/mine.zarr", "--recompute", "-o", "alone.html").exit_code == 0
+    )
+    alone = read_page(Path("alone.html"))
+    assert alone.blocks == [[]]
+    assert "repeat the command with --trust-store" in alone.about["models"][0]["attention"]
 
 
 @pytest.mark.slow
@@ -383,6 +442,8 @@ def test_the_demo_has_every_command_once(tmp_path: Path) -> None:
         if step.make is None:
             parses(shlex.split(step.line))
     assert {step.name for step in tour(asked)} < {step.name for step in found.steps}
+    (page,) = (step for step in found.steps if step.command == "explore")
+    assert "make demo-real" in page.words[page.words.index("--note") + 1]
     quick = demo_study(tmp_path, quick=True)
     assert len(quick.models) == 2 and quick.images < asked.images
     check_choice(quick)
@@ -398,6 +459,7 @@ def test_the_demo_ends_with_the_path_of_the_report(
     done = vitsee("demo", "--quick", "-o", tmp_path / "out")
     assert done.exit_code == 0, done.output
     assert done.stdout == f"{tmp_path}/out/report.html\n"
+    assert "on photographs: make demo-real, or" in (tmp_path / "out" / "report.html").read_text()
     results = {path.stem for path in (tmp_path / "out" / "results").glob("*.csv")}
     assert results == {
         "attn-dist", "propagate", "keypoints", "retrieve-buildings", "cluster-objects", "saliency",

@@ -13,7 +13,15 @@ from vitsee_core.study.catalogue import needs_of_analyses
 from vitsee_core.study.cost import EFFICIENCY, STEP_SECONDS, TOKEN_RATE, Cost, cost, stores_of
 from vitsee_core.study.planning import BEST, check_choice, plan
 from vitsee_core.study.recipes import EXPLORE
-from vitsee_core.study.steps import Plan, Setting, Step, check_labels, label_of, with_controls
+from vitsee_core.study.steps import (
+    LARGE_TABLES,
+    Plan,
+    Setting,
+    Step,
+    check_labels,
+    label_of,
+    with_controls,
+)
 from vitsee_core.study.surveyed import survey
 from vitsee_stores.errors import VitseeError
 
@@ -40,6 +48,9 @@ def test_every_analysis_is_a_step_or_has_a_reason() -> None:
     assert len({*names}) == len(names)
     outputs = [path for step in found.steps for path in step.outputs]
     assert len({*outputs}) == len(outputs), "no step writes over another's result"
+    assert named(found, "pca").outputs[0] == Path("out/results/pca.parquet")
+    large = {s.command for s in found.steps for path in s.outputs if path.suffix == ".parquet"}
+    assert large == LARGE_TABLES and named(found, "cka-vit").outputs[0].suffix == ".csv"
 
 
 def test_extraction_keeps_what_the_analyses_need() -> None:

@@ -13,7 +13,8 @@ from tests.command_line import invoke as vitsee
 from tests.command_line import one_line
 from tests.studies import study
 from vitsee_core.report.materials import find_materials
-from vitsee_core.report.overview import study_figures
+from vitsee_core.report.overview import paper_numbers
+from vitsee_core.report.study_record import read_study
 from vitsee_core.study.recipe_file import RecipeError, RecipeFile, bundled_recipes, read_recipe
 from vitsee_core.study.recipe_plan import data_places, plan_recipe
 from vitsee_core.tables.results import Table
@@ -107,7 +108,7 @@ options = "--data pictures/val --replace cls@last=mean:a.zarr"
     with pytest.raises(RecipeError, match="nothing to do: it is not among --models"):
         plan_recipe(recipe.of_models(["c", "b"]), study(tmp_path / "out"), places)
     wrong = text.replace("mean:a.zarr", "mean:b.zarr")
-    with pytest.raises(RecipeError, match=r"stores.c: b.zarr; expected stores above it$"):
+    with pytest.raises(RecipeError, match=r"stores.c names b.zarr, expected stores above it$"):
         read_recipe(str(written(tmp_path, wrong)))
 
 
@@ -139,17 +140,21 @@ def test_what_is_not_there_is_left_out(own: RecipeFile, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ('title = "Two models"', "", "no title; expected title, stores, figures"),
-        ('title = "Two models"', "title = 3", r"title: 3; expected a text"),
-        ("[quick]", "[fast]", "fast; expected keys of title, note"),
-        ("{few}", "{fewer}", r"stores.a: \{fewer\}; expected one of \[words\], both, few"),
-        ('model = "some_model"\n', "", r"stores.a: no model; expected model, options"),
-        ("cka a.zarr", "cka c.zarr", r"figures\[1\]: c.zarr; expected stores of \[stores\]"),
-        ('"cka a.zarr b', "\"cka 'a.zarr b", r"figures\[1\]: .*; expected words of a shell"),
-        ("paper = 0.5", 'paper = "x"', r"printed.paper: x; expected a number"),
-        ('names = "2"\n', "", r"figures\[1\]: no names; expected names, commands"),
+        ('title = "Two models"', "", "title is missing"),
+        ('title = "Two models"', "title = 3", "title is 3, expected text"),
+        ("[quick]", "[fast]", "fast is no known field"),
+        ("{few}", "{fewer}", r"stores.a has \{fewer\}, expected one of \[words\], both, few"),
+        ('model = "some_model"\n', "", "stores.a.model is missing"),
+        ("cka a.zarr", "cka c.zarr", r"figures\[0\] names c.zarr, expected stores of \[stores\]"),
+        ('"cka a.zarr b', "\"cka 'a.zarr b", r"figures\[0\] is .*, expected words of a shell"),
+        ("paper = 0.5", 'paper = "x"', r'printed\[0\].paper is "x", expected a number'),
+        ('names = "2"\n', "", r"figures\[0\].names is missing"),
         ("[words]", "[words", "is no TOML"),
-        ('commands = ["cka {both}', 'commands = [3, "cka {both}', r"3; expected commands as texts"),
+        (
+            'commands = ["cka {both}',
+            'commands = [3, "cka {both}',
+            r"commands\[0\] is 3, expected text",
+        ),
     ],
 )
 def test_a_file_that_is_no_recipe(tmp_path: Path, before: str, after: str, said: str) -> None:
@@ -189,11 +194,11 @@ def test_one_s_own_study(tmp_path: Path) -> None:
     path = written(tmp_path)
     result = vitsee("study", path, "--quick", "-o", folder)
     assert result.exit_code == 0, result.stderr
-    second, first = study_figures(folder)
+    second, first = read_study(folder).sections
     assert (second.title, second.note) == ("Figure 2", "The second figure first.")
     accuracy = Table.read(folder / "results" / "accuracy.csv")
     best = accuracy.where(metric="top1")["value"].astype(np.float64).max()
-    one, none = first.numbers(find_materials(folder).results)
+    one, none = paper_numbers(first, find_materials(folder).results)
     assert one[:2] == ("accuracy", "0.5") and one.ours.startswith(f"{best:.4g} [")
     assert none == ("another", "1", "not measured here")
     page = (folder / "report.html").read_text()
@@ -219,6 +224,6 @@ def test_every_figure_is_made(name: str, tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text()
     headings = re.findall(r'<h2 id="s\d+">(.*?)</h2>', page)
     assert headings == [figure.title for figure in recipe.figures]
-    for section in study_figures(tmp_path):
-        numbers = section.numbers(find_materials(tmp_path).results)
+    for section in read_study(tmp_path).sections:
+        numbers = paper_numbers(section, find_materials(tmp_path).results)
         assert [number for number in numbers if "not measured" in number.ours] == []

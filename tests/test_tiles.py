@@ -23,8 +23,8 @@ from vitsee_core.images.placement import place
 from vitsee_core.models.load import load_model
 from vitsee_core.models.provenance import Pictures, model_of
 from vitsee_stores import open_store, validate
-from vitsee_stores.canvas import Canvas, corner_size
 from vitsee_stores.errors import MissingInput, VitseeError
+from vitsee_stores.plan import Canvas, corner_size
 
 Array = NDArray[Any]
 VIT = ["test_vit", "--random-init", "0", "--img-size", "32", "--model-arg", "patch_size=8"]

@@ -139,8 +139,8 @@ def test_a_tie_in_the_largest_weight_goes_to_the_first() -> None:
 @pytest.mark.parametrize("value", [0.0, 0.1])
 def test_filters_that_are_all_alike(made: Any, value: float) -> None:
     table = made(np.full((5, 3, 2, 2), value))
-    assert np.isnan(table.where(metric="variance_share")["value"]).all()
-    assert np.isnan(table.where(metric="component")["value"]).all()
+    assert np.isnan(table.filter(metric="variance_share")["value"]).all()
+    assert np.isnan(table.filter(metric="component")["value"]).all()
     plot(table)
     assert math.isnan(principal_components(np.ones((1, 3, 2, 2)))[0][0])
 
@@ -223,27 +223,27 @@ def test_large_grids_are_thinned_and_that_is_said(
 
 def test_the_table(vit: LoadedModel) -> None:
     table = run(vit)
-    assert tuple(table.columns) == COLUMNS
+    assert tuple(table.written.columns) == COLUMNS
     shown = ["variance_share", "variance_cumulative", "component", "filter", "cosine"]
-    assert table.unique("metric") == shown
-    assert table.unique("store") == [None]
-    assert table.unique("model") == ["vit_tiny_patch16_224"]
-    shares = table.where(metric="variance_share")
+    assert [*dict.fromkeys(table["metric"])] == shown
+    assert [*dict.fromkeys(table["store"])] == [""]
+    assert [*dict.fromkeys(table["model"])] == ["vit_tiny_patch16_224"]
+    shares = table.filter(metric="variance_share")
     assert shares["component"].tolist() == list(range(47))
-    sums = table.where(metric="variance_cumulative")["value"]
+    sums = table.filter(metric="variance_cumulative")["value"]
     assert np.allclose(sums, np.cumsum(shares["value"]), rtol=1e-15)
     assert sums[-1] == pytest.approx(1)
     filters = vit.module.get_parameter("patch_embed.proj.weight").numpy()
     expected, vectors = principal_components(filters)
     assert shares["value"].tolist() == expected.tolist()
-    assert np.array_equal(table.where(metric="component")["value"], vectors[:28].ravel())
-    of_filters = table.where(metric="filter")
+    assert np.array_equal(table.filter(metric="component")["value"], vectors[:28].ravel())
+    of_filters = table.filter(metric="filter")
     assert np.array_equal(of_filters["value"], filters.ravel())
     one = {"filter": 5, "channel": 2, "row": 3, "col": 7}
-    assert of_filters.where(**one)["value"].tolist() == [filters[5, 2, 3, 7]]
+    assert of_filters.filter(**one)["value"].tolist() == [filters[5, 2, 3, 7]]
     pos = vit.module.get_parameter("pos_embed")[0, 1:].reshape(3, 4, -1).numpy()
-    assert np.allclose(table.where(metric="cosine")["value"], cosines(pos)[1].ravel(), atol=1e-6)
-    assert table.where(metric="cosine").unique("site") == ["pos_embed"]
+    assert np.allclose(table.filter(metric="cosine")["value"], cosines(pos)[1].ravel(), atol=1e-6)
+    assert [*dict.fromkeys(table.filter(metric="cosine")["site"])] == ["pos_embed"]
 
 
 def test_the_csv_has_whole_numbers_and_empty_cells(made: Any) -> None:
@@ -261,13 +261,13 @@ def test_what_is_shown(made: Any) -> None:
     rng = np.random.default_rng(0)
     few, many = rng.normal(size=(4, 3, 2, 2)), rng.normal(size=(129, 3, 2, 2))
     positions = rng.normal(size=(2, 2, 3))
-    assert "filter" in made(few, positions).unique("metric")
-    assert "filter" not in made(many, positions).unique("metric")
-    assert made(many, positions, what=("filters",)).unique("metric") == ["filter"]
-    assert made(few, positions, what=("positions",)).unique("metric") == ["cosine"]
+    assert "filter" in made(few, positions)["metric"]
+    assert "filter" not in made(many, positions)["metric"]
+    assert [*dict.fromkeys(made(many, positions, what=("filters",))["metric"])] == ["filter"]
+    assert [*dict.fromkeys(made(few, positions, what=("positions",))["metric"])] == ["cosine"]
     table = made(many, positions, what=("components",), components=2)
-    assert len(table.where(metric="component")) == 2 * 12
-    assert len(table.where(metric="variance_share")) == 12
+    assert len(table.filter(metric="component")) == 2 * 12
+    assert len(table.filter(metric="variance_share")) == 12
     with pytest.raises(VitseeError, match="tiny has no positions to show: for a reason"):
         made(few, None, what=("positions",))
     with pytest.raises(VitseeError, match="tiny has no components to show: for a reason"):
@@ -369,7 +369,7 @@ def test_a_large_grid_shows_some_patches(made: Any) -> None:
     picture = figure.axes[0].images[0].get_array()
     assert picture is not None
     # tiles of 20 cells and gaps of 2; the second tile is the query (0, 2)
-    expected = table.where(row=0, col=2)["value"].reshape(20, 20)
+    expected = table.filter(row=0, col=2)["value"].reshape(20, 20)
     assert np.array_equal(np.asarray(picture)[:20, 22:42], expected)
 
 
@@ -479,8 +479,8 @@ def test_several_stores_and_models(stores: Path, tmp_path: Path) -> None:
     alone = {name: run(open_store(stores / f"{name}.zarr")) for name in ("vit", "cnn")}
     both = run(*(open_store(stores / f"{name}.zarr") for name in ("vit", "cnn")))
     for name, single in alone.items():
-        assert equal(both.where(store=name), single)
-    assert len(table.where(store="cnn")) == len(table.where(model="test_resnet")) // 2
+        assert equal(both.filter(store=name), single)
+    assert len(table.filter(store="cnn")) == len(table.filter(model="test_resnet")) // 2
     with Image.open(png) as picture:
         height = picture.size[1]
     weights_command(vit, "--png", tmp_path / "one.png", "-o", tmp_path / "one.csv")

@@ -128,7 +128,7 @@ def test_tables_of_before_the_column_keep_their_labels(tmp_path: Path) -> None:
     assert table["store"].tolist() == ["vit"] and "weights" not in table.columns
     table = best_layer.run([old, write(tmp_path / "new.csv", new, "probe")])
     assert table["store"].tolist() == ["vit", "vit"]
-    assert table["weights"].tolist() == [None, "random 0"]
+    assert table["weights"].tolist() == ["", "random 0"]
 
 
 @pytest.mark.slow

@@ -17,8 +17,8 @@ from numpy.testing import assert_array_equal
 
 from tests.random_stores import PLANS
 from vitsee_stores import metadata, open_store
+from vitsee_stores.creation import documents
 from vitsee_stores.layout import CODECS, ArraySpec, arrays
-from vitsee_stores.zarr_metadata import documents
 
 MakeStore = Callable[..., Path]
 

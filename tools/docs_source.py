@@ -33,8 +33,10 @@ from vitsee_core.tables.results import Table
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "docs" / "site"
 GUIDES = (
-    "explore", "study", "extraction", "interventions", "two-libraries", "data", "tables",
-    "intervals", "notebook", "export", "cluster", "dask", "bucket", "faults", "papers", "real-vit",
+    "explore", "study", "training", "extraction", "interventions", "two-libraries",
+    "vision-language", "data",
+    "tables", "intervals", "notebook", "guests", "export", "cluster", "dask", "bucket", "faults",
+    "papers", "real-vit",
 )  # fmt: skip
 # Other files of the repository that are pages of the site, and how they are called there.
 PAGES = {

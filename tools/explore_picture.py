@@ -1,7 +1,8 @@
 """Draws docs/explore.png: what a page of `vitsee explore` shows, in a headless Chromium.
 
     vitsee demo --real -o real-out
-    vitsee explore vit=real-out/stores/vit-saliency.zarr real-out/stores/lite0.zarr -o explore.html
+    vitsee explore vit=real-out/stores/vit-saliency.zarr real-out/stores/lite0.zarr --recompute \\
+        --trust-store -o explore.html
     PYTHONPATH=. python tools/explore_picture.py explore.html docs/explore.png
 
 The page's own "Save PNG" draws the same view larger.
@@ -15,15 +16,21 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pictures import COLOURS, MOST_BYTES
+from pictures import MOST_BYTES
 from PIL import Image
 
 from tests.browser import Browser
 from tests.explored_pages import read_page
 
-WIDTH, HEIGHT = 1120, 800
+WIDTH, HEIGHT, COLOURS = 1120, 800, 128
 IMAGE, PATCH, LAYER = "chelsea", 101, 18
 WHOLE = "performance.getEntriesByName('explore:whole').length > 0"
+# The page draws what comes into sight: heads come up to the layers, smaller than they are there.
+ALONE = """document.querySelectorAll("#others, .how").forEach((x) => x.style.display = "none");
+document.getElementById("heads").scrollIntoView()"""
+DRAWN = "document.querySelector('#matrices canvas') !== null"
+SMALLER = """document.querySelector('#matrices canvas').style.zoom = "0.62"; scrollTo(0, 0)"""
+BOTTOM = "document.getElementById('heads').getBoundingClientRect().bottom + scrollY"
 
 
 def main() -> None:
@@ -44,19 +51,22 @@ def main() -> None:
 
 
 def picture(page: Path, state: str) -> bytes:
-    """The upper part of a page in this state, in few colours."""
-    with tempfile.TemporaryDirectory() as folder, Browser(Path(folder) / "profile") as browser:
+    """The upper part of a page in this state, and what heads attend to, in few colours."""
+    # Processes of a browser that has ended may still write to its profile.
+    profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    with profile as folder, Browser(Path(folder) / "profile") as browser:
         browser.look(WIDTH, height=HEIGHT)
         browser.ask("Emulation.setScrollbarsHidden", hidden=True)
         whole = Path(folder) / "whole.png"
         browser.open(page, state)
         browser.wait(WHOLE)
-        height = browser.run(
-            "document.querySelector('.how:not([hidden])').getBoundingClientRect().top + scrollY"
-        )
+        browser.run(ALONE)
+        browser.wait(DRAWN)
+        browser.run(SMALLER)
+        height = browser.run(BOTTOM)
         browser.picture(whole)
         with Image.open(whole) as opened:
-            part = opened.convert("RGB").crop((0, 0, opened.width, int(height) - 12))
+            part = opened.convert("RGB").crop((0, 0, opened.width, int(height) + 12))
     out = io.BytesIO()
     part.quantize(COLOURS, Image.Quantize.MEDIANCUT, kmeans=8).save(out, "png", optimize=True)
     return out.getvalue()

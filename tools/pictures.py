@@ -29,7 +29,8 @@ from vitsee_core.tables.files import write_files
 DOCS = Path(__file__).parents[1] / "docs"
 ELSEWHERE = {
     "explore": "# in the folder of vitsee demo --real\n"
-    "vitsee explore vit=stores/vit-saliency.zarr stores/lite0.zarr -o explore.html\n"
+    "vitsee explore vit=stores/vit-saliency.zarr stores/lite0.zarr --recompute --trust-store "
+    "-o explore.html\n"
     "PYTHONPATH=. python tools/explore_picture.py explore.html docs/explore.png",
     "pca": "# not bundled: weights, photographs\nvitsee pca lite0.zarr -o pca.csv --png pca.png",
     "similarity-chance": "python tools/similarity_by_chance.py docs/similarity-chance.png",
@@ -78,7 +79,7 @@ PICTURES = (
     _made(
         "similarity",
         f"similarity {VIT} {RESNET} --pairs same-depth --sites-a !embed,blocks --sites-b "
-        "layer[123].*.out --measure mutual-knn --measure procrustes --measure cka --calibrate 99",
+        "layer[123].*.out --metric mutual_knn --metric procrustes --metric cka --calibrate 99",
     ),
     _made(
         "cka-heads",
@@ -87,8 +88,8 @@ PICTURES = (
     ),
     _made("head-types", "head-types stores/vit.zarr"),
     Picture("saliency", "results/saliency.csv"),
-    Picture("weights", "results/weights.csv"),
-    Picture("attn-map-aligned", "results/attn-map-aligned-vit.csv"),
+    Picture("weights", "results/weights.parquet"),
+    Picture("attn-map-aligned", "results/attn-map-aligned-vit.parquet"),
     _made(
         "attn-sinks",
         f"{_EXTRACT} --random-init 0 --tokens pooled -o stores/untrained.zarr",
@@ -99,8 +100,8 @@ PICTURES = (
         f"normratio {VIT} {RESNET} --tokens patches --tokens cls --metric norm_ratio",
     ),
     Picture("localize-depth", "results/localize.csv"),
-    Picture("erf", "results/erf.csv"),
-    Picture("norms", "results/norms.csv"),
+    Picture("erf", "results/erf.parquet"),
+    Picture("norms", "results/norms.parquet"),
     Picture("spatial", "results/spatial.csv"),
     Picture("spectrum", "results/spectrum.csv"),
     _made("lens", f"lens {VIT} {RESNET} --patches"),

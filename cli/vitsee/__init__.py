@@ -11,17 +11,20 @@
     vitsee.knn("train.zarr", "vit.zarr", progress=vitsee.NotebookProgress())
     vitsee.cluster("vit.zarr", masks=vitsee.Segmentation("instances.json", weights="any"))
 
+`Monitor(model, "photos", "run.zarrs", every=1000)` measures a model while it is trained.
 `explore("a.zarr", output="explore.html")` writes the page of `vitsee explore`. `extract` also takes
 a torch module of your own with its transform. An analysis is the `run` of its module in
 `vitsee_core.analyses`, whose `plot(table)` draws its figure. Names are imported when they are first
-used: `import vitsee` itself imports neither torch nor zarr.
+used: `import vitsee` itself imports neither torch nor zarr. Analyses of other packages (guests, see
+`vitsee_core.runtime.registry`) are here, too; what they are written with is in `vitsee.api`.
 """
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from typing import TYPE_CHECKING, Any
+
+from vitsee_core.runtime import registry
 
 if TYPE_CHECKING:
     from vitsee_core.explore import explore as explore
@@ -29,11 +32,13 @@ if TYPE_CHECKING:
     from vitsee_core.masks.segments import Segmentation as Segmentation
     from vitsee_core.runtime.notebook_progress import NotebookProgress as NotebookProgress
     from vitsee_core.tables.results import Table as Table
+    from vitsee_core.training.monitor import Monitor as Monitor
     from vitsee_stores import Store as Store
     from vitsee_stores import VitseeError as VitseeError
     from vitsee_stores import open_store as open_store
 
 _HOME = {
+    "Monitor": "vitsee_core.training.monitor",
     "NotebookProgress": "vitsee_core.runtime.notebook_progress",
     "Segmentation": "vitsee_core.masks.segments",
     "Store": "vitsee_stores",
@@ -43,19 +48,13 @@ _HOME = {
     "extract": "vitsee_core.extraction.keywords",
     "open_store": "vitsee_stores",
 }
-_ANALYSES = "vitsee_core.analyses"
-
-
-def _analyses() -> list[str]:
-    folder = importlib.import_module(_ANALYSES).__path__
-    return [m.name for m in pkgutil.iter_modules(folder) if not m.name.startswith("_")]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), name)
-    elif not name.startswith("_") and name in _analyses():
-        value = importlib.import_module(f"{_ANALYSES}.{name}").run
+    elif not name.startswith("_") and (name in registry.own_names() or name in registry.names()):
+        value = registry.load(name).run
     else:
         raise AttributeError(f"module 'vitsee' has no attribute {name!r}")
     globals()[name] = value
@@ -63,4 +62,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*_HOME, *_analyses()])
+    return sorted([*_HOME, *registry.names()])

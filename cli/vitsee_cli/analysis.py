@@ -14,6 +14,7 @@ import click
 
 from vitsee_cli import console, options
 from vitsee_cli.values import StorePath
+from vitsee_core.runtime import registry
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_stores.errors import VitseeError
 
@@ -109,13 +110,19 @@ def run_analysis(
         spread_over(dask, progress) as own,
     ):
         table = run(*opened, **given, **own, **keep, progress=progress)
-    sidecar = describe_run(opened, command=console.command_line(), parameters=described)
+    guest = registry.guest_of(run.__module__)
+    if guest is not None:
+        registry.check_table(guest, table)
+    sidecar = describe_run(
+        opened, command=console.command_line(), parameters=described, guest=guest
+    )
     if drawing:
         sidecar["figure"] = dict(drawing)
 
     def figure() -> Figure:
         assert plot is not None
-        return plot(table, **(drawing or {}))
+        with registry.blamed(run.__module__):
+            return plot(table, **(drawing or {}))
 
     write_results(table, outputs, figure=figure, sidecar=sidecar, stdout=sys.stdout)
     if kept := keep.get("keep"):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-PACKAGES = ("vitsee_cli", "vitsee_core", "vitsee_stores")
+PACKAGES = ["vitsee_cli", "vitsee_core", "vitsee_stores"]  # whose log lines are shown
 ARGUMENTS = "vitsee.arguments"  # where the group leaves them in the click context
 GRAMS_KEPT = "finished Gram matrices are kept; repeat the command to resume"
 NOT_OFFERED = "vitsee.not_offered"  # in the click context: whether it was asked of the wrong model
@@ -62,6 +62,16 @@ def of_a_step(shown: set[str], rewrite: Callable[[str], str]) -> Iterator[None]:
         yield
     finally:
         _shown, _rewrite = _ALL, str
+
+
+@contextmanager
+def each_line_once() -> Iterator[None]:
+    """Show no line twice; a study that runs this command sees to it itself."""
+    if _shown is not _ALL:
+        yield
+        return
+    with of_a_step(set(), str):
+        yield
 
 
 class _StderrHandler(logging.Handler):
@@ -128,6 +138,12 @@ def setup(verbosity: int) -> None:
         if verbosity == PROGRESS_ONLY:
             logger.handlers[0].addFilter(_is_progress)
         logger.propagate = False
+
+
+def show_lines_of(package: str) -> None:
+    """Show the log lines of another package, too, from the next `setup` on."""
+    if package not in PACKAGES:
+        PACKAGES.append(package)
 
 
 @lru_cache(maxsize=1)

@@ -64,7 +64,8 @@ def option_of(own: Declared, **instead: Any) -> Decorator:
         settings |= {"default": own.default, "show_default": True}
     if about.default is not None:
         settings["show_default"] = about.default
-    return click.option(flag(own), own.name, help=text, **(settings | instead))
+    names = [flag(own), *([about.alias] if about.alias else [])]
+    return click.option(*names, own.name, help=text, **(settings | instead))
 
 
 def _type_of(own: Declared, about: Option) -> Any:
@@ -72,7 +73,7 @@ def _type_of(own: Declared, about: Option) -> Any:
     if about.parse is not None:
         return _refusing(about.parse)
     if about.choices:
-        return click.Choice([*about.choices, *(["none"] if about.or_none else [])])
+        return Words([*about.choices, *(["none"] if about.or_none else [])])
     if "Path" in kinds and "STORE" in (about.metavar or "").split("|"):
         return parse_place
     if "Path" in kinds:
@@ -85,6 +86,14 @@ def _type_of(own: Declared, about: Option) -> Any:
     if "int" in kinds:
         return WholeNumber(**limits, **opened)
     return FiniteRange(**limits, **opened) if "float" in kinds else parse_words
+
+
+class Words(click.Choice[str]):
+    """A choice of words, in which `-` and `_` are the same."""
+
+    def normalize_choice(self, choice: object, ctx: click.Context | None) -> str:
+        """A word as it is compared with another."""
+        return super().normalize_choice(str(choice), ctx).replace("-", "_")
 
 
 def _refusing(parse: Callable[[str], Any]) -> Callable[[Any], Any]:

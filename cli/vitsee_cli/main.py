@@ -13,6 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from vitsee_cli import console, options, sections, signals
+from vitsee_core.runtime import registry
 from vitsee_core.runtime.machine import is_out_of_memory
 from vitsee_stores.errors import NotOffered, VitseeError, reason
 
@@ -39,14 +40,16 @@ class CommandGroup(click.Group):
 
     `vitsee_core/analyses/attn_dist.py` is `vitsee attn-dist`, see `signature`; `commands/info.py`
     holds the click command `command`. `QUESTION` of either is the heading of the help that lists
-    it. Every command also takes the group's -v and -q.
+    it. Other packages add analyses, see `vitsee_core.runtime.registry`. Every command also takes
+    the group's -v and -q.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sections.names()
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self.list_commands(ctx):
+        # Metadata of packages is read for names that are not our own.
+        if cmd_name not in sections.own_names() and cmd_name not in self.list_commands(ctx):
             return None
         command = sections.command_named(cmd_name)
         command.name = cmd_name
@@ -55,7 +58,10 @@ class CommandGroup(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The commands below the questions that they answer, in one column."""
+        """The commands below the questions that they answer, in one column; on stderr, why analyses
+        of other packages are no commands."""
+        for line in registry.refused().values():
+            console.fail(f"warning: {line}")
         names = self.list_commands(ctx)
         width = max(map(len, names), default=0)
         for question, some in sections.commands_by_question(names).items():
@@ -76,6 +82,8 @@ class CommandGroup(click.Group):
         """Like click's, with near matches in the message for an unknown command; refuses a
         single-valued option that is given twice."""
         name = args[0]
+        if not ctx.resilient_parsing:
+            registry.warn_refused(name, name.replace("-", "_"))
         if not name.startswith("-") and self.get_command(ctx, name) is None:
             names = self.list_commands(ctx)
             near = difflib.get_close_matches(name.replace("_", "-"), names, n=3)
@@ -111,6 +119,13 @@ class CommandGroup(click.Group):
             with signals.Raised(_first_word(ctx)):
                 result = super().invoke(ctx)
             sys.stdout.flush()
+        except click.NoSuchOption as error:  # click offers what looks alike, here --help for --l2
+            of = error.ctx.command.params if error.ctx is not None else ()
+            longer = [o for p in of for o in p.opts if o.startswith(f"{error.option_name}-")]
+            if not longer:
+                raise
+            text = f"No such option {error.option_name!r}. Did you mean {' or '.join(longer)}?"
+            raise click.NoSuchOption(error.option_name, text, None, error.ctx) from None
         except Exception as error:
             if isinstance(error, BrokenPipeError):
                 if _stdout_is_closed():
@@ -191,8 +206,9 @@ def _stdout_is_closed() -> bool:
 def main() -> None:
     """See what a vision transformer sees, and how it differs from a CNN.
 
-    One command runs a timm model over images and keeps its activations in a store; the others
-    compute tables and figures from stores, without the model.
+    One command runs a model, of timm, transformers, open_clip or torchvision or your own, over
+    images and keeps its activations in a store; the others compute tables and figures from stores,
+    without the model.
 
     Start here: `vitsee demo --quick` makes a report of the models and images that ship with vitsee.
 

@@ -7,13 +7,17 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
+import re
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 
+from vitsee_cli import console
 from vitsee_core.runtime import options as headings
+from vitsee_core.runtime import registry
 from vitsee_core.runtime.options import ATTENTION as ATTENTION
 from vitsee_core.runtime.options import FLOW as FLOW
 from vitsee_core.runtime.options import KNOWLEDGE as KNOWLEDGE
@@ -21,52 +25,95 @@ from vitsee_core.runtime.options import QUESTIONS as QUESTIONS
 from vitsee_core.runtime.options import RESULTS as RESULTS
 from vitsee_core.runtime.options import SIMILARITY as SIMILARITY
 from vitsee_core.runtime.options import STORES as STORES
+from vitsee_core.tables.text import shorten, visible
 
 OTHER_COMMANDS = "Other commands"
 _COMMANDS, _ANALYSES = "vitsee_cli.commands", "vitsee_core.analyses"
+LONGEST = 72  # letters of a guest's line in the help
 
 REST = "Other options"
 
 
+def own_names() -> list[str]:
+    """The names of vitsee's own commands, sorted: the files of `vitsee_cli.commands` and the
+    analyses."""
+    found = {m.name for m in pkgutil.iter_modules(importlib.import_module(_COMMANDS).__path__)}
+    return sorted(name.replace("_", "-") for name in {*found, *registry.own_names()})
+
+
 def names() -> list[str]:
-    """The commands' names, sorted: the files of `vitsee_cli.commands` and the analyses."""
-    folders = [importlib.import_module(package).__path__ for package in (_COMMANDS, _ANALYSES)]
-    found = {m.name for folder in folders for m in pkgutil.iter_modules(folder)}
-    return sorted(name.replace("_", "-") for name in found if not name.startswith("_"))
+    """The names of all commands, sorted: vitsee's own, and those of other packages."""
+    return sorted([*own_names(), *(guest.command for guest in registry.guests().values())])
 
 
 def module_of(name: str) -> str:
-    """The name of the module that declares a command: its own file, else its analysis."""
+    """The name of the module that declares one of vitsee's own commands: its own file, else its
+    analysis."""
     stem = name.replace("-", "_")
     own = f"{_COMMANDS}.{stem}"
     return own if importlib.util.find_spec(own) is not None else f"{_ANALYSES}.{stem}"
 
 
 def command_named(name: str) -> click.Command:
-    """The command, its module imported."""
+    """The command, its module imported. Raises GuestError: a guest that cannot be used."""
+    from vitsee_cli.signature import command_of
+
+    stem = name.replace("-", "_")
+    if (guest := registry.guests().get(stem) if name not in own_names() else None) is not None:
+        console.show_lines_of(guest.module.partition(".")[0])
+        return command_of(stem)
     module = module_of(name)
     if module.startswith(_COMMANDS):
         return importlib.import_module(module).command
-    from vitsee_cli.signature import command_of
-
-    return command_of(name.replace("-", "_"))
+    return command_of(stem)
 
 
 def described(name: str) -> tuple[click.Command, str]:
     """A command's name and help, and its question, read from its file: importing all would take
     seconds."""
-    help_text, question = "", OTHER_COMMANDS
+    if (guest := registry.guests().get(name.replace("-", "_"))) is not None:
+        return _guest_described(guest)
     spec = importlib.util.find_spec(module_of(name))
     assert spec is not None and spec.origin is not None
-    for node in ast.parse(Path(spec.origin).read_bytes()).body:
-        target = ast.unparse(node.targets[0]) if isinstance(node, ast.Assign) else ""
-        if isinstance(node, ast.FunctionDef) and node.name == "command":
-            help_text = ast.get_docstring(node) or ""
-        elif isinstance(node, ast.Assign) and target == "HELP":
-            help_text = inspect.cleandoc(ast.literal_eval(node.value))
-        elif isinstance(node, ast.Assign) and target == "QUESTION":
-            question = getattr(headings, ast.unparse(node.value))
-    return click.Command(name, help=help_text), question
+    text = Path(spec.origin).read_text("utf-8")
+    # Parsing what follows, the functions, would take most of the time.
+    head = re.split(r"^(?:@\w|def \w+\(|class \w+[(:])", text, maxsplit=1, flags=re.MULTILINE)[0]
+    docstring = re.search(r'^def command\(.*?^    ("""(?:.*?)""")', text, re.MULTILINE | re.DOTALL)
+    found = _constants(head)
+    help_text = ast.literal_eval(docstring[1]) if docstring else found.get("HELP", "")
+    question = getattr(headings, found.get("QUESTION", ""), OTHER_COMMANDS)
+    return click.Command(name, help=inspect.cleandoc(help_text)), question
+
+
+def _constants(source: str) -> dict[str, str]:
+    """HELP, the text, and QUESTION, the last part of the name that it is set to, of a module's
+    source."""
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if name == "HELP" and isinstance(node.value, ast.Constant):
+                found[name] = str(node.value.value)
+            elif name == "QUESTION" and isinstance(node.value, ast.Name | ast.Attribute):
+                found[name] = ast.unparse(node.value).rpartition(".")[2]
+    return found
+
+
+def _guest_described(guest: registry.Guest) -> tuple[click.Command, str]:
+    """The same of a guest, marked with its package; where its source does not say it, the package's
+    summary."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of another package's code
+            found = _constants(guest.source())
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        found = {}
+    lines = [line for line in found.get("HELP", "").splitlines() if line.strip()]
+    line = visible((lines or [guest.summary])[0].strip().rstrip("."))
+    line = shorten(line, LONGEST) if len(line) > LONGEST else line
+    question = getattr(headings, found.get("QUESTION", ""), "")
+    command = click.Command(guest.command, short_help=f"{line} [{visible(guest.package)}]")
+    return command, question if question in QUESTIONS else OTHER_COMMANDS
 
 
 def commands_by_question(names: Iterable[str]) -> dict[str, dict[str, click.Command]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from vitsee_cli import console, options
 from vitsee_cli.analysis import run_analysis
 from vitsee_cli.declared import flag, option_of, without_none
 from vitsee_cli.values import parse_store
+from vitsee_core.runtime import registry
 from vitsee_core.runtime.options import Declared, Gather, Offers, Option, declared, options_of
 
 _EXECUTION = {
@@ -29,9 +29,9 @@ _MEANING = {"high": "95 % interval over images", "spread": "what std is"}
 
 
 def command_of(name: str) -> click.Command:
-    """The command of the analysis `vitsee_core.analyses.NAME`: stores, -o and --png, its own
-    options in the order of its parameters, and those of its execution."""
-    module = importlib.import_module(f"vitsee_core.analyses.{name}")
+    """The command of the analysis NAME: stores, -o and --png, its own options in the order of its
+    parameters, and those of its execution. Raises GuestError: see `registry.load`."""
+    module = registry.load(name)
     stores = [own for own in declared(module.run).values() if own.annotation == "Store"]
 
     def body(outputs: Any, **given: Any) -> None:
@@ -43,16 +43,24 @@ def command_of(name: str) -> click.Command:
         run_analysis(
             module.run,
             module.plot,
-            _labelled(opened, first_trains=len(stores) > 1),
+            _labelled(opened, stores[0].name if len(stores) > 1 else ""),
             outputs,
             resumes=console.GRAMS_KEPT if given.get("no_cache") is False else "",
             drawing=drawing or None,
             **given,
         )
 
-    decorators = [_argument(own) for own in stores]
-    command = options.apply(analysis_options(module)(body), decorators)
-    return click.command(name.replace("_", "-"), help=help_of(module))(command)
+    try:
+        decorators = [_argument(own) for own in stores]
+        command = options.apply(analysis_options(module)(body), decorators)
+        return click.command(name.replace("_", "-"), help=help_of(module))(command)
+    except Exception as error:
+        if (guest := registry.guest_of(module.__name__)) is None:
+            raise
+        raise registry.GuestError(
+            f"{guest.command} of the package {guest.by} makes no command: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def analysis_options(module: ModuleType) -> Callable[[Any], Any]:
@@ -97,11 +105,12 @@ def _argument(own: Declared) -> Callable[[Any], Any]:
     return lambda command: argument(options.distinct_labels(command, own.name))
 
 
-def _labelled(stores: list[Any], *, first_trains: bool) -> tuple[Any, ...]:
-    """The stores; one that is both trained on and tested gets another label as the first."""
+def _labelled(stores: list[Any], role: str) -> tuple[Any, ...]:
+    """The stores; a first one with a role of its own (`train`, `base`) that is called like another
+    is called `NAME (ROLE)`."""
     first, *rest = stores
-    if first_trains and first.label in [store.label for store in rest]:
-        first = first._replace(label=f"{first.label} (train)")
+    if role and first.label in [store.label for store in rest]:
+        first = first._replace(label=f"{first.label} ({role})")
     return (first, *rest)
 
 

@@ -17,6 +17,7 @@ from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from vitsee_core.extraction.options import ModelOptions
+    from vitsee_core.models.provenance import NamedModel
     from vitsee_core.study.recipe_file import RecipeFile
     from vitsee_core.study.running import Outcome
     from vitsee_core.study.steps import Plan, Step, Study
@@ -105,6 +106,66 @@ def run_recipe(ctx: click.Context, study: Study, recipe: RecipeFile, data: str |
     _execute(ctx, study, plan, lambda _: plan, about, dry_run=dry_run)
 
 
+def run_checkpoints(
+    ctx: click.Context,
+    models: Mapping[str, str],
+    pattern: str,
+    *,
+    data: str,
+    train: str | None,
+    output: Path,
+    images: int,
+    train_images: int | None,
+    analyses: Sequence[str],
+    keep: str,
+    seed: int,
+    device: str,
+    dry_run: bool,
+) -> None:
+    """The same of the checkpoints of one model, each a step of every table; ends with the path of
+    the record of steps.
+
+    Raises:
+        VitseeError: no checkpoints, or some could not be read (all others were done).
+        click.UsageError: several models.
+    """
+    from vitsee_core.images import open_source
+    from vitsee_core.study import cost
+    from vitsee_core.training import checkpoints
+    from vitsee_core.training.series import FIRST, LAST, PREVIOUS, RECORD, Series, measurements
+
+    ctx.meta[console.RESUMES] = "repeat the command to go on"
+    if len(models) > 1:
+        raise click.UsageError("--checkpoints are of one model: give one, and others their own -o")
+    ((label, name),) = models.items()
+    options = model_options_of(name)
+    checkpoints.check_name(options)
+    unit, files, without = checkpoints.find_checkpoints(pattern)
+    (model,) = _survey(models)
+    sources = [open_source(place).labels for place in (data, *([] if train is None else [train]))]
+    labelled = all(bool((labels >= 0).any()) for labels in sources)
+    apply, left_out = checkpoints.applicable(model, with_train=train is not None and labelled)
+    chosen = measurements(analyses or apply, (FIRST, LAST, PREVIOUS), with_train=train is not None)
+    for what, why in {**({} if analyses else left_out), **without}.items():
+        console.say(f"left out: {what}: {why}")
+    n_images = min(images, len(sources[0]))
+    speed = cost.measured_speed(device)
+    console.say(checkpoints.cost_line(model, len(files), n_images, keep, speed))
+    if dry_run:
+        console.out("\n".join(f"{unit} {file.step}: {file.path}" for file in files))
+        return
+    series = Series(output, data, chosen, name=label, unit=unit, train=train,
+                    train_images=train_images, keep=keep, resume=True,
+                    options={"images": n_images, "seed": seed, "device": device})  # fmt: skip
+    failed = checkpoints.run(series, options, files, console.say)
+    console.out(str(output / RECORD))
+    if lost := [file.path.name for file in failed] + [*without]:
+        raise VitseeError(
+            f"{len(lost)} of {len(files) + len(without)} checkpoints were not measured: "
+            f"{', '.join(lost)}; see {output / RECORD}"
+        )
+
+
 def _execute(
     ctx: click.Context,
     study: Study,
@@ -116,6 +177,7 @@ def _execute(
 ) -> None:
     """Log what a plan takes, and do it, or print it. of_those: what is left after extractions
     failed."""
+    from vitsee_core.models.provenance import naming
     from vitsee_core.study import running
 
     words = console.command_line()
@@ -136,22 +198,23 @@ def _execute(
     perform = Performer(ctx)
     total = len(plan.steps) + 1
     try:
-        failed = running.carry_out(plan.extractions, record, perform, console.say, total=total)
-        again = of_those(failed)
-        steps = [*again.analyses, report_step(study)]
-        record.outdate(report_step(study))
-        running.check_outputs(study, again.analyses, record)
-        first = len(plan.extractions) + 1
-        failed += running.carry_out(
-            steps, record, perform, console.say, first=first, total=total, before=failed
-        )
+        with naming(_models_by_store(plan.steps)):
+            failed = running.carry_out(plan.extractions, record, perform, console.say, total=total)
+            again = of_those(failed)
+            steps = [*again.analyses, report_step(study)]
+            record.outdate(report_step(study))
+            running.check_outputs(study, again.analyses, record)
+            first = len(plan.extractions) + 1
+            failed += running.carry_out(
+                steps, record, perform, console.say, first=first, total=total, before=failed
+            )
     except running.Stopped as stopped:
         console.fail(f"vitsee {ctx.info_name}: interrupted; {KEPT}")
         ctx.exit(signals.EXIT_RESUMABLE if stopped.code else 1)
-    if record.steps[report_step(study).name]["status"] == running.DONE:
+    if record.steps[report_step(study).name].status == running.DONE:
         console.out(str(study.folder / "report.html"))
     if failed:
-        bad = [f"{step.name} ({record.steps[step.name]['reason']})" for step in failed]
+        bad = [f"{step.name} ({record.steps[step.name].reason})" for step in failed]
         raise VitseeError(f"{len(bad)} of {total} steps failed: {'; '.join(bad)}")
 
 
@@ -246,13 +309,33 @@ def _survey(models: Mapping[str, str]) -> list[SurveyedModel]:
 
 def model_options_of(name: str) -> ModelOptions:
     """The options in a model's name, as extract reads them."""
+    return _extracted([name, "--data", "images", "-o", "store"])
+
+
+def _extracted(words: Sequence[str]) -> ModelOptions:
+    """The model of a command line of extract, without the command's name."""
     from vitsee_cli.model_options import model_of
 
     ctx = click.get_current_context()
     extract = commands_of(ctx)("extract")
     assert extract is not None
-    words = [name, "--data", "images", "-o", "store"]
-    return model_of(extract.make_context("extract", words, ctx).params)
+    return model_of(extract.make_context("extract", [*words], ctx).params)
+
+
+def _models_by_store(steps: Sequence[Step]) -> dict[Path, NamedModel]:
+    """The folder of each store that the steps extract -> the model that their words name."""
+    from vitsee_core.models.provenance import NamedModel
+
+    found = {}
+    for step in steps:
+        if step.command == "extract" and step.make is None:
+            try:
+                own = _extracted(step.words[1:])
+            except (click.ClickException, VitseeError):
+                continue  # the step itself says what is wrong
+            code = own.trust_remote_code
+            found[step.outputs[0]] = NamedModel(own.name, own.model_args, code)
+    return found
 
 
 def _counted(study: Study) -> tuple[Study, bool]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from vitsee_cli.values import parse_path
+from vitsee_core.runtime.registry import GuestError
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def settings(
     known = [*analyses, "extract"]
     values: dict[tuple[str, str], list[str]] = {}
     for text in texts:
-        match = re.fullmatch(r"([a-z-]+)\.([a-z0-9-]+)=(.+)", text, re.DOTALL)
+        match = re.fullmatch(r"([a-z0-9-]+)\.([a-z0-9-]+)=(.+)", text, re.DOTALL)
         if match is None or match[1] not in known:
             raise click.UsageError(
                 f"--set {text!r}; expected ANALYSIS.OPTION=VALUE, ANALYSIS one of "
@@ -144,7 +145,10 @@ def settings(
             raise click.UsageError(f"--set {name}.{option}: {error.message}") from None
         found.setdefault(name, []).append(setting)
     for name in known if memory is not None else ():
-        command = command_of(name)
+        try:
+            command = command_of(name)
+        except GuestError:  # its own step reports it
+            continue
         if command is not None and any(param.name == "memory" for param in command.params):
             own = Setting(("--memory",), ("--memory", str(memory)))
             found.setdefault(name, []).append(own)

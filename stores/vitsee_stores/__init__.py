@@ -3,8 +3,25 @@
     from vitsee_stores import open_store
     store = open_store("b16.zarr")
 
-FORMAT.md beside this file is the format's text. Names are imported when first used, so importing
-the package costs nothing.
+FORMAT.md beside this file is the format's text. Five files to read first, in this order:
+
+    plan.py      what a store is planned to hold: token layouts, sites, attention, the canvas
+    layout.py    the arrays that follow from a plan: names, shapes, types, chunks
+    manifest.py  what is recorded beside the arrays, and the identity that joining compares
+    writer.py    a slab's way to the disk: chunks, checksums, commit marker
+    store.py     what readers have: arrays that are read when sliced, slabs with their masks
+
+and the rest, around them:
+
+    what a stranger may have written    schema (types and limits), metadata (zarr.json, markers)
+    bytes of chunks                     chunks (codecs), sealed (verified reading, damage of a slab)
+    a new store                         creation, samples (ids, labels), leases (who makes a slab)
+    reading                             opening, generations (a store that grew), store_contents,
+                                        lazy, selectors and token_selection (which sites, tokens)
+    folder or URL                       files (what both offer), folder, objects, disk, url
+    what is told to people              info, validation, errors, notebook, weights_names
+
+Names are imported when first used, so importing the package costs nothing.
 """
 
 from __future__ import annotations
@@ -28,10 +45,10 @@ if TYPE_CHECKING:
     from vitsee_stores.layout import TokenLayout as TokenLayout
     from vitsee_stores.lazy import LazyArray as LazyArray
     from vitsee_stores.manifest import Manifest as Manifest
-    from vitsee_stores.manifest import Samples as Samples
     from vitsee_stores.manifest import new_manifest as new_manifest
     from vitsee_stores.opening import open_store as open_store
-    from vitsee_stores.pairing import require_paired as require_paired
+    from vitsee_stores.opening import require_paired as require_paired
+    from vitsee_stores.samples import Samples as Samples
     from vitsee_stores.store import Slab as Slab
     from vitsee_stores.store import Store as Store
     from vitsee_stores.validation import validate as validate
@@ -44,9 +61,9 @@ _HOME = {
     "info": "describe",
     "layout": "AttentionGroup SiteSpec StorePlan TokenLayout",
     "lazy": "LazyArray",
-    "manifest": "Manifest Samples new_manifest",
-    "opening": "open_store",
-    "pairing": "require_paired",
+    "manifest": "Manifest new_manifest",
+    "opening": "open_store require_paired",
+    "samples": "Samples",
     "store": "Slab Store",
     "validation": "validate",
     "writer": "StoreWriter",

@@ -1,24 +1,33 @@
-"""Atomic creation and removal of stores."""
+"""Atomic creation and removal of stores, the files of an empty one, and the most a full one takes.
+
+Each zarr.json is made by zarr in memory. Zarr is imported only here and by `Files.zarr_store`:
+creating and validating stores need it, reading them does not.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import os
+from collections import Counter
 from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_stores import metadata
-from vitsee_stores.chunks import checksum, chunk_name, encode
+from vitsee_stores.chunks import LZ4_LEVEL, ZSTD_LEVEL, checksum, chunk_name, encode
 from vitsee_stores.errors import StoreError, reason
 from vitsee_stores.files import Pieces
-from vitsee_stores.layout import arrays
+from vitsee_stores.folder import files_at
+from vitsee_stores.layout import CHECKSUM_BYTES, ArraySpec, arrays
 from vitsee_stores.manifest import ATTRIBUTE, Manifest
-from vitsee_stores.places import files_at
+from vitsee_stores.metadata import root_document, to_text
 from vitsee_stores.url import Url
-from vitsee_stores.zarr_metadata import documents
 
 
 def remove_store(path: str | os.PathLike[str] | Url) -> None:
@@ -62,3 +71,118 @@ def contents(
         files.append((f"{path}/{metadata.ZARR_JSON}", [metadata.to_text(document)]))
     files.append((metadata.ZARR_JSON, [root]))
     return files, manifest
+
+
+# ---------------- Zarr's files
+
+# Order of keys in the files, independent of the zarr version.
+KEYS = (
+    "zarr_format",
+    "node_type",
+    "shape",
+    "data_type",
+    "chunk_grid",
+    "chunk_key_encoding",
+    "fill_value",
+    "codecs",
+    "attributes",
+    "dimension_names",
+    "storage_transformers",
+)
+
+
+def documents(specs: Mapping[str, ArraySpec]) -> dict[str, dict[str, Any]]:
+    """The zarr.json of every group and array below the root, by path: all groups, then the arrays
+    in their order.
+
+    Raises:
+        StoreError: zarr cannot make such an array.
+    """
+    groups = {str(parent) for path in specs for parent in PurePosixPath(path).parents} - {"."}
+    made = {path: _group() for path in sorted(groups)}
+    for path, spec in specs.items():
+        try:
+            made[path] = _array(spec.shape, spec.chunks, spec.dtype, spec.codec, spec.axes)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise StoreError(f"zarr makes no array {path}: {error}") from None
+    return made
+
+
+@lru_cache
+def _group() -> dict[str, Any]:
+    import zarr
+    from zarr.storage import MemoryStore
+
+    held: dict[str, Any] = {}
+    zarr.create_group(MemoryStore(held))
+    return _document(held)
+
+
+@lru_cache(maxsize=1024)  # a store has few distinct kinds of arrays
+def _array(
+    shape: tuple[int, ...], chunks: tuple[int, ...], dtype: str, codec: str, axes: tuple[str, ...]
+) -> dict[str, Any]:
+    import zarr
+    from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ZstdCodec
+    from zarr.storage import MemoryStore
+
+    item, held = np.dtype(dtype).itemsize, dict[str, Any]()
+    compressors: dict[str, list[Any]] = {
+        "none": [],
+        "zstd": [ZstdCodec(level=ZSTD_LEVEL, checksum=False)],
+        "lz4": [BloscCodec(typesize=item, cname="lz4", clevel=LZ4_LEVEL, shuffle="shuffle")],
+    }
+    zarr.create_array(
+        MemoryStore(held),
+        shape=shape,
+        chunks=chunks,
+        dtype=dtype,
+        fill_value=math.nan if dtype.startswith("float") else 0,
+        serializer=BytesCodec(endian="little" if item > 1 else None),
+        filters=None,
+        compressors=[*compressors[codec], Crc32cCodec()],
+        chunk_key_encoding={"name": "default", "separator": "."},
+        dimension_names=axes,
+    )
+    return _document(held)
+
+
+def _document(held: Mapping[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(held["zarr.json"].to_bytes())
+    order = {key: place for place, key in enumerate(KEYS)}
+    return {key: fields[key] for key in sorted(fields, key=lambda key: order.get(key, len(KEYS)))}
+
+
+# ---------------- how much of the disk
+
+ENTRY_BYTES = 128  # of a file in its folder's index, also under its temporary name
+SEALED_BYTES = 32  # of an array's checksum in the manifest, beside the array's name
+
+
+def max_disk_bytes(manifest: Manifest, block: int) -> int:
+    """Upper bound on a store's disk usage, on a file system that allocates whole blocks of `block`
+    bytes: every chunk with its padding, at the length of incompressible data, and all metadata; the
+    manifest counts twice because it is rewritten at the end."""
+    specs = arrays(manifest.plan)
+    made = documents(specs)
+    root = len(to_text(root_document(manifest, complete=False)))
+    root += sum(SEALED_BYTES + len(path) for path, spec in specs.items() if spec.per == "once")
+    n_files = Counter(str(PurePosixPath(path).parent) for path in made)  # starting with folders
+    total = 2 * _blocks(root, block)
+    for path, document in made.items():
+        total += _blocks(len(to_text(document)), block)
+        if path in specs:
+            n_files[path] = math.prod(specs[path].grid)
+            total += n_files[path] * _blocks(_longest(specs[path]), block)
+    return total + sum(_blocks((2 + n) * ENTRY_BYTES, block) for n in n_files.values())
+
+
+def _longest(spec: ArraySpec) -> int:
+    """Upper bound on a chunk's file size: zstd and lz4 in Blosc add less than this to
+    incompressible data (ZSTD_COMPRESSBOUND; BLOSC_MAX_OVERHEAD)."""
+    added = 0 if spec.codec == "none" else spec.chunk_bytes // 256 + 64
+    return spec.chunk_bytes + CHECKSUM_BYTES + added
+
+
+def _blocks(n: int, block: int) -> int:
+    return math.ceil(n / block) * block

@@ -14,10 +14,10 @@ import numpy as np
 
 from vitsee_stores.errors import StoreError, Unreachable
 from vitsee_stores.files import Files
+from vitsee_stores.folder import files_at
 from vitsee_stores.generations import Generation, GrownChunks, committed, read_generations
 from vitsee_stores.layout import ArraySpec, n_bytes
 from vitsee_stores.leases import claims_of
-from vitsee_stores.places import files_at
 from vitsee_stores.plan import SiteSpec, StorePlan
 from vitsee_stores.sealed import VerifiedChunks
 from vitsee_stores.url import Url

@@ -12,7 +12,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vitsee_stores.plan import AttentionGroup, ErfPlan, SiteSpec, StorePlan, TokenLayout
+from vitsee_stores.plan import (
+    CODECS,
+    AttentionGroup,
+    ErfPlan,
+    SiteSpec,
+    StorePlan,
+    TokenLayout,
+)
 from vitsee_stores.selectors import GROUPS, select_names
 
 __all__ = [
@@ -35,7 +42,6 @@ __all__ = [
 FORMAT_VERSION = 2
 # Format extensions that this package reads, as named in a manifest's `features`.
 FEATURES: tuple[str, ...] = ("box", "canvas")
-CODECS = ("none", "zstd", "lz4")
 COMMIT_BYTES = 4096
 CHECKSUM_BYTES = 4
 SMALL_CHUNK, LARGE_CHUNK = 4 << 20, 16 << 20

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from vitsee_stores.disk import has_ended, tag
 from vitsee_stores.errors import StoreError, reason
 from vitsee_stores.files import Files
-from vitsee_stores.temp_files import has_ended, tag
 
 log = logging.getLogger(__name__)
 

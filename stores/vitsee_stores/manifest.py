@@ -1,4 +1,4 @@
-"""The manifest: how a store was made and what it holds, its identity, and the order of the images.
+"""The manifest: how a store was made, what it holds, its identity, what it adds to another store.
 
 JSON only, in the root group's attributes under "vitsee": opening an untrusted store runs no code.
 """
@@ -13,83 +13,54 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from msgspec import Meta, Struct
 
 from vitsee_stores.errors import IdentityMismatch, StoreError
-from vitsee_stores.growth import Growth, read_growth
-from vitsee_stores.json_schema import Fields, text
-from vitsee_stores.layout import FEATURES, FORMAT_VERSION, StorePlan, arrays
-from vitsee_stores.plan_schema import read_plan
-from vitsee_stores.records import check_records
+from vitsee_stores.layout import FEATURES, FORMAT_VERSION, StorePlan
+from vitsee_stores.samples import Samples, encode_id
+from vitsee_stores.schema import (
+    Count,
+    Digest,
+    Real,
+    Whole,
+    check_name,
+    check_plan,
+    checked,
+    require_fields,
+)
 
 ATTRIBUTE = "vitsee"
 ABSENT = "nothing"
 SHOWN_VALUE = 80
 
+Checksum = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Object = dict[str, Any]
+
 
 @dataclass(frozen=True)
-class Samples:
-    """The images in the store's order.
+class Growth:
+    """The record of a later generation: its predecessors, and where its slabs and sites belong.
 
     Attributes:
-        index: (images,) position in the data set's own order.
-        ids: path below the data folder, or row key.
-        labels: (images,) class, -1 for none.
-        splits: name of each image's split, "" for none.
-        boxes: (images, 4) x0, y0, x1, y1 of each image in its file, NaN for a whole file; None if
-            all images are whole files.
+        after: store_id of each generation before, in order; the first one is the store itself.
+        first_slab: the slab of the whole store that is this generation's slab 0: 0 where sites are
+            added for all images, else the first slab that the images before did not fill.
+        sites: all sites of the whole store in the model's order, aliases included.
+        samples_fingerprint: of all images of the whole store.
     """
 
-    index: NDArray[np.int64]
-    ids: list[str]
-    labels: NDArray[np.int64]
-    splits: list[str]
-    boxes: NDArray[np.float32] | None = None
-
-    def __post_init__(self) -> None:
-        lengths = {len(self.index), len(self.ids), len(self.labels), len(self.splits)}
-        if self.boxes is not None:
-            lengths.add(len(self.boxes))
-        if len(lengths) != 1:
-            raise ValueError(f"samples of one length were expected, not {sorted(lengths)}")
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def part(self, rows: slice) -> Samples:
-        """Consecutive ones of these images."""
-        return Samples(
-            index=self.index[rows],
-            ids=self.ids[rows],
-            labels=self.labels[rows],
-            splits=self.splits[rows],
-            boxes=None if self.boxes is None else self.boxes[rows],
-        )
+    after: Annotated[tuple[str, ...], Meta(min_length=1)]
+    first_slab: Annotated[int, Meta(ge=0, le=1 << 27)]
+    sites: tuple[str, ...]
+    samples_fingerprint: str
 
     @property
-    def id(self) -> NDArray[np.str_]:
-        """(images,) ids as an array."""
-        return np.array(self.ids, np.str_)
-
-    @property
-    def label(self) -> NDArray[np.int64]:
-        """(images,) class of each image, -1 for none."""
-        return self.labels
-
-    @property
-    def split(self) -> NDArray[np.str_]:
-        """(images,) name of each image's split, "" for none."""
-        return np.array(self.splits, np.str_)
-
-    def fingerprint(self) -> str:
-        """sha256 over id, NUL, label, newline of each image in order; stores pair by it."""
-        digest = hashlib.sha256()
-        for name, label in zip(self.ids, self.labels.tolist(), strict=True):
-            digest.update(f"{name}\0{label}\n".encode("utf-8", "surrogateescape"))
-        return digest.hexdigest()
+    def number(self) -> int:
+        """The generation's number; the store as it was made is 1."""
+        return len(self.after) + 1
 
 
 @dataclass(frozen=True)
@@ -107,10 +78,10 @@ class Manifest:
     """
 
     format: int
-    store_id: str
+    store_id: Digest
     identity: dict[str, Any]
     plan: StorePlan
-    samples_fingerprint: str
+    samples_fingerprint: Digest
     model: dict[str, Any] = field(default_factory=dict)
     transform: dict[str, Any] = field(default_factory=dict)
     class_names: list[str] | None = None
@@ -119,7 +90,7 @@ class Manifest:
     info: dict[str, Any] = field(default_factory=dict)
     splits: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
-    checksums: dict[str, int] = field(default_factory=dict)
+    checksums: dict[str, Checksum] = field(default_factory=dict)
     growth: Growth | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -147,47 +118,107 @@ class Manifest:
                 f"store format {shown}, but this vitsee reads format {FORMAT_VERSION}; {advice}"
             )
         try:
-            fields = Fields(data)
-            features = fields.list("features", text)
+            features = checked(data.get("features"), tuple[str, ...], "features")
         except ValueError as error:
             raise StoreError(f"the manifest is damaged: {error}") from None
         if unknown := [name for name in features if name not in FEATURES]:
+            names = few([repr(name[:SHOWN_VALUE]) for name in unknown])
             raise StoreError(
-                f"the store uses {few(list(map(repr, unknown)))}, which this vitsee does not read; "
-                "update vitsee"
+                f"the store uses {names}, which this vitsee does not read; update vitsee"
             )
         try:
-            check_records(fields)
-            plan = read_plan(fields.get("plan"))
-            if sorted(features) != sorted(plan.features):
+            checked(data, _Descriptions)
+            checked(data.get("left_out"), dict[str, str], "left_out")
+            checked(data.get("checksums"), dict[str, Checksum], "checksums")
+            checked(data["info"].get("versions") or {}, dict[str, str], "info.versions")
+            manifest = checked(data, cls)
+            require_fields(data, manifest)
+            specs = check_plan(manifest.plan)
+            if sorted(features) != sorted(manifest.plan.features):
                 raise ValueError(
-                    f"features are {list(features)}, its plan has {list(plan.features)}"
+                    f"features are {list(features)}, its plan has {list(manifest.plan.features)}"
                 )
-            sums = {path: spec for path, spec in arrays(plan).items() if spec.per == "once"}
-            checksums = fields.object("checksums")
-            if set(checksums.value) != set(sums):
+            once = {path for path, spec in specs.items() if spec.per == "once"}
+            if set(manifest.checksums) != once:
                 raise ValueError("checksums does not name the arrays that are written once")
-            return cls(
-                format=version,
-                store_id=fields.text("store_id"),
-                identity=fields.object("identity").value,
-                plan=plan,
-                samples_fingerprint=fields.text("samples_fingerprint"),
-                model=fields.object("model").value,
-                transform=fields.object("transform").value,
-                class_names=list(fields.list("class_names", text))
-                if "class_names" in fields
-                else None,
-                selfcheck=fields.object("selfcheck").value,
-                left_out=fields.object("left_out").value,
-                info=fields.object("info").value,
-                splits=fields.list("splits", text),
-                features=features,
-                checksums={path: checksums.integer(path, 0, 2**32 - 1) for path in sums},
-                growth=read_growth(fields.object("growth")) if "growth" in fields else None,
-            )
+            if manifest.growth is not None:
+                for i, name in enumerate(manifest.growth.sites):
+                    check_name(name, f"growth.sites[{i}]")
+            return manifest
         except ValueError as error:
             raise StoreError(f"the manifest is damaged: {error}") from None
+
+
+class _Identity(Struct):
+    model: Object | None = None
+    weights: str | None = None
+    ablate_skip: list[str] | None = None
+    interventions: list[str] | None = None
+    transform: Object | None = None
+    n_images: Count | None = None
+    seed: Whole | None = None
+    order: str | None = None
+    slab: Count | None = None
+    codec: str | None = None
+    attention: str | None = None
+    residual: bool | None = None
+    inputs: bool | None = None
+    grams: bool | None = None
+    erf: Count | None = None
+    precision: str | None = None
+    tokens: Object | None = None
+    dtype: Object | None = None
+
+
+class _Weights(Struct):
+    missing: list[str] | None = None
+    unexpected: list[str] | None = None
+    other_keys: list[str] | None = None
+
+
+class _Model(Struct):
+    name: str | None = None
+    architecture: str | None = None
+    args: Object | None = None
+    input_size: list[Count] | None = None
+    n_params: Count | None = None
+    weights: _Weights | None = None
+    ablate_skip: list[str] | None = None
+    interventions: list[str] | None = None
+
+
+class _Transform(Struct):
+    input_size: list[Count] | None = None
+    interpolation: str | None = None
+    crop_mode: str | None = None
+    crop_pct: Real | None = None
+    crop_border_pixels: Count | None = None
+    fill: str | None = None
+    short_side: Count | None = None
+    multiple: Count | None = None
+    processor: str | None = None
+    mean: list[Real] | None = None
+    std: list[Real] | None = None
+
+
+class _Info(Struct):
+    data: Object | None = None
+    data_folder: str | None = None
+    checkpoint: str | None = None
+    versions: Object | None = None
+    selection: Object | None = None
+    first_images_sha256: str | None = None
+    input_weights: Object | None = None
+
+
+class _Descriptions(Struct):
+    """The fields of a manifest's objects that readers rely on. Each may be absent or null; others
+    may be anything, and all are kept as they are."""
+
+    identity: _Identity
+    model: _Model
+    transform: _Transform
+    info: _Info
 
 
 def new_manifest(
@@ -307,63 +338,3 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
-
-
-def encode_id(name: str) -> bytes:
-    """A sample's id as bytes; file names that are not UTF-8 keep their bytes."""
-    return name.encode("utf-8", "surrogateescape")
-
-
-def samples_arrays(samples: Samples, manifest: Manifest) -> dict[str, NDArray[Any]]:
-    width = manifest.plan.id_bytes
-    names = np.array([encode_id(name) for name in samples.ids], f"S{width}")
-    codes = {name: code for code, name in enumerate(manifest.splits)}
-    boxes = {} if samples.boxes is None else {"samples/box": samples.boxes.astype(np.float32)}
-    return {
-        **boxes,
-        "samples/index": np.asarray(samples.index, np.int64),
-        "samples/label": np.asarray(samples.labels, np.int64),
-        "samples/split": np.array([codes[name] for name in samples.splits], np.int16),
-        "samples/id": names.view(np.uint8).reshape(len(samples), width),
-    }
-
-
-def check_samples(arrays: Mapping[str, NDArray[Any]], splits: Sequence[str]) -> None:
-    """Refuse arrays that `samples_arrays` cannot have written.
-
-    Raises:
-        ValueError: a code without a split, a label below -1, or an invalid box.
-    """
-    codes, labels = arrays["samples/split"], arrays["samples/label"]
-    if codes.min() < 0 or codes.max() >= len(splits):
-        raise ValueError(f"codes {codes.min()} to {codes.max()} of {len(splits)} splits")
-    if labels.min() < -1:
-        raise ValueError(f"the label {labels.min()}")
-    boxes = arrays.get("samples/box")
-    if boxes is not None:
-        whole = np.isnan(boxes).all(1)
-        empty = ~(boxes[:, :2] < boxes[:, 2:]).all(1) | ~np.isfinite(boxes).all(1)
-        if (empty & ~whole).any():
-            raise ValueError(f"the box {boxes[empty & ~whole][0].tolist()}")
-
-
-def decode_ids(encoded: NDArray[np.uint8]) -> list[str]:
-    """The ids of `samples/id`, (images, bytes)."""
-    names = np.ascontiguousarray(encoded).view(f"S{encoded.shape[1]}").ravel()
-    return [name.decode("utf-8", "surrogateescape") for name in names.tolist()]
-
-
-def samples_from_arrays(arrays: Mapping[str, NDArray[Any]], splits: Sequence[str]) -> Samples:
-    """The samples that `samples_arrays` wrote.
-
-    Raises:
-        ValueError: see `check_samples`.
-    """
-    check_samples(arrays, splits)
-    return Samples(
-        index=arrays["samples/index"],
-        ids=decode_ids(arrays["samples/id"]),
-        labels=arrays["samples/label"],
-        splits=[splits[code] for code in arrays["samples/split"].tolist()],
-        boxes=arrays.get("samples/box"),
-    )

@@ -1,11 +1,38 @@
-"""The planned contents of a store: token layouts, sites, attention groups."""
+"""The planned contents of a store: token layouts, sites, attention groups, the images' canvas.
+
+The types are the schema of the manifest's `plan`, from which `vitsee_stores/schema.py` makes them.
+Their limits are far above what extraction makes, and low enough that a store's claims alone cost
+neither time nor memory.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated, Any
 
-from vitsee_stores.canvas import Canvas
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+CODECS = ("none", "zstd", "lz4")
+LEVELS = ("none", "summary", "rows", "full")
+
+
+def one_of(*words: str) -> Meta:
+    """The limit of a text that is one of these words."""
+    return Meta(pattern=rf"\A({'|'.join(words)})\Z")
+
+
+Length = Annotated[int, Meta(ge=1, le=1 << 31)]
+Side = Annotated[int, Meta(ge=1, le=1 << 20)]
+Size = tuple[Side, Side]
+Shape = Annotated[tuple[Length, ...], Meta(min_length=1, max_length=8)]
+Depth = Annotated[int, Meta(ge=-1, le=1 << 20)]
+RelDepth = Annotated[float, Meta(ge=-1e6, le=1e6)]
+Stride = Annotated[float, Meta(ge=1e-6, le=1e9)]
+Offset = Annotated[float, Meta(ge=-1e9, le=1e9)]
+Images = Annotated[int, Meta(ge=1, le=1 << 27)]
 
 
 @dataclass(frozen=True)
@@ -22,10 +49,10 @@ class TokenLayout:
     """
 
     prefix: tuple[str, ...]
-    grid: tuple[int, int] | None
-    rows: int = 0
-    stride_px: tuple[float, float] | None = None
-    offset_px: tuple[float, float] = (0.0, 0.0)
+    grid: Size | None
+    rows: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
+    stride_px: tuple[Stride, Stride] | None = None
+    offset_px: tuple[Offset, Offset] = (0.0, 0.0)
 
     @property
     def n_prefix(self) -> int:
@@ -66,15 +93,15 @@ class SiteSpec:
     part: str
     block: str | None
     groups: tuple[str, ...]
-    kind: str
-    dim: int
-    shape: tuple[int, ...]
+    kind: Annotated[str, one_of("tokens", "rows", "vector", "raw")]
+    dim: Annotated[int, Meta(ge=1, le=1 << 40)]
+    shape: Shape
     layout: TokenLayout | None
-    depth: int
-    rel_depth: float
+    depth: Depth
+    rel_depth: RelDepth
     alias_of: str | None = None
-    tokens: str = "all"
-    dtype: str = "float16"
+    tokens: Annotated[str, one_of("all", "pooled")] = "all"
+    dtype: Annotated[str, one_of("float16", "float32")] = "float16"
     site_path: str | None = None
 
     @property
@@ -90,7 +117,7 @@ class AttentionGroup:
 
     prefix: str
     blocks: tuple[str, ...]
-    n_heads: tuple[int, ...]
+    n_heads: tuple[Side, ...]
     layout: TokenLayout
 
     @property
@@ -103,9 +130,45 @@ class ErfPlan:
     """Effective receptive fields of the images with a row below `n_images`, at these sites (stored
     names); size: the input's (rows, cols) in pixels."""
 
-    n_images: int
+    n_images: Images
     sites: tuple[str, ...]
-    size: tuple[int, int]
+    size: Size
+
+
+def corner_size(size: Size, short_side: int, multiple: int) -> Size:
+    """(height, width) to which an image of this size is resized: the short side exactly, the long
+    side in proportion, rounded down to the multiple. Integer arithmetic gives the same result on
+    every machine."""
+    height, width = size
+    long = max(size) * short_side // min(size) // multiple * multiple
+    return (short_side, long) if height <= width else (long, short_side)
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """A fixed-size input for images of several sizes."""
+
+    size: Size  # (height, width) in pixels, the same for all images
+    short_side: Side  # see `corner_size`
+    multiple: Side  # see `corner_size`
+    # (height, width) of the input that the model saw at once; None where it saw the whole canvas,
+    # which every image then fills
+    tiles: Size | None = None
+    crop_mode: Annotated[str, one_of("corner")] = "corner"
+
+    def image(self, size: Size) -> Size:
+        """(height, width) of an original image on the canvas."""
+        return corner_size(size, self.short_side, self.multiple)
+
+    def filled(self, sizes: NDArray[Any]) -> NDArray[np.bool_]:
+        """(images,) which of these original sizes, (images, 2), cover the whole canvas. A size of
+        0, from an image that could not be read, counts as covering it."""
+        covers = np.ones(len(sizes), np.bool_)
+        known, back = np.unique(sizes, axis=0, return_inverse=True)
+        for k, (height, width) in enumerate(known.tolist()):
+            if height > 0 and width > 0:
+                covers[back.ravel() == k] = self.image((height, width)) == self.size
+        return covers
 
 
 @dataclass(frozen=True)
@@ -129,18 +192,18 @@ class StorePlan:
             input.
     """
 
-    n_images: int
-    slab: int
-    codec: str
+    n_images: Images
+    slab: Annotated[int, Meta(ge=1, le=1 << 24)]
+    codec: Annotated[str, one_of(*CODECS)]
     sites: tuple[SiteSpec, ...]
     attention: tuple[AttentionGroup, ...] = ()
-    attention_level: str = "none"
+    attention_level: Annotated[str, one_of(*LEVELS)] = "none"
     rollout: bool = False
     sublayers: tuple[tuple[str, TokenLayout], ...] = ()
-    inputs: tuple[int, int, int] | None = None
-    weights: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    places: tuple[tuple[str, int, float], ...] = ()
-    id_bytes: int = 1
+    inputs: tuple[Length, Length, Length] | None = None
+    weights: tuple[tuple[str, Shape], ...] = ()
+    places: tuple[tuple[str, Depth, RelDepth], ...] = ()
+    id_bytes: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
     grams: bool = False
     erf: ErfPlan | None = None
     boxes: bool = False

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_stores import missing_input as absent
 from vitsee_stores.errors import MissingInput, SiteError, StoreError
 from vitsee_stores.lazy import LazyArray, NormalisedInputs
+from vitsee_stores.manifest import Manifest
 from vitsee_stores.plan import AttentionGroup
-from vitsee_stores.store_contents import StoreContents
+from vitsee_stores.store_contents import StoreContents, Tokens, token_array
 from vitsee_stores.token_selection import describe_layout
-from vitsee_stores.tokens import Tokens, token_array
 
 
 class Store(StoreContents):
@@ -48,11 +47,11 @@ class Store(StoreContents):
         if spec.tokens != "all":
             raise MissingInput(
                 f"{self.label} keeps {spec.name} pooled only: extract it with "
-                f"--tokens {spec.name}=all {absent.ELSEWHERE} (every site: --tokens all)"
+                f"--tokens {spec.name}=all {ELSEWHERE} (every site: --tokens all)"
             )
         if not partial and not self.fills.all():
             n = int((~self.fills).sum())
-            raise SiteError(absent.no_whole_grid(self.label, self.manifest, n, self.n_images))
+            raise SiteError(no_whole_grid(self.label, self.manifest, n, self.n_images))
         if spec.layout is None:
             if tokens not in ("all", "each"):
                 raise SiteError(
@@ -100,7 +99,7 @@ class Store(StoreContents):
         """
         spec = self.site(site)
         vector = f"{spec.name} is a vector, kept whole: read vectors"
-        why = vector if spec.kind == "vector" else f"extract it with --grams {absent.ELSEWHERE}"
+        why = vector if spec.kind == "vector" else f"extract it with --grams {ELSEWHERE}"
         missing = f"{self.label} has no Gram matrices of {spec.name} ({why})"
         return self.array(f"grams/{spec.name}/all", missing=missing)
 
@@ -112,7 +111,7 @@ class Store(StoreContents):
             MissingInput: not stored, or not for this site.
         """
         name = self.site(site).name
-        missing = absent.no_field(self.label, self.manifest, name)
+        missing = no_field(self.label, self.manifest, name)
         return self.array(f"erf/{name}", missing=missing)
 
     def erf_counts(self) -> LazyArray:
@@ -121,7 +120,7 @@ class Store(StoreContents):
         Raises:
             MissingInput: the store has no receptive fields.
         """
-        how = f"extract them with --erf 256 {absent.ELSEWHERE}"
+        how = f"extract them with --erf 256 {ELSEWHERE}"
         return self.array("erf/count", missing=f"{self.label} keeps no receptive fields ({how})")
 
     def weights(self, name: str) -> NDArray[np.float32]:
@@ -131,7 +130,7 @@ class Store(StoreContents):
         Raises:
             MissingInput: not stored; with the reason, if extract recorded one.
         """
-        missing = absent.no_weights(self.label, self.manifest, name)
+        missing = no_weights(self.label, self.manifest, name)
         return self.array(f"weights/{name}", missing=missing)[:]
 
     @property
@@ -151,7 +150,7 @@ class Store(StoreContents):
             MissingInput: not stored; names the extract option that adds it.
         """
         path = f"attention/{group}/{name}" if group else f"attention/{name}"
-        missing = absent.no_attention(self.label, self.manifest, name, path)
+        missing = no_attention(self.label, self.manifest, name, path)
         return self.array(path, missing=missing)
 
     def attention_sums(self, name: str, group: str = "") -> LazyArray:
@@ -169,7 +168,7 @@ class Store(StoreContents):
         Raises:
             MissingInput: not stored.
         """
-        missing = absent.no_residual(self.label, self.manifest, sublayer)
+        missing = no_residual(self.label, self.manifest, sublayer)
         return self.array(f"residual/{sublayer}", missing=missing)
 
     def inputs(self) -> LazyArray:
@@ -179,7 +178,7 @@ class Store(StoreContents):
             MissingInput: the store has no pixels.
             StoreError: the manifest does not record how they were normalised.
         """
-        missing = f"{self.label} keeps no pixels (extract it with --inputs {absent.ELSEWHERE})"
+        missing = f"{self.label} keeps no pixels (extract it with --inputs {ELSEWHERE})"
         pixels = self.array("input", missing=missing)
         mean, std = (self.manifest.transform.get(key) or [] for key in ("mean", "std"))
         if not len(mean) == len(std) == 3 or 0 in std:
@@ -247,3 +246,55 @@ class Slab:
     def inputs(self) -> NDArray[Any]:
         """As `Store.inputs`, for these rows."""
         return self.store.inputs()[self.rows]
+
+
+# ---------------- why a store lacks an array, and which option of extract adds it
+
+# A store that is there takes more sites and images only.
+ELSEWHERE = "-o NEW.zarr"
+
+
+def no_weights(label: str, manifest: Manifest, name: str) -> str:
+    head = "head_weights" if name.startswith("head_") else "input_weights"
+    absent = (manifest.info.get(head) or {}).get("absent")
+    reason = absent.get(name) if isinstance(absent, dict) else absent
+    return f"{label} has no weights {name}{f': {reason}' if reason else ''}"
+
+
+def no_attention(label: str, manifest: Manifest, name: str, path: str) -> str:
+    reason = manifest.left_out.get("attention") or manifest.left_out.get(name)
+    if reason:
+        return f"{label} has no {path}: it was left out: {reason}"
+    level = {"cls_rows": "rows", "received_rows": "rows"}.get(name, "summary")
+    level = "full" if name.startswith("full/") else level
+    return f"{label} has no {path} (extract it with --attention {level} {ELSEWHERE})"
+
+
+def no_residual(label: str, manifest: Manifest, sublayer: str) -> str:
+    names = [name for name, _ in manifest.plan.sublayers]
+    if names:
+        why = f"it has: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
+    else:
+        why = _left_out_or(manifest.left_out.get("residual"), "--residual")
+    return f"{label} has no residual summary of {sublayer} ({why})"
+
+
+def no_field(label: str, manifest: Manifest, site: str) -> str:
+    reason = None if manifest.plan.erf is None else manifest.left_out.get(f"{site} erf")
+    return f"{label} has no receptive field of {site} ({_left_out_or(reason, '--erf 256')})"
+
+
+def _left_out_or(reason: str | None, option: str) -> str:
+    return f"left out: {reason}" if reason else f"extract it with {option} {ELSEWHERE}"
+
+
+def no_whole_grid(label: str, manifest: Manifest, n: int, n_images: int) -> str:
+    """Refusal to read tokens of images that do not fill the canvas."""
+    canvas = manifest.plan.canvas
+    assert canvas is not None
+    height, width = canvas.size
+    return (
+        f"{label} has {n} of {n_images} images that do not fill its canvas of {width} x {height} "
+        "pixels, and what is asked for reads tokens beside them too; expected images of one size, "
+        "or, of commands that take it, --tokens mean, which leaves these out"
+    )

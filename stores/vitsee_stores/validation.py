@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 
 from vitsee_stores import metadata
 from vitsee_stores.chunks import defect
+from vitsee_stores.creation import KEYS, documents
 from vitsee_stores.disk import PARTIAL
 from vitsee_stores.errors import StoreError, Unreachable, reason
 from vitsee_stores.files import Files
+from vitsee_stores.folder import files_at
 from vitsee_stores.generations import (
     FOLDER,
     Generation,
@@ -26,12 +28,10 @@ from vitsee_stores.generations import (
     read_generations,
 )
 from vitsee_stores.layout import ArraySpec
-from vitsee_stores.manifest import ATTRIBUTE, Manifest, few, samples_from_arrays
-from vitsee_stores.places import files_at
-from vitsee_stores.sealed import VerifiedChunks
-from vitsee_stores.slab_checks import SlabChecks, listed, without_advice
+from vitsee_stores.manifest import ATTRIBUTE, Manifest, few
+from vitsee_stores.samples import samples_from_arrays
+from vitsee_stores.sealed import SlabChecks, VerifiedChunks, listed, without_advice
 from vitsee_stores.url import Url
-from vitsee_stores.zarr_metadata import KEYS, documents
 
 # Other writers may leave these out where they are empty, or write them as null.
 OPTIONAL: dict[str, Any] = {

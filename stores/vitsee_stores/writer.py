@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 
 from vitsee_stores import creation, metadata
 from vitsee_stores.chunks import boxes, checksum, chunk_name, encode, padded
+from vitsee_stores.disk import is_left, is_mine
 from vitsee_stores.errors import StoreError, reason
 from vitsee_stores.files import Files
+from vitsee_stores.folder import files_at
 from vitsee_stores.generations import read_generations
 from vitsee_stores.layout import ArraySpec
 from vitsee_stores.leases import remove_claims
-from vitsee_stores.manifest import Manifest, Samples, check_identity, jsonable, samples_arrays
-from vitsee_stores.places import files_at
-from vitsee_stores.sealed import VerifiedChunks
-from vitsee_stores.slab_checks import SlabChecks
-from vitsee_stores.temp_files import is_left, is_mine
+from vitsee_stores.manifest import Manifest, check_identity, jsonable
+from vitsee_stores.samples import Samples, samples_arrays
+from vitsee_stores.sealed import SlabChecks, VerifiedChunks
 from vitsee_stores.url import Url
 
 # Attempts to write a slab that another process writes at the same time.
@@ -88,7 +88,8 @@ class StoreWriter:
         if writer is None:
             files = path if isinstance(path, Files) else files_at(path, durable=durable)
             files.sweep_beside(is_left)
-            arrays = {**samples_arrays(samples, manifest), **(once or {})}
+            own = samples_arrays(samples, manifest.plan.id_bytes, manifest.splits)
+            arrays = {**own, **(once or {})}
             made, sealed = creation.contents(manifest, arrays)
             try:
                 files.create(made)
@@ -131,7 +132,8 @@ class StoreWriter:
         if self.is_made:
             return
         try:
-            arrays = {**samples_arrays(samples, self.manifest), **(once or {})}
+            own = samples_arrays(samples, self.manifest.plan.id_bytes, self.manifest.splits)
+            arrays = {**own, **(once or {})}
             files, sealed = creation.contents(self.manifest, arrays)
             if sealed.checksums != self.manifest.checksums:
                 raise StoreError(

@@ -43,10 +43,10 @@ from vitsee_stores import (
     open_store,
     validate,
 )
-from vitsee_stores.canvas import Canvas
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import AttentionGroup, ErfPlan, arrays
 from vitsee_stores.manifest import ATTRIBUTE, new_manifest
+from vitsee_stores.plan import Canvas
 
 SECONDS, MEMORY = 20, 2 << 30
 NAMES = ("commits/c.0.0", "commits/c.1.0", "checksums/c.0.0", "checksums/c.1.0")

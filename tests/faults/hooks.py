@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import signal
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from vitsee_core.extraction import claimed
 from vitsee_core.runtime import kept_sums
+from vitsee_stores import disk as owners
 from vitsee_stores import leases as claims
 from vitsee_stores import objects
-from vitsee_stores import temp_files as owners
 
 
 def look_often() -> None:
@@ -108,3 +110,29 @@ def die_before_a_commit() -> None:
 def die_after_a_commit() -> None:
     """Right after it."""
     _die(after=True)
+
+
+def die_at_a_step() -> None:
+    """End by SIGKILL before the step VITSEE_DIE_AT (from 1; 0: never) of those that change files
+    below VITSEE_DIE_BELOW: a file begun, renamed, linked or removed, a folder made. How many there
+    were is appended to VITSEE_STEPS, a byte each, where that names a file."""
+    below, at = os.environ["VITSEE_DIE_BELOW"] + os.sep, int(os.environ["VITSEE_DIE_AT"])
+    log = os.environ["VITSEE_STEPS"]
+    counted = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if log else None
+    steps = itertools.count(1)  # of every thread
+
+    def look(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open":
+            changes = isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+        else:
+            changes = event in ("os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir")
+        if not changes or isinstance(args[0], int):
+            return
+        if not os.path.abspath(os.fsdecode(args[0])).startswith(below):
+            return
+        if counted is not None:
+            os.write(counted, b".")
+        if next(steps) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(look)

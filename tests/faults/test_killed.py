@@ -96,7 +96,7 @@ def test_a_sum_killed_again_and_again(
     kept = table.with_name("r.csv.partial")
     how = []
     for sent in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
-        begun = changed(lambda: sorted(p.stat().st_mtime_ns for p in kept.glob("*.npz")))
+        begun = changed(lambda: sorted(p.stat().st_mtime_ns for p in kept.glob("*.sum")))
         process = run.start(*words, "-o", table, before="tests.faults.hooks:keep_often")
         until = time.monotonic() + 60
         while not begun() and process.running() and time.monotonic() < until:

@@ -27,7 +27,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-from numpy.typing import NDArray
+import polars as pl
 
 from vitsee_core.attention.head_maps import blocks_of_each
 from vitsee_core.attention.heads import StoredAttention, read_heads, uniform_distance
@@ -178,42 +178,43 @@ def plot(table: Table) -> Figure:
     metric is the first of `METRICS`. Of several groups of stores (`GROUP/NAME`) the means alone are
     drawn, a panel per group.
     """
-    metric = next(m for m in METRICS if m in table.unique("metric"))
-    labels = table.unique("store")
-    groups = groups_of(labels)
+    every_row = table.frame
+    metric = next(m for m in METRICS if m in table["metric"])
+    stores = every_row.partition_by("store", maintain_order=True)
+    groups = groups_of(every_row["store"].unique(maintain_order=True))
     if len(groups) > 1:
-        return _draw_groups(table, metric, groups)
-    several = len(labels) > 1
-    each = 2 if len(labels) <= MOST_SORTED else 1  # panels
-    grids = [Grid(each * len(labels), most=4 if several else 2, widest=24)]
+        return _draw_groups(every_row, metric, groups)
+    several = len(stores) > 1
+    each = 2 if len(stores) <= MOST_SORTED else 1  # panels
+    grids = [Grid(each * len(stores), most=4 if several else 2, widest=24)]
     if several:
         grids.append(Grid(1, widest=48))
     figure, parts = stack(*grids)
     every = grids[0].axes(parts[0])
     of_store = [every[i : i + each] for i in range(0, len(every), each)]
-    for own, (label, rows) in zip(of_store, table.groups("store"), strict=True):
-        uniform, drawn = _uniform_of(rows, metric), rows.where(metric=metric)
+    for own, rows in zip(of_store, stores, strict=True):
+        uniform, drawn = _uniform_of(rows, metric), rows.filter(metric=metric)
         if each > 1:
             _draw_sorted(own[0], drawn, uniform)
         _draw_depth(own[-1], drawn, uniform)
-        own[0].set_title(shorten(label, 28))
+        own[0].set_title(shorten(rows["store"][0], 28))
         note_count(own[-1], drawn)
         own[0].set_ylabel(metric_words(metric))
     _same_scale(of_store)
     if several:
         every += grids[1].axes(parts[1])
-        _draw_layers(every[-1], table, metric, table)
+        _draw_layers(every[-1], every_row, metric, every_row)
     legend_below(figure, handles_of(every))
     return figure
 
 
-def _draw_groups(table: Table, metric: str, groups: Sequence[str]) -> Figure:
+def _draw_groups(among: pl.DataFrame, metric: str, groups: Sequence[str]) -> Figure:
     """The means over heads, a panel per group of stores, all on one y axis."""
     grid = Grid(len(groups))
     figure, (box,) = stack(grid)
     every = grid.axes(box)
-    for axes, (group, rows) in zip(every, by_group(table), strict=True):
-        _draw_layers(axes, rows, metric, table)
+    for axes, (group, rows) in zip(every, by_group(among), strict=True):
+        _draw_layers(axes, rows, metric, among)
         axes.set_title(shorten(group or "no group", 24))
     top = max(axes.get_ylim()[1] for axes in every)
     for axes in every:
@@ -222,31 +223,28 @@ def _draw_groups(table: Table, metric: str, groups: Sequence[str]) -> Figure:
     return figure
 
 
-def _uniform_of(rows: Table, metric: str) -> dict[str, float]:
+def _uniform_of(rows: pl.DataFrame, metric: str) -> dict[str, float]:
     """Site -> the distance of uniform attention, where one store's rows determine it."""
     if metric == "distance_relative":
-        return dict.fromkeys(rows.unique("site"), 1.0)
+        return dict.fromkeys(rows["site"].unique(), 1.0)
     if metric not in ("distance_px", "distance_unit"):
         return {}
-    relative = rows.where(metric="distance_relative")
-    found = {}
-    for site, of_site in relative.groups("site"):
-        own = rows.where(metric=metric, site=site)
-        heads = np.flatnonzero(of_site["value"] > 0)
-        if len(heads) and np.array_equal(own["head"], of_site["head"]):
-            scales = own["value"][heads] / of_site["value"][heads]
-            # On the unit square a grid that is not square has no one scale.
-            if scales.max() <= 1.001 * scales.min():
-                found[site] = float(np.median(scales))
-    return found
+    heads = rows.filter(metric=metric).join(
+        rows.filter(pl.col("value") > 0, metric="distance_relative"), on=["site", "head"]
+    )
+    ratio = pl.col("value") / pl.col("value_right")
+    scales = heads.group_by("site").agg(least=ratio.min(), most=ratio.max(), middle=ratio.median())
+    # On the unit square a grid that is not square has no one scale.
+    alike = scales.filter(pl.col("most") <= 1.001 * pl.col("least"))
+    return dict(alike.select("site", "middle").iter_rows())
 
 
-def _layer_means(rows: Table, depth: str) -> tuple[NDArray[Any], NDArray[Any]]:
+def _layer_means(rows: pl.DataFrame, depth: str) -> tuple[pl.Series, pl.Series]:
     """The blocks' depths and their means over heads (those with a value)."""
-    blocks = [block for _, block in rows.groups("site")]
-    finite = [block["value"][~np.isnan(block["value"])] for block in blocks]
-    means = [values.mean() if len(values) else np.nan for values in finite]
-    return np.array([block[depth][0] for block in blocks]), np.array(means)
+    means = rows.group_by("site", maintain_order=True).agg(
+        pl.col(depth).first(), pl.col("value").mean()
+    )
+    return means[depth], means["value"]
 
 
 def _draw_uniform(axes: Axes, values: Iterable[float]) -> None:
@@ -258,43 +256,44 @@ def _draw_uniform(axes: Axes, values: Iterable[float]) -> None:
             drawn.append(value)
 
 
-def _draw_sorted(axes: Axes, rows: Table, uniform: dict[str, float]) -> None:
-    sites = rows.unique("site")
+def _draw_sorted(axes: Axes, rows: pl.DataFrame, uniform: dict[str, float]) -> None:
+    sites = rows["site"].unique(maintain_order=True).to_list()
     n = min(len(sites), len(ENDS))
     shown = [*sites[: -(-n // 2)], *sites[len(sites) - n // 2 :]]
     looks = [*range(-(-n // 2)), *range(len(ENDS) - n // 2, len(ENDS))]
     for i, site in zip(looks, shown, strict=True):
-        heads = rows.where(site=site)
-        heads = heads.take(np.argsort(heads["value"], kind="stable"))
+        heads = rows.filter(site=site).sort("value", nulls_last=True, maintain_order=True)
         rank = np.arange(len(heads))
         axes.fill_between(
             rank, heads["low"], heads["high"], color=SHADES[i], alpha=0.2, linewidth=0
         )
         axes.plot(rank, heads["value"], color=SHADES[i], marker=marker(i), label=ENDS[i])
     _draw_uniform(axes, [uniform[site] for site in shown if site in uniform])
-    integer_ticks(axes, [0, max(rows["head"])])
+    integer_ticks(axes, [0, rows["head"].to_numpy().max()])
     axes.set_xlabel("heads of a block, sorted")
 
 
-def _draw_depth(axes: Axes, rows: Table, uniform: dict[str, float]) -> None:
+def _draw_depth(axes: Axes, rows: pl.DataFrame, uniform: dict[str, float]) -> None:
     axes.scatter(
         rows["depth"], rows["value"], s=em(72) ** 2 * 0.15, color=colour(0), alpha=0.5,
         linewidth=0, label="head",
     )  # fmt: skip
     axes.plot(*_layer_means(rows, "depth"), color=ink(), label="mean of a block's heads")
     _draw_uniform(axes, uniform.values())
-    integer_ticks(axes, rows["depth"])
+    integer_ticks(axes, rows["depth"].to_numpy())
     axes.set_xlabel("block")
 
 
-def _draw_layers(axes: Axes, table: Table, metric: str, among: Table) -> None:
+def _draw_layers(axes: Axes, rows: pl.DataFrame, metric: str, among: pl.DataFrame) -> None:
     """among: the stores of all panels, which decide how curves look and what is comparable."""
-    uniform = [v for _, rows in among.groups("store") for v in _uniform_of(rows, metric).values()]
+    stores = among.partition_by("store")
+    uniform = [value for own in stores for value in _uniform_of(own, metric).values()]
     if uniform and max(uniform) > 1.02 * min(uniform):
         metric, uniform = "distance_relative", [1.0]
-    looks, grouped = store_looks(among), len(groups_of(among.unique("store"))) > 1
-    for label, rows in table.where(metric=metric).groups("store"):
-        x, y = _layer_means(rows, "rel_depth")
+    looks, grouped = store_looks(among), len(groups_of(among["store"].unique())) > 1
+    drawn = rows.filter(metric=metric).partition_by("store", maintain_order=True, as_dict=True)
+    for (label,), own in drawn.items():
+        x, y = _layer_means(own, "rel_depth")
         name = split_label(label)[1] if grouped else label
         axes.plot(x, y, **looks[label], label=shorten(name, 28))
     _draw_uniform(axes, uniform)
@@ -302,7 +301,7 @@ def _draw_layers(axes: Axes, table: Table, metric: str, among: Table) -> None:
     axes.set_ylabel(metric_words(metric))
     axes.set_title("mean over heads")
     axes.set_ylim(0, 1.06 * max(axes.dataLim.y1, *uniform, 0))
-    note_count(axes, table)
+    note_count(axes, rows)
 
 
 def _same_scale(pairs: Sequence[Sequence[Axes]]) -> None:
@@ -318,12 +317,12 @@ def headline(table: Table) -> list[Answer]:
     """The nearest and the farthest head of the lowest and of the highest block, relative to uniform
     attention where the table has that."""
     units = {"distance_relative": "times as far as uniform attention", "distance_px": "px"}
-    metric = next((m for m in units if m in table.unique("metric")), None)
+    metric = next((m for m in units if m in table["metric"]), None)
     found = []
     for store, rows in by_store(table, metric=metric) if metric else []:
         ends = picked(rows, site=(str(rows["site"][0]), str(rows["site"][-1])))
         said = []
-        for site, own in ends.groups("site"):
+        for (site,), own in ends.group_by("site", maintain_order=True):
             low, high = (number(float(own["value"][i])) for i in extremes(own))
             said.append(f"heads of {site} {low} to {high}")
         found.append((store, f"{', '.join(said)} {units[str(metric)]}{margin(ends)}"))

@@ -217,7 +217,7 @@ def plot(table: Table) -> Figure:
     if not one_to_one(table):
         return draw_heatmaps(panels_of(table), describe_scale(table))
     figure, (axes,) = panels(1, widest=48, height=18)
-    handles = draw_curves(axes, table)
+    handles = draw_curves(axes, table.frame)
     axes.set_ylabel(describe_scale(table))
     axes.set_title(describe_scope(table))
     axes.set_ylim(min(0, axes.dataLim.y0), 1.05 * axes.dataLim.y1)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from vitsee_core.attention.head_maps import chosen_blocks
@@ -301,11 +302,12 @@ def plot(table: Table) -> Figure:
     from matplotlib.lines import Line2D
 
     figure, (axes,) = panels(1, widest=48, height=20)
-    sites = table.unique("site_b")
+    by_site = table.frame.partition_by("site_b", maintain_order=True)
+    sites = [str(rows["site_b"][0]) for rows in by_site]
     colours = matplotlib.colormaps[COLOUR_MAP]
     places = np.linspace(0.1, 0.82, len(sites)) if len(sites) > 1 else [0.4]
     spread = len(sites) <= LEGEND_ENTRIES  # of more curves it would hide the others
-    for i, (place, (_, rows)) in enumerate(zip(places, table.groups("site_b"), strict=True)):
+    for i, (place, rows) in enumerate(zip(places, by_site, strict=True)):
         _draw_curve(axes, rows, colours(place), marker(i), spread)
     shown = sites[:: -(-len(sites) // LEGEND_ENTRIES)]
     first = {name: str(table[name][0]) for name in ("store_a", "block_a", "store_b")}
@@ -327,18 +329,18 @@ def plot(table: Table) -> Figure:
     return figure
 
 
-def _draw_curve(axes: Axes, rows: Table, shade: Any, symbol: str, spread: bool) -> None:
-    rows = rows.take(np.argsort(rows["distance_px"], kind="stable"))
-    x, y = rows["distance_px"], rows["value"]
+def _draw_curve(axes: Axes, rows: pl.DataFrame, shade: Any, symbol: str, spread: bool) -> None:
+    names = ("distance_px", "value", "std", "low", "high")
+    x, y, std, low, high = rows.sort("distance_px", maintain_order=True).select(names).to_numpy().T
     if not spread:
         axes.plot(x, y, color=shade, linewidth=0.9, marker="o", markersize=1.5)
         return
     # What is measured are the groups of heads: bars there, and a thin line to guide the eye.
-    if np.isfinite(rows["low"]).any():
-        bars = np.stack([y - rows["low"], rows["high"] - y])
+    if np.isfinite(low).any():
+        bars = np.stack([y - low, high - y])
         axes.errorbar(x, y, bars, color=shade, fmt="none", capsize=2.5, linewidth=0.9)
-    elif np.isfinite(rows["std"]).any():
-        axes.errorbar(x, y, rows["std"], color=shade, fmt="none", capsize=2.5, linewidth=0.9)
+    elif np.isfinite(std).any():
+        axes.errorbar(x, y, std, color=shade, fmt="none", capsize=2.5, linewidth=0.9)
     axes.plot(x, y, color=shade, linewidth=0.7, marker=symbol, markersize=4)
 
 
@@ -353,14 +355,15 @@ def _describe_spread(table: Table) -> str:
 def headline(table: Table) -> list[Answer]:
     """The most local and the most global group of heads, with the other model's lowest site."""
     found = []
-    for store_a, of_a in picked(table, metric="cka").groups("store_a"):
-        for store_b, own in of_a.groups("store_b"):
-            rows = own.where(site_b=str(own["site_b"][0]))
-            rows = rows.take(np.argsort(rows["distance_px"].astype(float), kind="stable"))
-            near, far = (
-                f"{measured(rows, i)} for heads at {number(float(rows['distance_px'][i]))} px"
-                for i in (0, -1)
-            )
-            text = f"CKA with {rows['site_b'][0]} {near}, {far}"
-            found.append((f"{store_a} and {store_b}", text))
+    pairs = picked(table, metric="cka").partition_by(
+        "store_a", "store_b", maintain_order=True, as_dict=True
+    )
+    for (store_a, store_b), own in pairs.items():
+        rows = own.filter(site_b=own["site_b"][0]).sort("distance_px", maintain_order=True)
+        near, far = (
+            f"{measured(rows, i)} for heads at {number(float(rows['distance_px'][i]))} px"
+            for i in (0, -1)
+        )
+        text = f"CKA with {rows['site_b'][0]} {near}, {far}"
+        found.append((f"{store_a} and {store_b}", text))
     return found

@@ -50,12 +50,14 @@ from vitsee_core.runtime.options import (
     Gather,
     Offers,
     Option,
+    metrics_option,
     tokens_option,
 )
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import best_layers
+from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float32, Integers, Mask
@@ -107,7 +109,7 @@ COLUMNS = (
     *("metric", "value", "std", "low", "high", "n_images", "baseline"),
 )
 SEGMENT_COLUMNS = (*COLUMNS[:-1], "n_segments", "baseline")
-DRAWN = ("top1", "top5")
+METRICS = ("top1", "top5")
 VOTED_AT_ONCE = 4096
 
 
@@ -129,6 +131,7 @@ def run(
     temperature: Annotated[
         float, Option("Of the softmax vote.", metavar="T", above=0, only_with=("vote", "softmax"))
     ] = 0.07,
+    metrics: Annotated[Sequence[str], metrics_option(METRICS, "all that can be had")] = (),
     baselines: Annotated[Sequence[str], RANDOM_BASELINE] = (),
     per_class: Annotated[bool, PER_CLASS] = False,
     allow_shared: Annotated[bool, ALLOW_SHARED] = False,
@@ -171,10 +174,13 @@ def run(
         for number in range(len(tests))
     ]
     ks = _checked(a, ks, vote, temperature, baselines)
+    wanted = asked_for(metrics or METRICS, METRICS, "knn")
     n_top = [k for k in ks if k >= TOP and a.n_classes > TOP]
-    if not n_top:
+    if wanted == ["top5"] and not n_top and not per_class:
+        raise VitseeError(f"no top5: it needs --k of {TOP} and more, and more than {TOP} classes")
+    if not n_top and "top5" in wanted:
         log.info("top5 is left out: it needs k >= %d and more than %d classes", TOP, TOP)
-    work = _Search(a, tuple(queries), tuple(ks), vote, temperature, per_class)
+    work = _Search(a, tuple(queries), tuple(ks), vote, temperature, per_class, wanted)
     items: list[_Item] = [(q, s.name) for q, query in enumerate(queries) for s in query.sites]
     drawn = [(q, dim) for q, query in enumerate(queries) for dim in query.dims if baselines]
     rows: list[dict[str, Any]] = []
@@ -247,6 +253,7 @@ class _Search:
     vote: str
     temperature: float
     per_class: bool
+    metrics: Sequence[str]
 
     def __call__(self, execution: Execution, item: _Item) -> tuple[list[dict[str, Any]], str]:
         a, query, site = self.train, self.queries[item[0]], item[1]
@@ -288,8 +295,9 @@ class _Search:
         how = train.n_classes, self.vote, self.temperature
         for k in self.ks:
             rank = ranks(found.cosines[:, :k], neighbours[:, :k], test.labels, *how)
-            metrics = ["top1", "top5"] if k >= TOP and train.n_classes > TOP else ["top1"]
-            for metric in metrics:
+            for metric in self.metrics:
+                if metric == "top5" and (k < TOP or train.n_classes <= TOP):
+                    continue
                 right = rank < (1 if metric == "top1" else TOP)
                 yield {"k": k, "metric": metric} | _accuracy(right, test, blocks)
             for number, name in enumerate(train.classes if self.per_class else ()):
@@ -395,7 +403,7 @@ def ranks(
 def plot(table: Table) -> Figure:
     """Accuracy against relative depth, one panel per metric and one curve per store and k, with the
     95 % interval as a band and the baseline dashed (Walmer et al. 2023, Figs. 9 left, 28)."""
-    metrics = [metric for metric in DRAWN if metric in table.unique("metric")]
+    metrics = [metric for metric in METRICS if metric in table.unique("metric")]
     segments = "n_segments" in table.columns
     counts = ("n_segments", "segments") if segments else ("n_images", "")
     return draw_depth_panels(table, metrics, by=["k"], counts=counts)

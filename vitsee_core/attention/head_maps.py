@@ -204,16 +204,15 @@ def map_columns(
     maps: Float,
     n_images: NDArray[np.int64],
     metric: str,
-) -> dict[str, NDArray[Any]]:
-    """The rows of one block's maps, (heads, height, width), in a table: columns as arrays,
-    because there may be half a million rows. `aligned` maps have offsets in row and col, the
-    others cells."""
+) -> dict[str, Any]:
+    """The rows of one block's maps, (heads, height, width), as a block of a table. `aligned` maps
+    have offsets in row and col, the others cells."""
     n_heads, height, width = maps.shape
     first = (-(height // 2), -(width // 2)) if metric.startswith("aligned") else (0, 0)
-    cells, n = height * width, maps.size
-    constants: dict[str, Any] = {**site_columns(store, block), "metric": metric}
+    cells = height * width
     return {
-        **{name: np.full(n, value) for name, value in constants.items()},
+        **site_columns(store, block),
+        "metric": metric,
         "head": np.repeat(heads, cells),
         "row": np.tile(np.repeat(np.arange(height) + first[0], width), n_heads),
         "col": np.tile(np.arange(width) + first[1], n_heads * height),

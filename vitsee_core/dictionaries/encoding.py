@@ -29,7 +29,8 @@ from vitsee_core.types import Float32
 from vitsee_stores import Slab, Store, StoreWriter, open_store, remove_store
 from vitsee_stores.errors import SiteError, VitseeError
 from vitsee_stores.layout import SiteSpec, StorePlan
-from vitsee_stores.manifest import Samples, new_manifest
+from vitsee_stores.manifest import new_manifest
+from vitsee_stores.samples import Samples
 from vitsee_stores.url import Place
 
 if TYPE_CHECKING:

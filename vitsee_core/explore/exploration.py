@@ -61,6 +61,7 @@ def explore(
     origin: Provenance | None = None,
     device: str = "auto",
     title: str = "",
+    note: str = "",
     seed: int = 0,
     force: bool = False,
     progress: Progress = SILENT,
@@ -82,6 +83,7 @@ def explore(
         origin: where data and weights are now, for the photographs and for `recompute`.
         device: on which that is computed.
         title: of the page.
+        note: a line below it.
         seed: of everything random.
         force: an existing file is replaced.
         progress: advanced by images x sites.
@@ -122,7 +124,7 @@ def explore(
         one.packed = [next(packed) for _ in one.sites]
     guide = reference([own.scores for own in read[0]])
     data = None if origin is None else origin.data
-    page = render(contents, guide, data, title, selected.left_out)
+    page = render(contents, guide, data, title, note, selected.left_out)
     write_files({place: page.encode()}, force=force)
     errors = [own.error for one in contents for own in one.packed]
     return Explored(

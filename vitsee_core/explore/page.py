@@ -27,6 +27,7 @@ def render(
     guide: Scores | None,
     data: str | None,
     title: str,
+    note: str,
     left_out: Mapping[str, str],
 ) -> str:
     """The page.
@@ -36,6 +37,7 @@ def render(
         guide: whose PCA colours the others are turned to.
         data: where the images are now, for the photographs.
         title: of the page; by default the stores' names.
+        note: a line below it.
         left_out: stores that take no part -> why.
     """
     parts = [one.shown for one in contents]
@@ -59,6 +61,7 @@ def render(
         title=title,
         generator=GENERATOR,
         about=_about(contents),
+        note=visible(note),
         panels=panels(),
         cautions=[f"Left out: {label}: {why}" for label, why in left_out.items()],
         data=json_for_html(about),

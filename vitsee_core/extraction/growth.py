@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vitsee_core.extraction.erf import prepare_erf
-from vitsee_core.extraction.identity import fixed_identity, given_identity
+from vitsee_core.extraction.identity import check_choices, fixed_identity, given_identity
 from vitsee_core.extraction.image_layout import ImageLayout
 from vitsee_core.extraction.options import DataOptions, KeepOptions, Request
 from vitsee_core.extraction.plan import Choices, choose_erf, in_order
@@ -43,9 +43,8 @@ from vitsee_stores.generations import (
     grown,
     read_generations,
 )
-from vitsee_stores.growth import Growth
 from vitsee_stores.layout import SiteSpec, StorePlan
-from vitsee_stores.manifest import check_identity, few, new_manifest
+from vitsee_stores.manifest import Growth, check_identity, few, new_manifest
 
 GROWS = "; to what a complete store has, more --sites or more --images can be added"
 # Fields of an identity in which a store may grow; they are compared here.
@@ -96,7 +95,7 @@ def grow_store(writer: StoreWriter, request: Request, progress: Progress = SILEN
     given = given_identity(keep, data, asked, generations[0].manifest.plan)
     fixed = fixed_identity(model, selection, layout.canvas)
     same = {key: value for key, value in {**fixed, **given}.items() if key not in GROWING}
-    check_identity(stored, same, GROWS)
+    check_choices(store.manifest, model, same, GROWS)
     check_sites(kept, asked, keep)
     added = addition(store, generations, layout, asked, selection, data)
     model.module.to(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -11,9 +12,11 @@ from vitsee_core.images import Selection
 from vitsee_core.models.interventions.changes import Changes
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_stores import StoreWriter
-from vitsee_stores.canvas import Canvas
 from vitsee_stores.errors import IdentityMismatch
 from vitsee_stores.layout import FORMAT_VERSION, StorePlan
+from vitsee_stores.manifest import Manifest, check_identity, jsonable
+from vitsee_stores.plan import Canvas
+from vitsee_stores.weights_names import weights_name
 
 
 def fixed_identity(
@@ -22,17 +25,21 @@ def fixed_identity(
     """Fields that are always compared: model, weights, images."""
     return {
         "format": FORMAT_VERSION,
-        "model": {
-            "architecture": model.architecture,
-            "args": model.model_args,
-            "input_size": list(model.input_size),
-        },
+        "model": _model_identity(model),
         "weights": model.weights["sha256"],
         "ablate_skip": list(model.ablate_skip),
         "transform": model.transform,
         "n_images": len(selection.samples),
         "samples_fingerprint": selection.samples.fingerprint(),
         **({} if canvas is None else {"canvas": asdict(canvas)}),
+    }
+
+
+def _model_identity(model: LoadedModel) -> dict[str, Any]:
+    return {
+        "architecture": model.architecture,
+        "args": model.model_args,
+        "input_size": list(model.input_size),
     }
 
 
@@ -87,12 +94,55 @@ def chosen_identity(
     }
 
 
+def check_choices(
+    made: Manifest, model: LoadedModel, given: Mapping[str, Any], instead: str = ""
+) -> None:
+    """`check_identity` of a store, its weights named by the options that chose them.
+
+    Args:
+        made: the store's manifest.
+        model: that is given.
+        given: fields of identity, its weights among them.
+        instead: what else could be done.
+
+    Raises:
+        IdentityMismatch: names every field that differs.
+    """
+    stored, given = dict(made.identity), dict(given)
+    if stored.get("weights") != given["weights"]:
+        told = [_options_of(weights) for weights in (made.model.get("weights"), model.weights)]
+        if told[0] != told[1]:
+            stored["weights"], given["weights"] = told
+        elif _arguments(stored) != _arguments(given):
+            del given["weights"]  # they follow from arguments, which are named
+    check_identity(stored, given, instead)
+
+
+def _arguments(identity: Mapping[str, Any]) -> Any:
+    return jsonable(identity.get("model"))
+
+
+def _options_of(record: object) -> str:
+    """The options of extract that chose weights, by their record; `pretrained` without any."""
+    weights = record if isinstance(record, Mapping) else {}
+    if weights.get("source") == "random":
+        return f"--random-init {weights.get('seed')}"
+    if weights.get("source") == "checkpoint":
+        key = f" --checkpoint-key {weights.get('key')}" if weights.get("other_keys") else ""
+        return f"--checkpoint {weights.get('file')}{key}"
+    return weights_name({"weights": weights})
+
+
 def check_same_model(writer: StoreWriter, model: LoadedModel) -> None:
-    """Refuse another architecture. Raises IdentityMismatch: the store's model has other site
-    names."""
+    """Refuse a model that may have other sites. Raises IdentityMismatch: another architecture, or
+    other arguments."""
     stored = writer.manifest.model
     if stored.get("architecture") not in (None, model.architecture):
         raise IdentityMismatch(
             f"{writer.place} is a store of {stored.get('name')} ({stored['architecture']}), not of "
             f"{model.name} ({model.architecture}); choose another -o, or start anew with --force"
         )
+    if made := writer.manifest.identity.get("model"):
+        own = _model_identity(model)
+        if jsonable(own["args"]) != made.get("args"):
+            check_identity({"model": made}, {"model": own})

@@ -24,9 +24,9 @@ from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
 from vitsee_core.runtime.machine import counted
-from vitsee_stores.canvas import Canvas, Size
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import SiteSpec, TokenLayout
+from vitsee_stores.plan import Canvas, Size
 
 log = logging.getLogger(__name__)
 

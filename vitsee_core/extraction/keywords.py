@@ -60,7 +60,7 @@ _PLACED = ("name", "data", "output", "command", "dry_run")
 
 
 def extract(
-    model: str | nn.Module,
+    model: str | nn.Module | LoadedModel,
     data: str | os.PathLike[str],
     output: str | os.PathLike[str],
     *,
@@ -77,7 +77,7 @@ def extract(
 
     Args:
         model: a name as the command takes it, `NAME?random-init=0` too, or a torch module, which is
-            copied: its sites are found as those of timm's models are.
+            copied: its sites are found as those of timm's models are; or one that is loaded.
         data: as the command's --data.
         output: the store to fill, a folder or a URL.
         transform: of a torch module, see `transform_config`; a module of timm's needs none. Of a
@@ -103,7 +103,7 @@ def extract(
     if isinstance(model, str) and "?" in model:
         model, named = options_in_name(model)
         options = {**named, **options}
-    values = {key: _checked(key, value) for key, value in _known(options).items()}
+    values = check_options(options)
     if map is not None and not isinstance(model, str):
         raise OptionError("the workers of a map load models by their names; give no torch module")
     if map is not None and "shard" in values:
@@ -113,8 +113,10 @@ def extract(
             raise OptionError("transform and name belong to a torch module, not to a model's name")
         values |= {} if transform is None else {"transform": transform}
         source: ModelOptions | LoadedModel = ModelOptions(model, **_taken(ModelOptions, values))
+    elif isinstance(model, LoadedModel):
+        source = model
     else:
-        source = _own(model, transform, name, values)
+        source = loaded(model, transform, name, values)
     shard = parse_shard(values.get("shard"), os.environ)
     run = RunOptions(
         output=parse_place(output), command="vitsee.extract", **_taken(RunOptions, values)
@@ -147,9 +149,23 @@ def _name_of(data: object) -> str:
     raise DataError(f"{kind} has no name; expected what --data takes, as text")
 
 
-def _own(
-    module: nn.Module, transform: Any, name: str | None, values: dict[str, Any]
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options in the form of their fields, without those that are None. Raises OptionError: an
+    unknown option, or a value that it does not take."""
+    return {key: _checked(key, value) for key, value in _known(options).items()}
+
+
+def loaded(
+    module: nn.Module,
+    transform: Any,
+    name: str | None,
+    values: Mapping[str, Any],
+    *,
+    copied: bool = False,
 ) -> LoadedModel:
+    """A torch module as a model. values: options in the form of their fields; copied: as for
+    `own_model`. Raises VitseeError: it cannot be copied, or its transform cannot be read; options
+    of a model's name."""
     from vitsee_core.images.torch_transforms import transform_config
 
     if given := [key for key in _OF_A_NAME if key in values]:
@@ -164,6 +180,7 @@ def _own(
         name=name,
         ablate_skip=values.get("ablate_skip", ()),
         interventions=parse(*(values.get(key, ()) for key in INTERVENTIONS)),
+        copied=copied,
     )
 
 

@@ -17,7 +17,6 @@ from vitsee_core.extraction.options import (
     parse_tokens,
 )
 from vitsee_core.runtime.machine import human_bytes, memory_bytes
-from vitsee_stores.canvas import Canvas
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import (
     AttentionGroup,
@@ -28,6 +27,7 @@ from vitsee_stores.layout import (
     arrays,
     select_names,
 )
+from vitsee_stores.plan import Canvas
 
 if TYPE_CHECKING:
     from vitsee_core.models.sites import AttentionBlock, SiteTable

@@ -17,6 +17,7 @@ from vitsee_core.extraction.erf import ErfCost, ErfPasses, prepare_erf
 from vitsee_core.extraction.gram_strategy import gram_notes
 from vitsee_core.extraction.identity import (
     changed_identity,
+    check_choices,
     check_same_model,
     chosen_identity,
     fixed_identity,
@@ -33,7 +34,7 @@ from vitsee_core.models.interventions.proof import prove
 from vitsee_core.models.interventions.switching import Switch
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.same_images import FirstImages, check_same_images, first_images
-from vitsee_core.models.selfcheck import SelfCheck, self_check
+from vitsee_core.models.selfcheck import NotFinite, SelfCheck, self_check
 from vitsee_core.models.sites import SiteTable
 from vitsee_core.runtime.device import precision_context, resolve_device
 from vitsee_core.runtime.progress import SILENT, Progress, soon_said
@@ -43,7 +44,7 @@ from vitsee_stores import StoreWriter
 from vitsee_stores.errors import IdentityMismatch, SiteError, VitseeError
 from vitsee_stores.files import Files
 from vitsee_stores.layout import StorePlan
-from vitsee_stores.manifest import Manifest, check_identity, few, new_manifest
+from vitsee_stores.manifest import Manifest, few, new_manifest
 from vitsee_stores.url import Place
 
 
@@ -146,7 +147,7 @@ def join_store(writer: StoreWriter, asked: Request, progress: Progress = SILENT)
     changes = switch.changes(model.module)
     absent: dict[str, Any] = {"interventions": []} if stored.get("interventions") else {}
     fixed = {**fixed_identity(model, selection, layout.canvas), **changed_identity(changes)}
-    check_identity(stored, {**absent, **fixed, **given})
+    check_choices(writer.manifest, model, {**absent, **fixed, **given})
     weights = None
     if not writer.is_made:
         weights = small_weights(model, table, stored.get("head_weights"))
@@ -277,8 +278,12 @@ def run_self_check(
     device: torch.device,
     precision: str,
 ) -> SelfCheck:
-    """The self-check on these images, which fixes the stored types for every process. Raises
-    VitseeError: the check failed."""
+    """The self-check on these images, which fixes the stored types for every process.
+
+    Raises:
+        NotFinite: activations are NaN or inf.
+        VitseeError: the check failed otherwise.
+    """
     _, height, width = model.input_size  # of the first tile, where there are several
     pixels = pixels[..., :height, :width]
     with (
@@ -294,7 +299,8 @@ def run_self_check(
             **hook_points(table, plan),
         )
     if not check.ok:
-        raise VitseeError(f"the self-check of {model.name} failed: {'; '.join(check.failures)}")
+        kind = VitseeError if check.finite else NotFinite
+        raise kind(f"the self-check of {model.name} failed: {'; '.join(check.failures)}")
     return check
 
 

@@ -48,7 +48,7 @@ from vitsee_core.runtime.machine import (
 from vitsee_core.runtime.progress import SILENT, Progress, counting
 from vitsee_core.runtime.versions import store_versions
 from vitsee_stores import StoreWriter, remove_store
-from vitsee_stores.disk_usage import max_disk_bytes
+from vitsee_stores.creation import max_disk_bytes
 from vitsee_stores.errors import IdentityMismatch, VitseeError
 from vitsee_stores.layout import StorePlan, n_bytes
 from vitsee_stores.manifest import by_reason
@@ -281,7 +281,8 @@ def stopped(stop: StopRequest, writer: StoreWriter, others: str = "") -> Interru
     until_now = f" until now ({others})" if others else ""
     return Interrupted(
         f"stopped by {stop.signal_name} with {int(writer.committed().sum())} of "
-        f"{counted(writer.n_slabs, 'slabs')} committed{until_now}; repeat the command to resume"
+        f"{counted(writer.n_slabs, 'slabs')} committed{until_now}; repeat the command to resume",
+        stop.signal_name or "",
     )
 
 

@@ -15,6 +15,10 @@ class Interrupted(VitseeError):
 
     exit_code = 75  # EX_TEMPFAIL: schedulers may requeue
 
+    def __init__(self, text: str, signal_name: str = "") -> None:
+        super().__init__(text)
+        self.signal_name = signal_name
+
 
 class StopRequest:
     """Context in which the first SIGTERM or SIGINT sets `signal_name`; a second one has its

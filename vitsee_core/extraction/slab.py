@@ -20,6 +20,7 @@ from vitsee_core.extraction.buffers import PER_HEAD, SlabBuffers, feature_paths,
 from vitsee_core.extraction.slab_grams import SlabGrams
 from vitsee_core.extraction.timing import Clock
 from vitsee_core.extraction.transfer import HostCopies
+from vitsee_core.models.selfcheck import NotFinite
 from vitsee_core.reductions import (
     AttentionReducer,
     is_by_token,
@@ -44,7 +45,7 @@ SUMS = ("aligned", "cls_map", "received")
 
 
 class Overflow(VitseeError):
-    """An activation does not fit its stored type, or is NaN."""
+    """An activation does not fit its stored type."""
 
 
 class SlabObserver:
@@ -272,7 +273,7 @@ def check_peaks(
 ) -> None:
     """Stop at the first site whose values did not fit; `kept`: names of the sites whose tokens went
     to host memory in their stored type; `precision`: what the model ran in. Raises Overflow: names
-    the site, its largest |x| and the option that stores it."""
+    the site, its largest |x| and the option that stores it; NotFinite: the site is NaN or inf."""
     for site in sites:
         if site.name not in peaks:
             continue
@@ -280,7 +281,7 @@ def check_peaks(
         stored_half = site.name in kept and site.dtype == "float16"
         if not np.isfinite(peak):
             way_on = "; try --precision bf16 or fp32" if precision == "fp16" else ""
-            raise Overflow(
+            raise NotFinite(
                 f"{site.name} has {peak} in {where}: the model's own output is broken{way_on}"
             )
         if stored_half and peak > FLOAT16_MAX:

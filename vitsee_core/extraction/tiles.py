@@ -19,8 +19,8 @@ from vitsee_core.extraction.buffers import SlabBuffers
 from vitsee_core.extraction.slab import SlabObserver
 from vitsee_core.reductions import largest_magnitude
 from vitsee_core.runtime.device import to_device
-from vitsee_stores.canvas import Canvas, Size
 from vitsee_stores.layout import SiteSpec, TokenLayout
+from vitsee_stores.plan import Canvas, Size
 
 TILED = "the model runs on tiles, which do not see each other"
 

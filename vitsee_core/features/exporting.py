@@ -24,7 +24,7 @@ from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.progress import counting
 from vitsee_core.tables.files import new_files
-from vitsee_core.tables.formats import NO_PYARROW, ending_of, plain_json
+from vitsee_core.tables.formats import ending_of, plain_json
 from vitsee_core.tables.results import Table
 from vitsee_stores.errors import SiteError, VitseeError
 from vitsee_stores.weights_names import weights_name
@@ -199,7 +199,9 @@ class _Parquet(_Sink):
             import pyarrow as pa
             import pyarrow.parquet as pq
         except ImportError:
-            raise VitseeError(f"{NO_PYARROW}, or name a .npy") from None
+            raise VitseeError(
+                "pyarrow is not installed; run: pip install pyarrow, or name a .npy"
+            ) from None
         numbers = pa.list_(pa.from_numpy_dtype(self.kind), self.shape[-1])
         fields = [
             pa.field(name, pa.string() if values.dtype.kind == "U" else pa.int64())

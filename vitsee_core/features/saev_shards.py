@@ -31,10 +31,9 @@ from vitsee_core.features.reader import SiteFeatures, choose_features
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.streaming import each_slab
-from vitsee_core.tables.files import check_place
+from vitsee_core.tables.files import check_place, hidden_name, remove_left
 from vitsee_core.tables.formats import plain_json
 from vitsee_stores.errors import SiteError, VitseeError, reason
-from vitsee_stores.temp_files import temporary_name
 from vitsee_stores.weights_names import weights_name
 
 if TYPE_CHECKING:
@@ -130,7 +129,8 @@ def export_saev(
     if place.exists() and not force:
         raise VitseeError(f"{place} exists; give another folder, or --force to replace it")
     shape = (per_shard, len(chosen), n_tokens, dim)
-    partial_place = Path(temporary_name(place.with_name(f".{place.name}"), ".partial"))
+    remove_left(place.parent)
+    partial_place = hidden_name(place)
     try:
         partial_place.mkdir(parents=True)
         shards = _open_shards(partial_place, n, shape)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import polars as pl
 
+from vitsee_core.figures.curve_looks import of_models
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.figures.panels import panels
 from vitsee_core.figures.plotting import styled
-from vitsee_core.tables.columns import is_given
 from vitsee_core.tables.groups import SIGN
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
@@ -44,60 +44,56 @@ def draw_attribute_chart(table: Table, x: str, by: Sequence[str] = ()) -> Figure
     Raises:
         VitseeError: no such column, or several values at one place of a curve.
     """
-    by = by or ("store",)
+    by, rows = by or ("store",), table.frame
     for name in (x, *by, "value", "metric"):
-        if name not in table.columns:
-            raise VitseeError(
-                f"this result has no column {name}; it has {', '.join(table.columns)}"
-            )
-    if "baseline" in table.columns:
-        table = table.take(np.array([not is_given(b) for b in table["baseline"].tolist()], bool))
-    table = table.take(np.array([is_given(cell) for cell in table[x].tolist()], bool))
-    cells = table[x].tolist()
-    if not cells:
+        if name not in rows.columns:
+            raise VitseeError(f"this result has no column {name}; it has {', '.join(rows.columns)}")
+    rows = of_models(rows).filter(pl.col(x).is_not_null())
+    if not len(rows):
         raise VitseeError(f"no row of a model has a value of {x}")
-    places = {cell: i for i, cell in enumerate(dict.fromkeys(cells))}
-    text = any(isinstance(cell, str) for cell in cells)
-    columns: dict[str, Any] = {
-        n: table[n] for n in ("metric", "value", "low", "high", "n_images") if n in table.columns
-    }
-    curves = zip(*(table[name].tolist() for name in by), strict=True)
-    panel = "task" if "task" in table.columns else "metric"
-    columns |= {
-        # Not the sign of groups, which would have panels of their own.
-        "store": np.array([", ".join(map(str, c)).replace(SIGN, "\u2044") for c in curves], object),
-        "site": np.full(len(table), "blocks.0.out", object),  # one kind: one curve
-        "rel_depth": np.array([places[cell] if text else cell for cell in cells], np.float64),
-        "panel": table[panel],
-    }
-    drawn = Table(columns)
-    _check_one_each(table, drawn, x, by)
-    names = drawn.unique("panel")
-    figure, every = panels(len(names))
-    for axes, (name, rows) in zip(every, drawn.groups("panel"), strict=True):
-        draw_depth_curves(axes, rows, among=drawn)
-        axes.set_title(task_words(str(name)) if panel == "task" else "")
+    text = not rows[x].dtype.is_numeric()
+    places = {cell: i for i, cell in enumerate(rows[x].unique(maintain_order=True))}
+    panel = "task" if "task" in rows.columns else "metric"
+    numbers = ["value", *(n for n in ("low", "high", "n_images") if n in rows.columns)]
+    at = pl.col(x).cast(pl.String).replace_strict(places) if text else pl.col(x)
+    # Not the sign of groups, which would have panels of their own.
+    curve = pl.concat_str([pl.col(n).cast(pl.String).fill_null("None") for n in by], separator=", ")
+    drawn = rows.select(
+        "metric",
+        *numbers,
+        store=curve.str.replace_all(SIGN, "\u2044", literal=True),
+        site=pl.lit("blocks.0.out"),  # one kind: one curve
+        rel_depth=at.cast(pl.Float64),
+        panel=panel,
+    )
+    _check_one_each(rows, drawn, x, by)
+    each = drawn.partition_by("panel", maintain_order=True)
+    figure, every = panels(len(each))
+    for axes, own in zip(every, each, strict=True):
+        draw_depth_curves(axes, own, among=drawn)
+        axes.set_title(task_words(own["panel"][0]) if panel == "task" else "")
         axes.set_xlabel(LABELS.get(x, x))
-        _put_ticks(axes, list(places) if text else None, drawn["rel_depth"])
+        _put_ticks(axes, list(map(str, places)) if text else None, drawn["rel_depth"])
     add_curve_legend(figure, every)
     return figure
 
 
-def _check_one_each(table: Table, drawn: Table, x: str, by: Sequence[str]) -> None:
-    first: dict[Any, int] = {}
-    names = ("panel", "store", "rel_depth")
-    for i, key in enumerate(zip(*(drawn[name].tolist() for name in names), strict=True)):
-        j = first.setdefault(key, i)
-        if i == j:
-            continue
-        about = [*table.columns][: [*table.columns].index("metric")]
-        others = [n for n in about if n not in (x, *by) and table[n][i] != table[n][j]]
-        raise VitseeError(
-            f"several values of {key[1]} at {x} = {table[x][i]}"
-            + (f", which differ in {', '.join(others)}" if others else "")
-            + "; choose a layer with --sites (last), take the best with vitsee best-layer, or make "
-            "curves of a column with --by"
-        )
+def _check_one_each(rows: pl.DataFrame, drawn: pl.DataFrame, x: str, by: Sequence[str]) -> None:
+    place = pl.struct("panel", "store", "rel_depth")
+    again = drawn.select(place.is_duplicated()).to_series()
+    if not again.any():
+        return
+    first = again.arg_max() or 0
+    same = drawn.select((place == place.gather([first])).alias("same"))["same"]
+    i, j, *_ = same.arg_true()
+    about = rows.columns[: rows.columns.index("metric")]
+    others = [n for n in about if n not in (x, *by) and rows[n][i] != rows[n][j]]
+    raise VitseeError(
+        f"several values of {drawn['store'][i]} at {x} = {rows[x][i]}"
+        + (f", which differ in {', '.join(others)}" if others else "")
+        + "; choose a layer with --sites (last), take the best with vitsee best-layer, or make "
+        "curves of a column with --by"
+    )
 
 
 def _put_ticks(axes: Axes, names: Sequence[str] | None, values: Any) -> None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.figures.plotting import colour, marker, store_order
 from vitsee_core.tables.groups import SIGN, groups_of, split_label
+from vitsee_core.tables.results import frame_of
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import PARTS, token_words
-
-if TYPE_CHECKING:
-    from vitsee_core.tables.results import Table
 
 FIRST = ("embed", "stem")  # belong to the curve of the blocks' outputs
 DASHES = ((0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)), (0, (3, 1)))
@@ -24,14 +23,31 @@ Curve = tuple[Any, ...]  # store, values of further columns, kind of site
 ALIKE = 1e-9  # values nearer than this are one
 
 
-def curve_looks(table: Table, by: Sequence[str] = ()) -> dict[Curve, Look]:
+def with_kinds(rows: pl.DataFrame) -> pl.DataFrame:
+    """The rows with a column `kind`, the kind of each one's site."""
+    kinds = {site: site_kind(site) for site in rows["site"].unique().drop_nulls()}
+    sites = pl.col("site").cast(pl.String)
+    return rows.with_columns(kind=sites.replace_strict(kinds, return_dtype=pl.String))
+
+
+def by_curve(rows: pl.DataFrame, by: Sequence[str] = ()) -> dict[Curve, pl.DataFrame]:
+    """The rows of each curve, from input to output, in order of first appearance. A curve is a
+    store, the values of `by` (None where there is no such column) and the kind of its sites."""
+    lacking = [name for name in by if name not in rows.columns]
+    rows = with_kinds(rows).with_columns(pl.lit(None).alias(name) for name in lacking)
+    found = rows.partition_by("store", *by, "kind", maintain_order=True, as_dict=True)
+    return {curve: own.sort("rel_depth", maintain_order=True) for curve, own in found.items()}
+
+
+def curve_looks(rows: Any, by: Sequence[str] = ()) -> dict[Curve, Look]:
     """(store, values of `by`, kind of site) -> how it is drawn. The colour is the store's where
     there are several, see `store_looks`; sites that belong to no block look as the first kind of
     their store."""
-    curves = dict.fromkeys(curves_of(table, by))
-    stores = store_order(table)
+    rows = frame_of(rows)
+    curves = list(by_curve(rows, by))
+    stores = store_order(rows)
     kinds = list(dict.fromkeys(curve[1:] for curve in curves if curve[-1] != "head"))
-    grouped = store_looks(table) if len(groups_of(table.unique("store"))) > 1 else {}
+    grouped = store_looks(rows) if len(groups_of(rows["store"].unique())) > 1 else {}
     found = {}
     for curve in curves:
         same = [kind for kind in kinds if curve[-1] == "head" and kind[:-1] == curve[1:-1]]
@@ -49,11 +65,12 @@ def curve_looks(table: Table, by: Sequence[str] = ()) -> dict[Curve, Look]:
     return found
 
 
-def store_looks(table: Table) -> dict[str, Look]:
+def store_looks(rows: Any) -> dict[str, Look]:
     """Store -> colour, marker and stroke. Stores of several groups (`GROUP/NAME/VARIANT`) have the
     colour of their name and the stroke and marker of their variant, in every group the same."""
-    order = store_order(table)
-    if len(groups_of(table.unique("store"))) == 1:
+    rows = frame_of(rows)
+    order = store_order(rows)
+    if len(groups_of(rows["store"].unique())) == 1:
         return {
             store: {"color": colour(i), "marker": marker(i), "linestyle": "-"}
             for i, store in enumerate(order)
@@ -82,53 +99,48 @@ def site_kind(site: str) -> str:
     return match[1] if match is not None else "block" if re.search(r"\.\d+$", site) else "head"
 
 
-def cells_of(table: Table, name: str) -> list[Any]:
-    """A column, None in each row where the table has none."""
-    return table[name].tolist() if name in table.columns else [None] * len(table)
+def of_models(rows: pl.DataFrame) -> pl.DataFrame:
+    """The rows without those of baselines."""
+    return rows.filter(pl.col("baseline").is_null()) if "baseline" in rows.columns else rows
 
 
-def baseline_name(name: Any) -> str:
-    """A cell of the column `baseline` as text, empty for no baseline."""
-    return "" if name is None or name != name else str(name)
+def baselines_of(rows: pl.DataFrame) -> dict[str, pl.DataFrame]:
+    """The rows of each baseline, in order of first appearance."""
+    if "baseline" not in rows.columns:
+        return {}
+    named = rows.filter(pl.col("baseline").is_not_null())
+    found = named.partition_by("baseline", maintain_order=True, as_dict=True)
+    return {str(name): own for (name,), own in found.items()}
 
 
-def curves_of(table: Table, by: Sequence[str]) -> list[Curve]:
-    """Each row's curve: its store, the values of `by`, the kind of its site."""
-    kinds = [site_kind(site) for site in table["site"].tolist()]
-    return list(
-        zip(table["store"].tolist(), *(cells_of(table, name) for name in by), kinds, strict=True)
-    )
-
-
-def dashes_of(table: Table) -> Look:
+def dashes_of(rows: pl.DataFrame) -> Look:
     """Baseline -> its dash pattern."""
-    names = dict.fromkeys(filter(None, map(baseline_name, cells_of(table, "baseline"))))
-    return {name: DASHES[i % len(DASHES)] for i, name in enumerate(names)}
+    return {name: DASHES[i % len(DASHES)] for i, name in enumerate(baselines_of(rows))}
 
 
-def curve_label(table: Table, by: Sequence[str], curve: Curve) -> str:
-    """The store, and every other column in which the table has several values."""
+def curve_label(rows: pl.DataFrame, by: Sequence[str], curve: Curve) -> str:
+    """The store, and every other column in which the rows have several values."""
     label = str(curve[0])
-    if len(groups_of(table.unique("store"))) > 1:  # whose panel names the group
+    if len(groups_of(rows["store"].unique())) > 1:  # whose panel names the group
         label = split_label(label)[1]
     parts = [shorten(label, 28)]
-    kinds = {kind for kind in map(site_kind, table["site"].tolist()) if kind != "head"}
+    kinds = {*map(site_kind, rows["site"].unique())} - {"head"}
     if len(kinds) > 1 and curve[-1] != "head":
         parts.append(PARTS.get(curve[-1], curve[-1]) or "block output")
     for name, value in zip(by, curve[1:-1], strict=True):
-        if len(set(cells_of(table, name))) > 1:
+        if name in rows.columns and rows[name].n_unique() > 1:
             parts.append(token_words(str(value)) if name == "token" else f"{name} = {value}")
     return ", ".join(parts)
 
 
-def shared_baselines(table: Table, curves: Sequence[Curve], names: Any) -> set[str]:
+def shared_baselines(curves: dict[Curve, pl.DataFrame]) -> set[str]:
     """The baselines of which several curves have the same value everywhere."""
-    found = set()
-    lines = np.array([curve[-1] != "head" for curve in curves], bool)
-    for name in dict.fromkeys(n for n in names.tolist() if n):
-        picked = lines & (names == name)
-        values = table["value"][picked].astype(float)
-        several = len({curve for curve, own in zip(curves, picked, strict=True) if own}) > 1
-        if several and float(np.ptp(values)) < ALIKE:
-            found.add(name)
-    return found
+    values: dict[str, list[pl.Series]] = {}
+    for curve, rows in curves.items():
+        for name, own in baselines_of(rows).items() if curve[-1] != "head" else ():
+            values.setdefault(name, []).append(own["value"])
+    return {
+        name
+        for name, of in values.items()
+        if len(of) > 1 and float(np.ptp(pl.concat(of).to_numpy())) < ALIKE
+    }

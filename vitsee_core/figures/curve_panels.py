@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import polars as pl
 
 from vitsee_core.figures.curve_looks import site_kind
 from vitsee_core.figures.depth_curves import (
@@ -17,15 +17,16 @@ from vitsee_core.figures.depth_curves import (
 )
 from vitsee_core.figures.panels import Grid, stack
 from vitsee_core.tables.groups import groups_of, split_label
+from vitsee_core.tables.results import frame_of
 from vitsee_core.tables.text import shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitsee_core.tables.results import Table
-
-Panel = tuple["Axes", str, "Table"]  # of a metric: its rows, of one group where there are several
+Panel = tuple[
+    "Axes", str, pl.DataFrame
+]  # of a metric: its rows, of one group where there are several
 GROUP_LETTERS = 24
 
 
@@ -45,12 +46,13 @@ class CurveGrid:
     height: float = 14.0
 
     @classmethod
-    def of(cls, n: int, table: Table) -> CurveGrid:
-        """For n metrics of a table: panels are taller where sites outside the blocks are named
+    def of(cls, n: int, rows: Any) -> CurveGrid:
+        """For n metrics of these rows: panels are taller where sites outside the blocks are named
         below the axis."""
-        outside = (site for site in table.unique("site") if site_kind(site) == "head")
+        rows = frame_of(rows)
+        outside = (site for site in rows["site"].unique() if site_kind(site) == "head")
         names = max((len(head_words(site)) for site in outside), default=0)
-        return cls(n, groups_of(table.unique("store")), 14 + 0.5 * names)
+        return cls(n, groups_of(rows["store"].unique(maintain_order=True)), 14 + 0.5 * names)
 
     @property
     def grids(self) -> list[Grid]:
@@ -63,7 +65,7 @@ class CurveGrid:
         sizes = [grid.size for grid in self.grids]
         return max(wide for wide, _ in sizes), sum(tall for _, tall in sizes)
 
-    def panels(self, box: Any, parts: Sequence[tuple[str, Table]]) -> list[Panel]:
+    def panels(self, box: Any, parts: Sequence[tuple[str, Any]]) -> list[Panel]:
         """The panels in a figure or a part of one, for these metrics with their rows."""
         if len(self.groups) == 1:
             every = self.grids[0].axes(box)
@@ -71,11 +73,11 @@ class CurveGrid:
         boxes = [box] if self.n == 1 else box.subfigures(self.n, 1)
         found: list[Panel] = []
         for part, grid, (metric, own) in zip(boxes, self.grids, parts, strict=True):
-            labels = own["store"].tolist()
-            groups = np.array([split_label(str(label))[0] for label in labels], object)
+            labels = own["store"].unique()
             for axes, group in zip(grid.axes(part), self.groups, strict=True):
-                if (groups == group).any():
-                    found.append((axes, metric, own.take(groups == group)))
+                stores = [label for label in labels if split_label(label)[0] == group]
+                if stores:
+                    found.append((axes, metric, own.filter(pl.col("store").is_in(stores))))
                 else:
                     axes.set_visible(False)
         return found
@@ -96,14 +98,14 @@ class CurveGrid:
                 axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
 
 
-def of_metrics(table: Table, metrics: Sequence[str]) -> list[tuple[str, Table]]:
-    return [(metric, table.where(metric=metric)) for metric in metrics]
+def of_metrics(rows: Any, metrics: Sequence[str]) -> list[tuple[str, Any]]:
+    return [(metric, rows.filter(metric=metric)) for metric in metrics]
 
 
 def draw_depth_panels(
-    table: Table,
+    rows: Any,
     metrics: Sequence[str],
-    finish: Callable[[Axes, Table, str], None] | None = None,
+    finish: Callable[[Axes, Any, str], None] | None = None,
     *,
     by: Sequence[str] = (),
     spread: str = INTERVAL,
@@ -112,17 +114,17 @@ def draw_depth_panels(
     """A figure of a panel per metric (and group of stores), of curves over depth with one legend.
 
     Args:
-        table: rows of these metrics.
+        rows: of these metrics.
         metrics: in order.
         finish: called with each panel, its rows and metric; before the legend is made.
         by: see `draw_depth_curves`.
         spread: see there.
         counts: the column whose number stands at the upper right, and what it counts.
     """
-    among = table.where(metric=list(metrics))
+    among = frame_of(rows).filter(pl.col("metric").is_in(metrics))
     grid = CurveGrid.of(len(metrics), among)
     figure, (box,) = stack(grid)
-    panels = grid.panels(box, of_metrics(table, metrics))
+    panels = grid.panels(box, of_metrics(among, metrics))
     for axes, metric, rows in panels:
         draw_depth_curves(axes, rows, by=by, among=among, spread=spread, counts=counts)
         if finish is not None:

@@ -6,30 +6,30 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.figures.curve_looks import (
     Curve,
     Look,
-    baseline_name,
-    cells_of,
+    baselines_of,
+    by_curve,
     curve_label,
     curve_looks,
-    curves_of,
     dashes_of,
+    of_models,
     shared_baselines,
     site_kind,
 )
 from vitsee_core.figures.panels import handles_of, legend_below, note_count, small
 from vitsee_core.figures.plotting import GREY
 from vitsee_core.tables.groups import by_group
+from vitsee_core.tables.results import frame_of
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import baseline_words, metric_words, site_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from vitsee_core.tables.results import Table
 
 DEPTH_LABEL = "relative depth"
 BASELINE, BEST, NOTHING = "baseline: ", "best layer", "no value"
@@ -41,11 +41,11 @@ INTERVAL = "95 % interval"
 
 def draw_depth_curves(
     axes: Axes,
-    table: Table,
+    rows: Any,
     *,
     by: Sequence[str] = (),
     ylabel: str | None = None,
-    among: Table | None = None,
+    among: Any = None,
     spread: str = INTERVAL,
     counts: tuple[str, str] = ("n_images", ""),
 ) -> None:
@@ -60,43 +60,40 @@ def draw_depth_curves(
 
     Args:
         axes: the panel; `add_curve_legend` draws the legend.
-        table: rows of one metric, with the columns store, site, rel_depth, value.
+        rows: of one metric, with the columns store, site, rel_depth, value.
         by: further columns whose values make curves of their own (`k`, `shots`).
         ylabel: of the y axis; by default the metric's words.
         among: the rows of all panels of a figure, so that a curve looks the same in each.
         spread: what `low` and `high` are.
         counts: the column whose number stands at the upper right, and what it counts.
     """
-    among = table if among is None else among
-    own = curves_of(table, by)
-    looks = {curve: look for curve, look in curve_looks(among, by).items() if curve in {*own}}
-    names = np.array([baseline_name(name) for name in cells_of(table, "baseline")], object)
-    dashes, shared = dashes_of(among), shared_baselines(table, own, names)
-    heads = [s for s in dict.fromkeys(table["site"].tolist()) if site_kind(s) == "head"]
+    rows = frame_of(rows)
+    among = rows if among is None else frame_of(among)
+    curves, looks = by_curve(rows, by), curve_looks(among, by)
+    dashes, shared = dashes_of(among), shared_baselines(curves)
+    heads = [s for s in rows["site"].unique(maintain_order=True) if site_kind(s) == "head"]
     places = {site: 1 + HEAD_STEP * (i + 1) for i, site in enumerate(heads)}
-    rows_of = {
-        curve: table.take(np.array([other == curve for other in own], bool)) for curve in looks
-    }
-    real = {curve: rows.take(_real(rows)) for curve, rows in rows_of.items()}
     moves, banded = _intervals(among, by)
-    metric = str(table["metric"][0]) if len(table) and "metric" in table.columns else ""
+    metric = str(rows["metric"][0]) if len(rows) and "metric" in rows.columns else ""
     texts: list[str] = []
     for curve, look in looks.items():
-        rows, text = rows_of[curve], curve_label(among, by, curve)
+        if curve not in curves:
+            continue
+        text = curve_label(among, by, curve)
         if text in texts and curve[-1] == "head":
             text = "_nolegend_"
         texts.append(text)
-        _draw_baselines(axes, rows, curve, look, dashes, shared, places)
-        _draw_curve(axes, real[curve], curve, {**look, "label": text}, places,
+        _draw_baselines(axes, curves[curve], curve, look, dashes, shared, places)
+        _draw_curve(axes, of_models(curves[curve]), curve, {**look, "label": text}, places,
                     moves.get(curve, 0.0), banded)  # fmt: skip
-    for name in dict.fromkeys(n for n in names.tolist() if n):
+    for name in baselines_of(rows):
         axes.plot([], [], color=GREY, linestyle=dashes[name], linewidth=1,
                   label=baseline_words(name, metric))  # fmt: skip
     if moves and spread:
         _explain(axes, spread, banded)
     _finish(axes, places, metric_words(metric) if ylabel is None else ylabel)
-    _mark_missing(axes, [rows for rows in real.values() if len(rows)], places)
-    note_count(axes, table, *counts)
+    _mark_missing(axes, of_models(rows), places)
+    note_count(axes, rows, *counts)
 
 
 def add_curve_legend(figure: Figure, every: Sequence[Axes]) -> None:
@@ -111,33 +108,33 @@ def head_words(site: str) -> str:
     return shorten(site_words(site), 16)
 
 
-def _real(table: Table) -> Any:
-    return np.array([not baseline_name(name) for name in cells_of(table, "baseline")], bool)
-
-
-def _bounds(rows: Table) -> tuple[Any, Any]:
+def _bounds(rows: pl.DataFrame) -> tuple[Any, Any]:
     """`low` and `high`, NaN where the table has none."""
     nothing = np.full(len(rows), np.nan)
-    return tuple(rows.columns.get(name, nothing).astype(float) for name in ("low", "high"))  # type: ignore[return-value]
+    low, high = (rows[n].to_numpy() if n in rows.columns else nothing for n in ("low", "high"))
+    return low, high
 
 
-def _intervals(among: Table, by: Sequence[str]) -> tuple[dict[Curve, float], bool | None]:
+def _intervals(among: pl.DataFrame, by: Sequence[str]) -> tuple[dict[Curve, float], bool | None]:
     """How far each curve that has intervals is moved to the right, and whether intervals are bands
     in all panels; None where they are so many that none is drawn."""
-    among = among.take(_real(among) & np.isfinite(_bounds(among)[0]))
-    metrics = among.groups("metric") if "metric" in among.columns else [("", among)]
+    if "low" not in among.columns:
+        return {}, True
+    among = of_models(among).filter(pl.col("low").is_finite())
+    if not len(among):
+        return {}, True
+    metrics = among.partition_by("metric", maintain_order=True) if "metric" in among else [among]
     ends: dict[str, dict[Curve, float]] = {}  # of the curves of each group of stores
     crowded = False
-    places = among["rel_depth"].astype(float)
-    grid = np.linspace(places.min(initial=0), places.max(initial=1), 41)
-    for group, rows in ((group, own) for _, of in metrics for group, own in by_group(of)):
-        own, bands = curves_of(rows, by), []
-        for curve in dict.fromkeys(c for c in own if c[-1] != "head"):
-            ends.setdefault(group, {})[curve] = 0.0
-            picked = rows.take(np.array([other == curve for other in own], bool))
-            picked = picked.take(np.argsort(picked["rel_depth"], kind="stable"))
-            depth = picked["rel_depth"].astype(float)
-            bands.append([np.interp(grid, depth, side) for side in _bounds(picked)])
+    places = among["rel_depth"].to_numpy()
+    grid = np.linspace(min(places.min(), 0), max(places.max(), 1), 41)
+    for group, rows in ((group, own) for of in metrics for group, own in by_group(of)):
+        bands = []
+        for curve, own in by_curve(rows, by).items():
+            if curve[-1] != "head":
+                ends.setdefault(group, {})[curve] = 0.0
+                depth = own["rel_depth"].to_numpy()
+                bands.append([np.interp(grid, depth, side) for side in _bounds(own)])
         crowded |= len(bands) <= MOST_INTERVALS and any(
             (np.minimum(a[1], b[1]) > np.maximum(a[0], b[0])).mean() > 0.4
             for i, a in enumerate(bands)
@@ -164,26 +161,23 @@ def _explain(axes: Axes, spread: str, banded: bool | None) -> None:
         axes.plot([], [], linestyle="none", marker="|", color=GREY, label=f"bars: {spread}")
 
 
-def _places(rows: Table, curve: Curve, places: dict[str, float]) -> Any:
+def _places(rows: pl.DataFrame, curve: Curve, places: dict[str, float]) -> Any:
     if curve[-1] == "head":
-        return np.array([places[site] for site in rows["site"].tolist()])
-    return rows["rel_depth"].astype(float)
+        return np.array([places[site] for site in rows["site"]])
+    return rows["rel_depth"].to_numpy()
 
 
 def _draw_baselines(
     axes: Axes,
-    rows: Table,
+    rows: pl.DataFrame,
     curve: Curve,
     look: Look,
     dashes: Look,
     shared: set[str],
     places: dict[str, float],
 ) -> None:
-    names = np.array([baseline_name(name) for name in cells_of(rows, "baseline")], object)
-    for name in dict.fromkeys(n for n in names.tolist() if n):
-        own = rows.take(names == name)
-        own = own.take(np.argsort(own["rel_depth"], kind="stable"))
-        x, y = _places(own, curve, places), own["value"].astype(float)
+    for name, own in baselines_of(rows).items():
+        x, y = _places(own, curve, places), own["value"].to_numpy()
         tint = GREY if name in shared else look["color"]
         line: Look = {"color": tint, "linestyle": dashes[name], "linewidth": 1}
         if curve[-1] == "head" or len(own) == 1:  # a line of one point would be invisible
@@ -194,7 +188,7 @@ def _draw_baselines(
 
 def _draw_curve(
     axes: Axes,
-    rows: Table,
+    rows: pl.DataFrame,
     curve: Curve,
     look: Look,
     places: dict[str, float],
@@ -203,8 +197,7 @@ def _draw_curve(
 ) -> None:
     if not len(rows):
         return
-    rows = rows.take(np.argsort(rows["rel_depth"], kind="stable"))
-    x, y, bounds = _places(rows, curve, places), rows["value"].astype(float), _bounds(rows)
+    x, y, bounds = _places(rows, curve, places), rows["value"].to_numpy(), _bounds(rows)
     points = curve[-1] == "head"
     if np.isfinite(bounds[0]).any() and banded is not None:
         if banded and not points and len(rows) > 1:
@@ -233,20 +226,15 @@ def _finish(axes: Axes, places: dict[str, float], ylabel: str) -> None:
         axes.set_ylim(low - (margin if low < 0 else 0), high + margin)
 
 
-def _mark_missing(axes: Axes, rows: Sequence[Table], places: dict[str, float]) -> None:
+def _mark_missing(axes: Axes, rows: pl.DataFrame, places: dict[str, float]) -> None:
     """Crosses at the lower edge where there is no value; in words where there is none at all."""
-    values = [own["value"].astype(float) for own in rows]
-    if values and all(np.isnan(of).all() for of in values):
+    missing = rows.filter(pl.col("value").is_null())
+    if len(rows) and len(missing) == len(rows):
         axes.text(0.5, 0.5, NOTHING, transform=axes.transAxes, ha="center", color=GREY)
         return
-    x = [
-        places.get(site, float(depth))
-        for own, of in zip(rows, values, strict=True)
-        for site, depth, value in zip(own["site"], own["rel_depth"], of, strict=True)
-        if value != value
-    ]
-    if x:
+    cells = missing.select("site", "rel_depth").unique(maintain_order=True)
+    if x := {places.get(site, depth) for site, depth in cells.rows()}:
         axes.plot(
-            sorted({*x}), [0.03] * len({*x}), "x", transform=axes.get_xaxis_transform(),
+            sorted(x), [0.03] * len(x), "x", transform=axes.get_xaxis_transform(),
             color=GREY, label=NOTHING, markersize=4, clip_on=False,
         )  # fmt: skip

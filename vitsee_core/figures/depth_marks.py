@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from vitsee_core.figures.curve_looks import curve_looks, site_kind
+from vitsee_core.figures.curve_looks import by_curve, curve_looks
 from vitsee_core.figures.plotting import GREY
-from vitsee_core.tables.results import Table
+from vitsee_core.tables.results import frame_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +16,12 @@ DOTTED = {"linestyle": (0, (1, 2)), "linewidth": 1}
 
 
 def draw_marks(
-    axes: Axes, rows: Table, among: Table, column: str, look: dict[str, Any], label: str = ""
+    axes: Axes,
+    rows: Any,
+    among: Any,
+    column: str,
+    look: dict[str, Any],
+    label: str = "",
 ) -> None:
     """Draw a column against depth for each curve that `draw_depth_curves` has drawn.
 
@@ -32,12 +35,7 @@ def draw_marks(
     """
     if label:
         axes.plot([], [], color=GREY, label=label, **look)
-    for (store, kind), drawn in curve_looks(among).items():
-        if kind == "head":
-            continue
-        own = rows.where(store=store)
-        kinds = [site_kind(site) for site in own["site"].tolist()]
-        own = own.take(np.array([one == kind for one in kinds], bool))
-        own = own.take(np.argsort(own["rel_depth"], kind="stable"))
-        x, y = own["rel_depth"].astype(float), own[column].astype(float)
-        axes.plot(x, y, color=drawn["color"], **look)
+    looks = curve_looks(frame_of(among))
+    for curve, own in by_curve(frame_of(rows)).items():
+        if curve[-1] != "head":
+            axes.plot(own["rel_depth"], own[column], color=looks[curve]["color"], **look)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.figures.panels import Grid, colour_bar, count, name_part, room, stack
+from vitsee_core.tables.results import frame_of
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import site_words
 from vitsee_core.types import Float
@@ -61,26 +63,22 @@ class Tiles:
         return n_rows * (height + down) - down, n_columns * (width + across) - across
 
 
-def cut_maps(table: Table) -> Iterator[tuple[int, int, str, Float]]:
+def cut_maps(rows: Any) -> Iterator[tuple[int, int, str, Float]]:
     """(depth, head, site, map) of each head of a table with columns row and col, by depth and head;
     a row without a head counts as head 0. The cells of a map are in the table once each."""
-    head = np.array([0 if h is None else h for h in table["head"].tolist()], np.int64)
-    depth, row, col = (table[name].astype(np.int64) for name in ("depth", "row", "col"))
-    order = np.lexsort((col, row, head, depth))
-    depth, head, row, col = depth[order], head[order], row[order], col[order]
-    values, sites = table["value"][order], table["site"][order]
-    new = np.flatnonzero(np.diff(depth, prepend=-1) | np.diff(head, prepend=-1))
-    for start, stop in zip(new, [*new[1:], len(values)], strict=True):
-        height = int(row[stop - 1] - row[start]) + 1
-        cells = values[start:stop].reshape(height, -1)
-        yield int(depth[start]), int(head[start]), str(sites[start]), cells
+    ordered = (
+        frame_of(rows).with_columns(pl.col("head").fill_null(0)).sort("depth", "head", "row", "col")
+    )
+    for (depth, head), own in ordered.group_by("depth", "head", maintain_order=True):
+        height = own["row"].n_unique()
+        yield depth, head, own["site"][0], own["value"].to_numpy().reshape(height, -1)
 
 
-def tile_table(table: Table, convert: Callable[[Float], Float] | None = None) -> list[Tiles]:
+def tile_table(rows: Any, convert: Callable[[Float], Float] | None = None) -> list[Tiles]:
     """The maps of a store, each converted by `convert`, by grid size, the largest first; rows are
     the layers that have it."""
     by_size: dict[tuple[int, ...], list[tuple[int, int, str, Float]]] = {}
-    for entry in cut_maps(table):
+    for entry in cut_maps(frame_of(rows)):
         by_size.setdefault(entry[-1].shape, []).append(entry)
     found = []
     for entries in by_size.values():
@@ -243,7 +241,7 @@ def draw_grid(
         midlines: see `draw_tiles`.
         convert: map -> what is drawn; by default the map itself.
     """
-    all_tiles = tile_table(table, convert)
+    all_tiles = tile_table(table.frame, convert)
     alone = len(all_tiles) == 1 and len(all_tiles[0].maps) == 1
     limits = value_range(all_tiles)
     if alone:
@@ -259,17 +257,13 @@ def draw_grid(
         if alone:
             axes.set(xticks=[], yticks=[], xlabel="")
         add_bar(axes, image, unit, scale)
-    who = shorten(str(table["store"][0]), 28)
+    first = table.frame.row(0, named=True)
+    who = shorten(first["store"], 28)
     if alone:
-        who = f"{who}, {all_tiles[0].row_labels[0]}{_head(table)}"
+        head = "" if first["head"] is None else f" head {first['head']}"
+        who = f"{who}, {all_tiles[0].row_labels[0]}{head}"
     name_part(figure, f"{who}: {title} (n = {count(table)})")
     return figure
-
-
-def _head(table: Table) -> str:
-    """Which head a table with one map is about, in words."""
-    head = table["head"][0]
-    return "" if head is None or head != head else f" head {int(head)}"
 
 
 def tile_grid(tiles: Tiles) -> Grid:

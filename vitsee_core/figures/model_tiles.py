@@ -16,6 +16,7 @@ from vitsee_core.figures.head_tiles import (
 )
 from vitsee_core.figures.panels import Grid, bars_at_ends, count, map_title, name_part, room, stack
 from vitsee_core.tables.groups import by_group
+from vitsee_core.tables.results import frame_of
 from vitsee_core.types import Float
 
 if TYPE_CHECKING:
@@ -50,13 +51,13 @@ def draw_models(
 
 
 def models_of(
-    table: Table, convert: Callable[[Float], Float] | None = None
+    table: Any, convert: Callable[[Float], Float] | None = None
 ) -> list[tuple[str, Tiles]]:
     """(label, tiles) of each store and grid size, the stores of a group beside each other."""
     return [
-        (str(store), tiles)
-        for _, rows in by_group(table)
-        for store, own in rows.groups("store")
+        (store, tiles)
+        for _, rows in by_group(frame_of(table))
+        for (store,), own in rows.group_by("store", maintain_order=True)
         for tiles in tile_table(own, convert)
     ]
 

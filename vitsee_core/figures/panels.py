@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
+import polars as pl
 
+from vitsee_core.tables.results import frame_of
 from vitsee_core.tables.text import shorten
 
 if TYPE_CHECKING:
@@ -291,19 +293,15 @@ def map_axes(axes: Axes) -> None:
 
 def count(rows: Any, name: str = "n_images") -> str:
     """`2000`, or `1990 to 2000`: the counts of rows with a value, "" without that column."""
+    rows = frame_of(rows)
     if name not in rows.columns:
         return ""
-    cells = rows[name].tolist()
-    kept = rows["value"].tolist() if "value" in rows.columns else cells
-    values = [
-        int(n)
-        for n, value in zip(cells, kept, strict=True)
-        if n is not None and n == n and n != "" and value == value
-    ]
-    if not values:
+    if "value" in rows.columns:
+        rows = rows.filter(pl.col("value").is_not_null())
+    low, high = rows[name].min(), rows[name].max()
+    if low is None:
         return ""
-    low, high = min(values), max(values)
-    return f"{high}" if low == high else f"{low} to {high}"
+    return f"{high:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
 
 
 def evenly(items: Sequence[Item], most: int) -> list[Item]:

@@ -9,6 +9,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.figures.panels import em, evenly, new_figure, room, small
 from vitsee_core.figures.plotting import GREY, styled
@@ -243,32 +244,35 @@ def _frame(axes: Axes, edges: Sequence[float]) -> None:
         spine.set(visible=True, linewidth=0.4, color=GREY)
 
 
-def shown_sites(rows: Table) -> list[str]:
-    """The sites that are drawn: all, or evenly spaced ones with the first and the last."""
-    every = rows.unique("site")
+def shown_sites(rows: Any) -> dict[str, list[str]]:
+    """The sites of each store that are drawn: all, or evenly spaced ones with the first and the
+    last."""
     most = min(MOST_ACROSS, int((room() - PHOTO - BAR - 5) / (TILE + GAP)))
-    return evenly(every, most)
+    return {
+        store: evenly(own["site"].unique(maintain_order=True).to_list(), most)
+        for (store,), own in rows.group_by("store", maintain_order=True)
+    }
 
 
-def grid_of(rows: Table, sheet: Mapping[str, Any], site: str, image: str) -> tuple[Any, Any]:
+def grid_of(rows: Any, sheet: Mapping[str, Any], site: str, image: str) -> tuple[Any, Any]:
     """(rows, cols) and edges of a site's grid on an image, from the notes; else as far as there are
     cells, over the whole image."""
     own = sheet.get("grids", {}).get(str(rows["store"][0]), {}).get(site, {})
-    largest = [int(max(map(int, rows[name].tolist()))) + 1 for name in ("row", "col")]
-    return own.get("shape", largest), own.get("edges", {}).get(image, WHOLE)
+    shape = own.get("shape") or [largest + 1 for largest in rows.select("row", "col").max().row(0)]
+    return shape, own.get("edges", {}).get(image, WHOLE)
 
 
-def thinned(table: Table, sites: Mapping[str, Sequence[str]]) -> list[str]:
+def thinned(rows: pl.DataFrame, sites: Mapping[str, Sequence[str]]) -> list[str]:
     """A line of the caption where some of the stores' sites are not drawn."""
-    some = any(len(rows.unique("site")) > len(sites[of]) for of, rows in table.groups("store"))
+    every = rows.group_by("store").agg(pl.col("site").n_unique())
+    some = any(n > len(sites[store]) for store, n in every.rows())
     return ["evenly spaced layers; the table has all"] if some else []
 
 
-def place_values(rows: Table, shape: Sequence[int]) -> Float:
+def place_values(rows: Any, shape: Sequence[int]) -> Float:
     """(rows, cols) values of the cells, NaN where there is no row."""
     found = np.full(tuple(shape), np.nan)
-    at = tuple(np.array([int(v) for v in rows[name].tolist()], np.int64) for name in ("row", "col"))
-    found[at] = rows["value"].astype(np.float64)
+    found[rows["row"].to_numpy(), rows["col"].to_numpy()] = rows["value"].to_numpy()
     return found
 
 
@@ -285,32 +289,31 @@ def draw_colours(table: Table) -> Figure:
     """One line per image: the photograph, and each layer's patches in the colours of the first
     three principal components, models below one another; above them the layer and how much of the
     variance these three explain. Patches left out as background are black."""
-    scores = table.where(metric="score")
+    scores = table.frame.filter(metric="score")
     sheet = table.notes.get("sheet", {})
     of_object = table.notes.get("foreground", "none") != "none"
-    explained = _explained(table)
-    sites = {store: shown_sites(rows) for store, rows in scores.groups("store")}
+    explained = _explained(table.frame)
+    sites = shown_sites(scores)
+    by_site = scores.partition_by("store", "site", as_dict=True)
     colours = {
-        (store, site): _colours(table, rows, store, site)
-        for store, of_store in scores.groups("store")
-        for site, rows in of_store.groups("site")
-        if site in sites[store]
+        (store, site): _colours(table.notes, by_site[store, site], store, site)
+        for store in sites
+        for site in sites[store]
     }
+    cells = scores.partition_by("store", "site", "image", as_dict=True)
     lines = []
-    for image, of_image in scores.groups("image"):
+    for image in scores["image"].unique(maintain_order=True):
         maps = []
         for store in sites:
-            of_store = of_image.where(store=store)
             tiles = []
             for site in sites[store]:
-                own = of_store.where(site=site)
+                of_site = by_site[store, site]
+                own = cells.get((store, site, image), of_site.clear())
                 title = layer_name(site)
-                share = explained.get((store, site), np.nan)
-                if np.isfinite(share):
+                if share := explained.get((store, site)):
                     title += f"\n{100 * share:.0f} %"
                 # An image without a patch of the foreground has an empty tile.
-                of = own if len(own) else scores.where(store=store, site=site)
-                shape, edges = grid_of(of, sheet, site, image)
+                shape, edges = grid_of(own if len(own) else of_site, sheet, site, image)
                 values = _rgb(own, shape, colours[store, site], of_object)
                 tiles.append(Map(title, values, edges))
             maps.append((store, tiles))
@@ -318,18 +321,18 @@ def draw_colours(table: Table) -> Figure:
     return Sheet(lines, sheet.get("images", {}), _caption(table, sites)).draw()
 
 
-def _colours(table: Table, rows: Table, store: str, site: str) -> Colours:
+def _colours(notes: Mapping[str, Any], rows: pl.DataFrame, store: str, site: str) -> Colours:
     """The colours of a layer: from the notes, else from the scores in the table."""
-    notes = table.notes.get("colours", {}).get(store, {}).get(site)
-    if notes is not None:
-        return Colours.read(notes)
-    by_channel = [rows.where(component=c)["value"].astype(float) for c in (1, 2, 3)]
+    own = notes.get("colours", {}).get(store, {}).get(site)
+    if own is not None:
+        return Colours.read(own)
+    by_channel = [rows.filter(component=c)["value"].to_numpy() for c in (1, 2, 3)]
     return Colours.of(np.stack(by_channel, 1))
 
 
-def _rgb(rows: Table, shape: Sequence[int], colours: Colours, of_object: bool) -> Float:
+def _rgb(rows: pl.DataFrame, shape: Sequence[int], colours: Colours, of_object: bool) -> Float:
     """(rows, cols, 4): what does not count is black, or nothing where all patches should."""
-    scores = np.stack([place_values(rows.where(component=c), shape) for c in (1, 2, 3)], -1)
+    scores = np.stack([place_values(rows.filter(component=c), shape) for c in (1, 2, 3)], -1)
     there = ~np.isnan(scores[..., 0])
     found = np.zeros((*shape, 4))
     found[..., 3] = there | of_object
@@ -337,15 +340,11 @@ def _rgb(rows: Table, shape: Sequence[int], colours: Colours, of_object: bool) -
     return found
 
 
-def _explained(table: Table) -> dict[tuple[str, str], float]:
+def _explained(rows: pl.DataFrame) -> dict[tuple[str, str], float]:
     """(store, site) -> share of the variance of the first three axes."""
-    rows = table.where(metric="explained_variance")
-    first = rows.take(np.array([int(c) <= 3 for c in rows["component"].tolist()], bool))
-    found: dict[tuple[str, str], float] = {}
-    columns = (first[name].tolist() for name in ("store", "site", "value"))
-    for store, site, value in zip(*columns, strict=True):
-        found[store, site] = found.get((store, site), 0.0) + float(value)
-    return found
+    first = rows.filter(pl.col("component") <= 3, metric="explained_variance")
+    shares = first.group_by("store", "site").agg(pl.col("value").sum())
+    return {(store, site): value for store, site, value in shares.rows()}
 
 
 def _caption(table: Table, sites: Mapping[str, Sequence[str]]) -> list[str]:
@@ -359,4 +358,4 @@ def _caption(table: Table, sites: Mapping[str, Sequence[str]]) -> list[str]:
         lines.append(f"turned to be nearest to {of}")
     if notes.get("foreground", "none") != "none":
         lines.append("black: background, on the other side of the first component of all patches")
-    return lines + thinned(table, sites)
+    return lines + thinned(table.frame, sites)

@@ -141,7 +141,7 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
         named = {name: _literal(value) for name, value in kwargs.items()}
         if _DRAWING.get():  # by a function that is styled too
             return literal(*given, **named)  # type: ignore[no-any-return]
-        found = [observations(table) for table in args if isinstance(table, Table)]
+        found = [observations(table.frame) for table in args if isinstance(table, Table)]
         token, less = _DRAWING.set(True), medium()
         try:
             while True:
@@ -200,10 +200,11 @@ def stores_in_order(labels: Sequence[str]) -> Iterator[None]:
         _STORES.reset(before)
 
 
-def store_order(table: Table) -> list[str]:
+def store_order(rows: Any) -> list[str]:
     """Stores whose places are the numbers of their colours: those of `stores_in_order`, and then
-    the table's own."""
-    return list(dict.fromkeys([*_STORES.get(), *table.unique("store")]))
+    the rows' own."""
+    own = getattr(rows, "frame", rows)["store"].unique(maintain_order=True)
+    return list(dict.fromkeys([*_STORES.get(), *own]))
 
 
 def integer_ticks(axes: Axes, values: Sequence[int] | NDArray[np.int64], limit: int = 9) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.figures.heatmaps import MOST_LABELS, Panel, describe_scope
 from vitsee_core.figures.plotting import GREY, colour, marker
@@ -25,11 +26,11 @@ def panels_of(table: Table, column: str = "value", about: str | None = None) -> 
     """Heatmaps: rows upwards, columns to the right, from input to output; one panel for each kind
     of sublayer where skips are compared with branches; numbers in the cells where models are
     compared by one site each. about: the title; by default tokens and number of images."""
-    a, b = _cells(table, "a"), _cells(table, "b")
+    a, b = _cells(table.frame, "a"), _cells(table.frame, "b")
     partners: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for row, col in zip(a, b, strict=True):
         partners.setdefault(row, []).append(col)
-    values = dict(zip(zip(a, b, strict=True), table[column].tolist(), strict=True))
+    values = dict(zip(zip(a, b, strict=True), table[column], strict=True))
     about = describe_scope(table) if about is None else about
     panels = []
     # Rows with the same partners are one panel.
@@ -46,7 +47,7 @@ def _panel(
     values: dict[Any, float],
     about: str,
 ) -> Panel:
-    blocks = _blocks(table)
+    blocks = _blocks(table.frame)
     branch = table.notes.get("pairs") == "branch"
     roles = ("skip", "branch") if branch else ("", "")
     title = about
@@ -65,69 +66,67 @@ def _panel(
     )
 
 
-def _cells(table: Table, side: str) -> list[tuple[str, str]]:
-    names = (table[f"{name}_{side}"].tolist() for name in ("store", "site"))
-    return list(zip(*names, strict=True))
+def _cells(rows: pl.DataFrame, side: str) -> list[tuple[str, str]]:
+    return rows.select(f"store_{side}", f"site_{side}").rows()
 
 
 def one_to_one(table: Table) -> bool:
     """Whether, between two stores, each of several sites has one partner of its own."""
     if table.notes.get("pairs") == "branch":
         return False
-    a, b = _cells(table, "a"), _cells(table, "b")
-    of_a = {(cell, store) for cell, (store, _) in zip(a, b, strict=True)}
-    of_b = {(store, cell) for (store, _), cell in zip(a, b, strict=True)}
-    stores = {(one, other) for (one, _), (other, _) in zip(a, b, strict=True)}
-    return len(of_a) == len(of_b) == len(table) > len(stores)
+    of = table.frame.select("store_a", "site_a", "store_b", "site_b")
+    n_a = of.select("store_a", "site_a", "store_b").n_unique()
+    n_b = of.select("store_a", "store_b", "site_b").n_unique()
+    return n_a == n_b == len(of) > of.select("store_a", "store_b").n_unique()
 
 
-def _blocks(table: Table) -> dict[str, str]:
+def _blocks(rows: pl.DataFrame) -> dict[str, str]:
     """Site -> the path of its block, of those that lie in one."""
-    found: dict[str, str] = {}
-    for side in "ab":
-        found |= zip(table[f"site_{side}"].tolist(), table[f"block_{side}"].tolist(), strict=True)
-    return {site: block for site, block in found.items() if block}
+    return {
+        site: block
+        for side in "ab"
+        for site, block in rows.select(f"site_{side}", f"block_{side}").unique().rows()
+        if block
+    }
 
 
-def draw_curves(axes: Axes, table: Table) -> dict[str, Any]:
+def draw_curves(axes: Axes, rows: pl.DataFrame) -> dict[str, Any]:
     """One curve per pair of stores, over the sites of the one that all are compared with, else over
     relative depth, with the 95 % interval as a band or the estimator's noise as bars; label ->
     handle for a legend."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    blocks = _blocks(table)
-    first = list(dict.fromkeys(_cells(table, "a")))
+    blocks = _blocks(rows)
+    first = list(dict.fromkeys(_cells(rows, "a")))
     places = {cell: k for k, cell in enumerate(first)}
     handles: list[Any] = []
-    references = table.unique("store_a")
-    order = list(dict.fromkeys([*references, *table["store_b"].tolist()]))
-    pairs = [
-        (a, b, rows) for a, of_a in table.groups("store_a") for b, rows in of_a.groups("store_b")
-    ]
-    for number, (reference, store, rows) in enumerate(pairs):
+    references = rows["store_a"].unique(maintain_order=True).to_list()
+    order = list(dict.fromkeys([*references, *rows["store_b"]]))
+    pairs = rows.partition_by("store_a", "store_b", maintain_order=True, as_dict=True)
+    for number, ((reference, store), own) in enumerate(pairs.items()):
         i = number if len(references) > 1 else order.index(store)
-        x = [places[cell] for cell in _cells(rows, "a")]
+        x: Any = [places[cell] for cell in _cells(own, "a")]
         text = f"against {shorten(store, 28)}"
-        if rows["site_a"].tolist() != rows["site_b"].tolist():
-            others = SiteAxis.of([(store, site) for site in rows["site_b"].tolist()], blocks)
+        if own["site_a"].to_list() != own["site_b"].to_list():
+            others = SiteAxis.of([(store, site) for site in own["site_b"]], blocks)
             text = f"against {others.ticks(len(others)).label}"
         if len(references) > 1:
-            x, text = rows["rel_depth_a"].tolist(), f"{shorten(reference, 28)} {text}"
-        if np.isfinite(rows["low"]).any():
-            axes.fill_between(x, rows["low"], rows["high"], color=colour(i), alpha=0.2, linewidth=0)
-        elif np.isfinite(rows["std"]).any():
-            axes.errorbar(x, rows["value"], rows["std"], color=colour(i), fmt="none", capsize=2)
-        handles += axes.plot(x, rows["value"], color=colour(i), marker=marker(i), label=text)
-        if "tau" in rows.columns and np.isfinite(rows["tau"]).any():
-            axes.plot(x, rows["tau"], color=colour(i), linestyle=(0, (1, 1.5)))
-            axes.plot(x, rows["null_mean"], color=colour(i), linestyle=(0, (4, 1.5)))
-    if np.isfinite(table["low"]).any():
+            x, text = own["rel_depth_a"], f"{shorten(reference, 28)} {text}"
+        if _has(own, "low"):
+            axes.fill_between(x, own["low"], own["high"], color=colour(i), alpha=0.2, linewidth=0)
+        elif _has(own, "std"):
+            axes.errorbar(x, own["value"], own["std"], color=colour(i), fmt="none", capsize=2)
+        handles += axes.plot(x, own["value"], color=colour(i), marker=marker(i), label=text)
+        if _has(own, "tau"):
+            axes.plot(x, own["tau"], color=colour(i), linestyle=(0, (1, 1.5)))
+            axes.plot(x, own["null_mean"], color=colour(i), linestyle=(0, (4, 1.5)))
+    if _has(rows, "low"):
         handles.append(Patch(color=GREY, alpha=0.3, linewidth=0, label="95 % interval over images"))
-    elif np.isfinite(table["std"]).any():
+    elif _has(rows, "std"):
         label = "std over minibatch repeats (the estimator's noise)"
         handles.append(Line2D([], [], color=GREY, marker="|", linestyle="none", label=label))
-    if "tau" in table.columns and np.isfinite(table["tau"]).any():
+    if _has(rows, "tau"):
         for dash, label in ((4, "mean with images permuted"), (1, "its 5 % threshold")):
             handles.append(Line2D([], [], color=GREY, linestyle=(0, (dash, 1.5)), label=label))
     if len(references) > 1:
@@ -136,3 +135,7 @@ def draw_curves(axes: Axes, table: Table) -> dict[str, Any]:
         ticks = SiteAxis.of(first, blocks).ticks(MOST_LABELS)
         ticks.put_on(axes.xaxis)
     return {handle.get_label(): handle for handle in handles}
+
+
+def _has(rows: pl.DataFrame, name: str) -> bool:
+    return name in rows.columns and rows[name].is_finite().any()

@@ -14,7 +14,7 @@ SECTION = "Attention (Raghu et al. 2021; Dosovitskiy et al. 2021; Walmer et al. 
 
 
 def _repetition(f: ModelTables, model: str) -> of.Estimate:
-    return of.rise(f.heads(model).where(metric="query_repetition"))
+    return of.rise(f.heads(model).filter(metric="query_repetition"))
 
 
 FINDINGS = (

@@ -11,13 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from vitsee_core.statistics.jackknife import interval
+from vitsee_core.tables.replicates import array_of
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float
 
-Rows = NDArray[np.bool_]
+Rows = pl.Expr | NDArray[np.bool_]  # which rows
+EVERY = pl.lit(True)
+DEPTH, DEPTH_A, DEPTH_B = (pl.col(f"rel_depth{side}") for side in ("", "_a", "_b"))  # 0 to 1
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,13 @@ def negative(estimate: Estimate) -> Estimate:
 def combined(table: Table, rows: Rows, how: Callable[[Float], Float]) -> Estimate:
     """`how` of the chosen rows' values (rows, 1), and of their replicates (rows, blocks). Raises
     ValueError: no row is chosen, or one has no value, or no replicates."""
-    chosen = table.take(np.flatnonzero(rows))
+    chosen = table.frame.filter(rows)
     if not len(chosen):
         raise ValueError("no row is of the layers or heads that it is about")
-    if chosen.replicates is None:
+    without = array_of(chosen)
+    if without is None:
         raise ValueError("no interval: there are too few images, or too few slabs of them")
-    values = np.column_stack([chosen["value"].astype(np.float64), chosen.replicates])
+    values = np.column_stack([chosen["value"].to_numpy(), without])
     # Trailing blocks that no row has: the table was made of stores with more of them.
     values = values[:, ~np.isnan(values).all(0)]
     if np.isnan(values).any() or values.shape[1] < 3:
@@ -92,27 +97,19 @@ def mean_log(table: Table, rows: Rows) -> Estimate:
     return combined(table, rows, lambda values: np.log(values).mean(0))
 
 
-def depths(table: Table, side: str = "") -> Float:
-    """(rows,) relative depth of each row's site, 0 to 1."""
-    return table[f"rel_depth{side}"].astype(np.float64)
+def blocks(table: Table) -> list[str]:
+    """The table's blocks, from input to output."""
+    return table.frame["block"].unique(maintain_order=True).to_list()
 
 
-def blocks(table: Table) -> tuple[NDArray[np.int64], int]:
-    """(rows,) the number of each row's block among the table's, and how many there are."""
-    names = table.unique("block")
-    return np.array([names.index(name) for name in table["block"].tolist()]), len(names)
+def lowest(table: Table, n: int) -> pl.Expr:
+    """Rows of the n lowest blocks."""
+    return pl.col("block").is_in(blocks(table)[:n])
 
 
-def lowest(table: Table, n: int) -> Rows:
-    """(rows,) which are of the n lowest blocks."""
-    number, _ = blocks(table)
-    return number < n
-
-
-def highest(table: Table, n: int) -> Rows:
-    """(rows,) which are of the n highest blocks."""
-    number, n_blocks = blocks(table)
-    return number >= n_blocks - n
+def highest(table: Table, n: int) -> pl.Expr:
+    """Rows of the n highest blocks."""
+    return pl.col("block").is_in(blocks(table)[-n:])
 
 
 # ------------------------------------------------------------ CKA
@@ -120,57 +117,56 @@ def highest(table: Table, n: int) -> Rows:
 
 def ends(cka: Table) -> Estimate:
     """Mean CKA between a model's lowest third of layers and its highest third."""
-    return mean(cka, (depths(cka, "_a") <= 1 / 3) & (depths(cka, "_b") >= 2 / 3))
+    return mean(cka, (DEPTH_A <= 1 / 3) & (DEPTH_B >= 2 / 3))
 
 
 def second_quarter(cka: Table) -> Estimate:
     """For the CNN's layers (b) between a quarter and a half of its depth: how much more they
     resemble the ViT's lowest quarter (a) than its second one."""
-    of_cnn = (depths(cka, "_b") > 0.25) & (depths(cka, "_b") <= 0.5)
-    first = depths(cka, "_a") <= 0.25
-    second = ~first & (depths(cka, "_a") <= 0.5)
+    of_cnn = (DEPTH_B > 0.25) & (DEPTH_B <= 0.5)
+    first = DEPTH_A <= 0.25
+    second = ~first & (DEPTH_A <= 0.5)
     return mean(cka, of_cnn & first) - mean(cka, of_cnn & second)
 
 
 def final_third(cka: Table) -> Estimate:
     """How much less the ViT's highest third (a) resembles the CNN's layers (b) than the rest."""
-    last = depths(cka, "_a") > 2 / 3
+    last = DEPTH_A > 2 / 3
     return mean(cka, ~last) - mean(cka, last)
 
 
 def across(cka: Table, block: str) -> Estimate:
     """Mean CKA between layers before a block and layers from its output on."""
-    after = _after(cka, block)
-    return mean(cka, (after["a"] == -1) & (after["b"] == 1))
+    a, b = _after(cka, block)
+    return mean(cka, (a == -1) & (b == 1))
 
 
 def within(cka: Table, block: str) -> Estimate:
     """Mean CKA between different layers on the same side of a block."""
-    after = _after(cka, block)
-    different = cka["site_a"] != cka["site_b"]
-    return mean(cka, (after["a"] * after["b"] == 1) & different)
+    a, b = _after(cka, block)
+    return mean(cka, (a * b == 1) & (pl.col("site_a") != pl.col("site_b")))
 
 
-def _after(cka: Table, block: str) -> dict[str, NDArray[np.int64]]:
-    """(rows,) for each side: -1 before the block, 1 from its output on, 0 inside it."""
-    found = {}
+def _after(cka: Table, block: str) -> list[pl.Expr]:
+    """For each side: -1 before the block, 1 from its output on, 0 inside it."""
+    found = []
     for side in "ab":
-        sites, depth = cka[f"site_{side}"], cka[f"depth_{side}"].astype(np.int64)
-        (at,) = set(depth[sites == f"{block}.out"].tolist())
-        inside = (cka[f"block_{side}"] == block) & (sites != f"{block}.out")
-        found[side] = np.where(inside, 0, np.where(depth >= at, 1, -1))
+        output, depth = pl.col(f"site_{side}") == f"{block}.out", pl.col(f"depth_{side}")
+        (at,) = cka.frame.filter(output)[f"depth_{side}"].unique()
+        inside = pl.col(f"block_{side}").eq_missing(block) & ~output
+        found.append(pl.when(inside).then(0).when(depth >= at).then(1).otherwise(-1))
     return found
 
 
 def lower_less_upper(cka: Table) -> Estimate:
     """Mean CKA of layers of the same depth in the lower half less that in the upper half."""
-    low = depths(cka, "_a") <= 0.5
+    low = DEPTH_A <= 0.5
     return mean(cka, low) - mean(cka, ~low)
 
 
 def local_less_global(heads: Table) -> Estimate:
     """Mean CKA of the most local group of heads with the other model, less the most global's."""
-    distance = heads["distance_px"].astype(np.float64)
+    distance = pl.col("distance_px")
     return mean(heads, distance == distance.min()) - mean(heads, distance == distance.max())
 
 
@@ -180,9 +176,8 @@ def own_contrast(maps: Table) -> Estimate:
     maps: rows of localize, one per token and patch; patches that are equal in all images have no
     value and are left out.
     """
-    places = [f"{row},{col}" for row, col in zip(maps["row"], maps["col"], strict=True)]
-    own = maps["token"] == np.array(places)
-    there = ~np.isnan(maps["value"].astype(np.float64))
+    own = pl.col("token").cast(pl.String) == pl.format("{},{}", "row", "col")
+    there = pl.col("value").is_not_null()
     return mean(maps, own & there) - mean(maps, ~own & there)
 
 
@@ -208,8 +203,7 @@ def upper_is_global(heads: Table, n: int = 2) -> Estimate:
 
 def rise(table: Table) -> Estimate:
     """Mean of the upper half of the blocks less that of the lower half."""
-    number, n = blocks(table)
-    upper = number >= n / 2
+    upper = highest(table, len(blocks(table)) // 2)
     return mean(table, upper) - mean(table, ~upper)
 
 
@@ -218,8 +212,8 @@ def offset_focus(heads: Table, offset: float = 0.5) -> Estimate:
 
     heads: rows `offset_cells` and `focus_mass` of head-types; offset: minimum, in cells.
     """
-    focus, offsets = heads.where(metric="focus_mass"), heads.where(metric="offset_cells")
-    return most(focus, offsets["value"].astype(np.float64) >= offset)
+    focus, offsets = heads.filter(metric="focus_mass"), heads.filter(metric="offset_cells")
+    return most(focus, offsets["value"] >= offset)
 
 
 # ------------------------------------------------------------ norms and fields
@@ -227,32 +221,29 @@ def offset_focus(heads: Table, offset: float = 0.5) -> Estimate:
 
 def log_fall(ratios: Table) -> Estimate:
     """Mean log of a ratio in the lower half of the sublayers' blocks less that in the upper."""
-    number, n = blocks(ratios)
-    upper = number >= n / 2
+    upper = highest(ratios, len(blocks(ratios)) // 2)
     return mean_log(ratios, ~upper) - mean_log(ratios, upper)
 
 
 def share_by_middle(radii: Table) -> Estimate:
     """The radius at the middle of the depth over that at the end."""
-    depth = depths(radii)
-    middle = depth == depth[np.argmin(np.abs(depth - 0.5))]
-    return mean(radii, middle) / mean(radii, depth == depth.max())
+    middle = DEPTH.get((DEPTH - 0.5).abs().arg_min()) == DEPTH
+    return mean(radii, middle) / mean(radii, DEPTH.max() == DEPTH)
 
 
 def first(table: Table) -> Estimate:
     """The only row. Raises ValueError: there are several."""
     if len(table) != 1:
         raise ValueError(f"{len(table)} rows in place of one")
-    return mean(table, np.ones(1, bool))
+    return mean(table, EVERY)
 
 
 def last_less_best(table: Table) -> Estimate:
     """The last row less the largest of the others."""
-    last = depths(table) == 1
+    last = DEPTH == 1
     return mean(table, last) - most(table, ~last)
 
 
 def at_depth(table: Table, depth: float) -> Estimate:
     """The row nearest to a relative depth; the lower one of two."""
-    found = np.abs(depths(table) - depth)
-    return mean(table, np.arange(len(table)) == int(np.argmin(found)))
+    return mean(table, pl.int_range(pl.len()) == (DEPTH - depth).abs().arg_min())

@@ -18,13 +18,12 @@ LITTLE = 0.01  # of accuracy
 
 
 def _kl(f: ModelTables, values: str) -> of.Estimate:
-    return of.first(f.replaced("vit", values).where(metric="kl"))
+    return of.first(f.replaced("vit", values).filter(metric="kl"))
 
 
 def _median_loss(f: ModelTables) -> of.Estimate:
-    gains = f.importance("vit").where(metric="top1_difference")
-    every = np.ones(len(gains), bool)
-    return of.combined(gains, every, lambda values: np.median(-values, axis=0))
+    gains = f.importance("vit").filter(metric="top1_difference")
+    return of.combined(gains, of.EVERY, lambda values: np.median(-values, axis=0))
 
 
 FINDINGS = (
@@ -65,6 +64,6 @@ FINDINGS = (
         "attention distance",
         "rank correlation",
         ("vit",),
-        lambda f: of.first(f.importance("vit").where(metric="spearman_kl_within")),
+        lambda f: of.first(f.importance("vit").filter(metric="spearman_kl_within")),
     ),
 )

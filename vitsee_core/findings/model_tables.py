@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from vitsee_core.analyses import (
@@ -24,6 +25,7 @@ from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.similarity.hsic import PairSums, centred_alignment
 from vitsee_core.similarity.patch_pixels import input_pixels
 from vitsee_core.statistics.jackknife import Blocks, means_without
+from vitsee_core.tables.columns import REPLICATES, column_of
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, Mask
 from vitsee_stores import SiteSpec, Store
@@ -109,11 +111,13 @@ class ModelTables:
             tokens="cls",
             execution=self._execution,
         )
-        return mean(found, found["value"] == found["value"])
+        return mean(found, pl.col("value").is_not_null())
 
     def heads(self, model: str) -> Table:
         """Scores of every head."""
-        return head_types.run(self.store(model), execution=self._execution)
+        return self._keep(
+            ("heads", model), lambda: head_types.run(self.store(model), execution=self._execution)
+        )
 
     def cnn_like(self, model: str, cnn: str) -> Table:
         """Groups of heads of the first block against the lower layers of a CNN."""
@@ -132,8 +136,9 @@ class ModelTables:
         sums, counts = blocks.sums(distance), blocks.sums(np.ones(len(distance)))
         of_heads = distance.mean(0).reshape(-1)
         without = means_without(sums, counts).reshape(len(of_heads), -1)
-        scale = found["value"].astype(np.float64) / of_heads
-        return Table(found.columns, found.notes, without * scale[:, None])
+        scale = found["value"] / of_heads
+        each = column_of(REPLICATES, without * scale[:, None])
+        return found.with_frame(found.frame.with_columns(each))
 
     def ratios(self, model: str, tokens: str) -> Table:
         """Geometric mean norm ratios of a kind of token, every sublayer."""
@@ -201,13 +206,12 @@ class ModelTables:
             shots=(10,),
             execution=self._execution,
         )
-        return found.where(metric="top1", token="each")
+        return found.filter(metric="top1", token="each")
 
     def neighbours(self, model: str) -> Table:
         """k-NN accuracy of every block."""
-        return knn.run(self.train(model), self.store(model), execution=self._execution).where(
-            metric="top1"
-        )
+        found = knn.run(self.train(model), self.store(model), execution=self._execution)
+        return found.filter(metric="top1")
 
 
 def cells(maps: NDArray[Any], grid: tuple[int, int]) -> NDArray[Any] | None:

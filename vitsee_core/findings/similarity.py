@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import polars as pl
+
 from vitsee_core.findings import estimates as of
 from vitsee_core.findings.finding import Finding
 
@@ -15,9 +17,8 @@ SECTION = "Similarity of layers and models (Raghu et al. 2021)"
 
 def _mixer(f: ModelTables) -> of.Estimate:
     to_vit, to_cnn = f.cka("mixer", "vit"), f.cka("mixer", "resnet")
-    return of.mean(to_vit, to_vit["value"] == to_vit["value"]) - of.mean(
-        to_cnn, to_cnn["value"] == to_cnn["value"]
-    )
+    there = pl.col("value").is_not_null()
+    return of.mean(to_vit, there) - of.mean(to_cnn, there)
 
 
 FINDINGS = (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import polars as pl
+
 from vitsee_core.findings import estimates as of
 from vitsee_core.findings.finding import Finding
 
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
 
 SECTION = "Skip connections, fields and place (Raghu et al. 2021)"
 REMOVED = "blocks.3"
+POSITIVE = pl.col("value") > 0
 
 
 def _partition(f: ModelTables) -> of.Estimate:
@@ -27,7 +30,7 @@ def _fields_rise(f: ModelTables) -> of.Estimate:
 
 def _branches(f: ModelTables) -> of.Estimate:
     branch, after = f.radii("vit", "*.attn.branch"), f.radii("vit", "*.mid")
-    return of.mean(branch, branch["value"] > 0) - of.mean(after, after["value"] > 0)
+    return of.mean(branch, POSITIVE) - of.mean(after, POSITIVE)
 
 
 def _place(f: ModelTables, model: str) -> of.Estimate:
@@ -36,7 +39,7 @@ def _place(f: ModelTables, model: str) -> of.Estimate:
 
 def _all_ratios(f: ModelTables) -> of.Estimate:
     vit, cnn = f.ratios("vit", "patches"), f.ratios("resnet", "patches")
-    return of.mean_log(vit, vit["value"] > 0) - of.mean_log(cnn, cnn["value"] > 0)
+    return of.mean_log(vit, POSITIVE) - of.mean_log(cnn, POSITIVE)
 
 
 FINDINGS = (

@@ -15,7 +15,7 @@ from PIL import Image
 from vitsee_core.images import splits as split_rules
 from vitsee_core.images.decoding import JointOpener, Opener
 from vitsee_core.images.errors import DataError, ImageError
-from vitsee_stores.manifest import Samples
+from vitsee_stores.samples import Samples
 
 
 @dataclass(frozen=True)

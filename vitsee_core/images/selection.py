@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.image_source import ImageSource
 from vitsee_core.images.only import named_only
-from vitsee_stores.manifest import Samples
+from vitsee_stores.samples import Samples
 
 ORDERS = ("shuffled", "dataset")
 _NAMES_SHOWN = 5

@@ -3,7 +3,7 @@ left). `transform` moves pixels by them, `placement` moves points."""
 
 from __future__ import annotations
 
-from vitsee_stores.canvas import corner_size
+from vitsee_stores.plan import corner_size
 
 Size = tuple[int, int]
 __all__ = ["Size", "corner_size", "crop_corner", "resized", "resized_keep_ratio", "trimmed"]

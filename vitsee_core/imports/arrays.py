@@ -11,20 +11,23 @@
 from __future__ import annotations
 
 import csv
-import zipfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 
-from vitsee_core.tables.formats import NO_PYARROW, ending_of
+from vitsee_core.images.decoding import one_line
+from vitsee_core.images.sources.arrays import read_npz
+from vitsee_core.runtime.machine import human_bytes
+from vitsee_core.tables.formats import ending_of, read_parquet
 from vitsee_stores.errors import VitseeError, reason
 
 Array = NDArray[Any]
+T = TypeVar("T")
 ID, LABEL = "id", "label"
 # Columns that `vitsee export` writes beside the features.
 ABOUT = (ID, LABEL, "row", "index", "split")
@@ -48,18 +51,15 @@ def read_arrays(path: Path) -> Arrays:
         VitseeError: another ending, a file that cannot be read, or no numbers in it.
     """
     ending = ending_of(path, tuple(_READERS), "an import")
-    try:
-        found = _READERS[ending](path)
-    except OSError as error:
-        raise VitseeError(f"{path} cannot be read: {reason(error)}") from None
-    except (ValueError, TypeError, zipfile.BadZipFile, SafetensorError) as error:
-        raise VitseeError(f"{path} is no {ending} file of numbers: {error}") from None
+    found = _read(_READERS[ending], path, f"{ending} file of numbers")
     for name, values in found.values.items():
         if values.dtype.kind not in "fiub" or values.ndim < 2:
             raise VitseeError(
                 f"{path}: {name} has {values.ndim} axes of {values.dtype}; expected numbers, "
                 "(images, dim) or (images, tokens, dim)"
             )
+        if 0 in values.shape[1:]:
+            raise VitseeError(f"{path}: {name} is {values.shape}; expected a number an image")
     if not found.values:
         raise VitseeError(f"{path} has no array; expected one of numbers")
     return found
@@ -78,45 +78,58 @@ def read_ids(path: Path) -> tuple[list[str], list[str] | None]:
         except (OSError, UnicodeDecodeError) as error:
             raise VitseeError(f"{path} cannot be read: {error}") from None
     ending = ending_of(path, (".txt", *_TABLES), "ids")
-    try:
-        columns = _TABLES[ending](path)
-    except OSError as error:
-        raise VitseeError(f"{path} cannot be read: {reason(error)}") from None
-    except UnicodeDecodeError as error:
-        raise VitseeError(f"{path} cannot be read: {error}") from None
+    columns = _read(_TABLES[ending], path, f"{ending} table")
     if ID not in columns:
         raise VitseeError(f"{path} has columns {', '.join(columns)}; expected one called {ID}")
     labels = columns.get(LABEL)
     return [*map(str, columns[ID])], None if labels is None else [*map(str, labels)]
 
 
+def _read(read: Callable[[Path], T], path: Path, what: str) -> T:
+    """`read(path)`; whatever a damaged file makes the libraries raise is one line, and nothing that
+    they warn of is another."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return read(path)
+    except VitseeError:
+        raise
+    except OSError as error:
+        raise VitseeError(f"{path} cannot be read: {reason(error)}") from None
+    except Exception as error:  # numpy, torch, csv and polars raise nearly anything
+        raise VitseeError(f"{path} is no {what}: {one_line(error)}") from None
+
+
 def _npy(path: Path) -> Arrays:
-    return Arrays({path.stem: np.load(path, mmap_mode="r", allow_pickle=False)})
+    return Arrays({path.stem: np.lib.format.open_memmap(path, mode="r")})
 
 
 def _npz(path: Path) -> Arrays:
-    with np.load(path, allow_pickle=False) as found:
-        return Arrays({name: found[name] for name in found.files})
+    return Arrays(read_npz(path, str(path)))
 
 
 def _pt(path: Path) -> Arrays:
-    import pickle
-
     import torch
 
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        text = " ".join(str(error).split())[:200]
-        raise VitseeError(f"{path} is no file of tensors alone: {text}") from None
+    except OSError:
+        raise
+    except Exception as error:  # the unpickler raises nearly anything on damaged files
+        raise VitseeError(f"{path} is no file of tensors alone: {one_line(error)}") from None
     tensors = {path.stem: found} if isinstance(found, torch.Tensor) else found
     if not isinstance(tensors, Mapping):
         raise VitseeError(f"{path} holds a {type(found).__name__}; expected tensors by name")
-    return Arrays({
-        str(name): (value.float() if value.dtype is torch.bfloat16 else value).numpy()
-        for name, value in tensors.items()
-        if isinstance(value, torch.Tensor)
-    })  # fmt: skip
+    arrays = {}
+    for name, value in tensors.items():
+        if isinstance(value, torch.Tensor):
+            if value.nbytes > value.untyped_storage().nbytes():
+                raise VitseeError(
+                    f"{path}: {name} is {tuple(value.shape)}, of which the file has "
+                    f"{human_bytes(value.untyped_storage().nbytes())}; expected all of its numbers"
+                )
+            arrays[str(name)] = value.float() if value.dtype is torch.bfloat16 else value
+    return Arrays({name: value.numpy() for name, value in arrays.items()})
 
 
 def _safetensors(path: Path) -> Arrays:
@@ -140,16 +153,8 @@ def _csv_columns(path: Path) -> dict[str, Sequence[Any]]:
 
 
 def _parquet_columns(path: Path) -> dict[str, Sequence[Any]]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise VitseeError(NO_PYARROW) from None
-    try:
-        table = pq.read_table(path)
-    except pa.ArrowException as error:
-        raise VitseeError(f"{path} is no parquet file: {error}") from None
-    return {name: table.column(name).to_pylist() for name in table.column_names}
+    frame = read_parquet(path.read_bytes())
+    return {column.name: column.to_list() for column in frame.get_columns()}
 
 
 def _of_columns(read: Callable[[Path], dict[str, Sequence[Any]]]) -> Callable[[Path], Arrays]:
@@ -163,9 +168,10 @@ def _of_columns(read: Callable[[Path], dict[str, Sequence[Any]]]) -> Callable[[P
             try:
                 numbers[name] = np.array(cells, np.float64)
             except (ValueError, TypeError):
-                text = next(str(cell) for cell in cells if not _is_number(cell))
+                words = (f"{str(cell)[:40]!r}" for cell in cells if not _is_number(cell))
+                found = next(words, "lists of different lengths")
                 raise VitseeError(
-                    f"{path}: column {name} holds {text[:40]!r}; expected numbers in every column "
+                    f"{path}: column {name} holds {found}; expected numbers in every column "
                     f"but {', '.join(ABOUT)}"
                 ) from None
         lists = {name: values for name, values in numbers.items() if values.ndim > 1}

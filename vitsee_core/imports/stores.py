@@ -22,7 +22,8 @@ from vitsee_core.runtime.versions import result_versions
 from vitsee_stores import Store, StoreWriter, open_store
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import SiteSpec, StorePlan, TokenLayout
-from vitsee_stores.manifest import Samples, few, new_manifest
+from vitsee_stores.manifest import few, new_manifest
+from vitsee_stores.samples import Samples
 from vitsee_stores.url import Place
 
 SLAB = 256
@@ -265,7 +266,8 @@ def _check_numbers(
     most = LARGEST[site.dtype]
     name = dict(zip(rows.tolist(), ids, strict=True))
     for start in range(0, len(array), SLAB):
-        some = array[start : start + SLAB].astype(np.float64)
+        with np.errstate(invalid="ignore"):  # signalling NaN
+            some = array[start : start + SLAB].astype(np.float64)
         wrong = ~(np.abs(some) <= most).reshape(len(some), -1).all(1)
         for row in (start + np.flatnonzero(wrong)).tolist():
             if row in name:

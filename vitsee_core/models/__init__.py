@@ -1,1 +1,1 @@
-"""timm name or checkpoint -> model, its sites, and hooks that capture them."""
+"""Name, checkpoint or own torch module -> model, its sites, and hooks that capture them."""

@@ -97,6 +97,10 @@ def _refusal(
         return f"{len(met)} attention calls in one block"
     if event.mixed:
         return "the values are not multiplied by the softmax as it is (heads mixed after it, say)"
+    if event.within is not None:
+        return f"attention within {event.within}"
+    if event.query[0] < n_images:
+        return "one attention over the tokens of several images"
     if event.query[0] != n_images:
         share = event.query[0] / n_images
         tokens = min((layout.n_body for layout in layouts), default=0)

@@ -49,7 +49,8 @@ def _rounded(x: Any, dtype: torch.dtype) -> Any:
     return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def _repeated(x: Tensor, n_heads: int) -> Tensor:
+def repeated(x: Tensor, n_heads: int) -> Tensor:
+    """Grouped heads (images, groups, tokens, dim) as all heads."""
     return x if x.shape[1] == n_heads else x.repeat_interleave(n_heads // x.shape[1], dim=1)
 
 
@@ -88,12 +89,12 @@ class KernelCall(AttentionCall):
         self.scale: float = self.query.shape[-1] ** -0.5 if scale is None else scale
         self.output = output
         self.n_images, self.n_heads, self.n_tokens = self.query.shape[:3]
-        self.value = _repeated(arguments["value"], self.n_heads)
+        self.value = repeated(arguments["value"], self.n_heads)
 
     def scores(self, images: slice, out: Tensor | None = None) -> Tensor:
         """As in `AttentionCall`, computed from the kernel's arguments."""
         query = self.query[images].float()
-        key = _repeated(self.key[images].float(), self.n_heads)
+        key = repeated(self.key[images].float(), self.n_heads)
         n, heads, tokens, n_keys = *query.shape[:3], key.shape[2]
         if out is None:
             out = query.new_empty(n, heads, tokens, n_keys)
@@ -137,12 +138,14 @@ class AttentionEvent:
     query: the sizes of its queries, (images, heads, queries) in plain attention.
     mixed: something other than a product with the values used the softmax's result.
     call: the tensors, where they have the four dimensions of plain attention.
+    within: of packed images: what part of an image's tokens a query sees; None where it sees all.
     """
 
     query: tuple[int, ...]
     n_keys: int
     mixed: bool = False
     call: AttentionCall | None = None
+    within: str | None = None
 
 
 class AttentionWatch(TorchFunctionMode):

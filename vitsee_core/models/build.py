@@ -75,6 +75,7 @@ class TableBuilder:
             attention_modules=attention.modules,
             heads=attention.heads,
             turned=self.trace.turned(),
+            orders=self.trace.orders,
         )
 
     def _rollout_refusal(self, attention: Attention) -> str | None:
@@ -86,7 +87,7 @@ class TableBuilder:
 
     def _drafts(self) -> Iterator[SiteDraft]:
         """All sites in the model's order."""
-        leaves = [name for name in self.modules if self._is_site(name)]
+        leaves = [name for name in self.modules if self._is_site(name) or self._merges(name)]
         inside: dict[str | None, list[str]] = defaultdict(list)
         for name in leaves:
             inside[self._block_of(name)].append(name)
@@ -218,10 +219,10 @@ class TableBuilder:
             if seen is None:
                 self.left_out[name] = self.read.why_not(HookPoint(name))
                 continue
-            groups = self._module_groups(name)
+            groups, merges = self._module_groups(name), self._merges(name)
             view = self.read.inner_view(seen, [])
             yield SiteDraft(
-                name, name, None, groups, (HookPoint(name),), seen, view, module_only=True
+                name, name, None, groups, (HookPoint(name),), seen, view, module_only=not merges
             )
 
     def _whole(self, part: str, hook_points: tuple[HookPoint, ...]) -> Iterator[SiteDraft]:
@@ -252,6 +253,17 @@ class TableBuilder:
         entered, left = calls[0].entered, calls[0].left
         passes = entered is not None and left is not None and entered.key == left.key
         return not (len(calls) == 1 and passes)
+
+    def _merges(self, name: str) -> bool:
+        """Whether a module of several layers, outside of blocks and in no other such, makes tokens
+        of a grid of its own of those of packed patches: a merger."""
+        seen = self.trace.left(name)
+        if not name or is_leaf(self.modules[name]) or self._block_of(name) is not None:
+            return False
+        if seen is None or seen.grid in (None, self.geometry.grid):
+            return False
+        above = name.rpartition(".")[0]
+        return not above or not self._merges(above)
 
     def _block_of(self, name: str) -> str | None:
         parts = name.split(".")

@@ -20,14 +20,15 @@ from vitsee_core.models.hook_points import (
     refuse_compiled,
 )
 from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.packed_attention import JoinedCalls
 from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
+from vitsee_core.models.token_order import Place
 from vitsee_stores.layout import SiteSpec
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 Consumer = Callable[[Tensor], None]
-_Place = tuple[str, bool]  # a module, and whether its input is meant
 
 
 class Observer(Protocol):
@@ -51,12 +52,12 @@ class Observer(Protocol):
 class Hooks:
     """Consumers of hook points, by module: registered once, calls counted in every pass."""
 
-    def __init__(self, module: nn.Module, turned: frozenset[_Place]) -> None:
-        self.module, self.turned = module, turned
+    def __init__(self, module: nn.Module, table: SiteTable) -> None:
+        self.module, self.turned, self.orders = module, table.turned, table.orders
         self.n_images = 0
-        self.consumers: dict[_Place, list[tuple[int, Consumer]]] = defaultdict(list)
-        self.expected: dict[_Place, tuple[int, str]] = {}
-        self.counts: Counter[_Place] = Counter()
+        self.consumers: dict[Place, list[tuple[int, Consumer]]] = defaultdict(list)
+        self.expected: dict[Place, tuple[int, str]] = {}
+        self.counts: Counter[Place] = Counter()
         self.handles: list[RemovableHandle] = []
 
     def on(self, hook_point: HookPoint, consumer: Consumer, what: str) -> None:
@@ -97,11 +98,13 @@ class Hooks:
                     f"one forward pass, expected {calls}"
                 )
 
-    def _see(self, place: _Place, x: Tensor | None) -> None:
+    def _see(self, place: Place, x: Tensor | None) -> None:
         call = self.counts[place]
         self.counts[place] += 1
         if x is not None and place in self.turned:
             x = x.transpose(0, 1)
+        if x is not None and place in self.orders:
+            x = self.orders[place].laid(x)
         # What an observer computes is no attention of the model, and the watch would cost each of
         # its thousands of calls some microseconds.
         with torch._C.DisableTorchFunction():
@@ -131,12 +134,13 @@ class Capture:
         self.model, self.table = model, table
         self.watch = AttentionWatch(self._attended)
         self.watch.active = False
-        self.hooks = Hooks(model.module, table.turned)
+        self.hooks = Hooks(model.module, table)
         self._observer: Observer | None = None
         self._waiting: dict[str, dict[int, Tensor]] = defaultdict(dict)
         self._blocks = {table.attention_modules[block.name]: block for block in attention}
         self._current: AttentionBlock | None = None
         self._seen: Counter[str] = Counter()
+        self._joining: dict[str, JoinedCalls] = {}
         for site in sites:
             if site.alias_of is None:
                 self._add_site(site)
@@ -178,6 +182,7 @@ class Capture:
         self._observer, self.hooks.n_images = observer, len(x)
         self.hooks.counts.clear()
         self._seen.clear()
+        self._joining.clear()
         try:
             with self.watch if self._blocks else nullcontext():
                 output = self.model.module(x)
@@ -263,6 +268,13 @@ class Capture:
         block = self._current
         if block is None or self._observer is None:
             return
+        order = self.table.orders.get((self.table.attention_modules[block.name], True))
+        if order is not None:
+            calls = JoinedCalls(order, self.hooks.n_images)
+            joined = self._joining.setdefault(block.name, calls).add(event)
+            if joined is None:
+                return
+            event = joined
         expected = (self.hooks.n_images, block.n_heads, block.layout.n_tokens)
         if event.call is None or event.query != expected or event.n_keys != expected[2]:
             raise CaptureError(

@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import nn
 
 from vitsee_core.models.geometry import Geometry
-from vitsee_core.models.steps import Grid
+from vitsee_core.models.packing import Grid
 from vitsee_core.models.trace import Trace
 
 MOST_PREFIX = 32

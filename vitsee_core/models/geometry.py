@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from vitsee_core.models.hook_points import View
+from vitsee_core.models.packing import Grid
 from vitsee_core.models.patches import Patches
-from vitsee_core.models.steps import Grid, Steps
+from vitsee_core.models.steps import Steps
 from vitsee_core.models.trace import N_CORNERS, Seen
 from vitsee_stores.layout import TokenLayout
 

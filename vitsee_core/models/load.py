@@ -21,6 +21,7 @@ from vitsee_core.models.input_transform import input_transform, label_names
 from vitsee_core.models.intervention_spec import Intervention, Registers, parse
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.multihead import without_fast_path
+from vitsee_core.models.packing import packing_of
 from vitsee_core.models.sources import source_of
 from vitsee_core.models.sources.base import Source
 
@@ -134,6 +135,7 @@ def own_model(
     name: str | None = None,
     ablate_skip: Sequence[str] = (),
     interventions: Sequence[Intervention] = (),
+    copied: bool = False,
 ) -> LoadedModel:
     """A caller's own torch module as a model; the module itself is not changed but copied.
 
@@ -143,6 +145,7 @@ def own_model(
             timm's, which has its own.
         name: what tables call the model; by default its timm name, or its class.
         ablate_skip, interventions: as in `load_model`.
+        copied: the module is a copy already, on the CPU, and is changed itself.
 
     Raises:
         ModelError: neither module nor caller say how images are prepared; the module has no
@@ -161,7 +164,7 @@ def own_model(
     if next(module.parameters(), None) is None:
         raise ModelError(f"{name} has no parameters; expected a trained network")
     try:
-        module = copy.deepcopy(module).cpu()
+        module = module if copied else copy.deepcopy(module).cpu()
     except (RuntimeError, TypeError) as error:
         raise ModelError(f"{name} cannot be copied: {str(error).splitlines()[0]}") from error
     _still(module)
@@ -182,6 +185,11 @@ def _changed(model: LoadedModel, ablate_skip: Sequence[str]) -> LoadedModel:
     """The model without these skips and those of its configuration, with its registers."""
     if model.trained_without or ablate_skip:
         ablate_skips(model, ablate_skip)
+    if model.interventions and packing_of(model.module) is not None:
+        raise ModelError(
+            f"{model.name} takes the patches of all images packed, where interventions do not "
+            "reach; expected none, or a model whose images lie in a batch"
+        )
     for one in model.interventions:
         if isinstance(one, Registers):
             add_registers(model, one.n)

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from vitsee_core.models.hook_points import ForwardEnded, HookPoint, View, first_tensor
-from vitsee_core.models.steps import Grid, Pair
+from vitsee_core.models.packing import Grid, Packing
+from vitsee_core.models.steps import Pair
+from vitsee_core.models.token_order import Order
 from vitsee_core.models.trace import Trace
 from vitsee_stores.layout import TokenLayout
 
@@ -29,6 +31,7 @@ class Patches:
         (first, length); those of cell i lie i stride_px further on.
     stride_px, offset_px: as in the layout. covered: per axis the pixels (from, to) that any cell
         depends on.
+    order: of the tokens of a packed tensor.
     """
 
     hook_point: HookPoint
@@ -37,6 +40,7 @@ class Patches:
     offset_px: Pair
     window: tuple[tuple[int, int], tuple[int, int]]
     covered: tuple[tuple[int, int], tuple[int, int]]
+    order: Order | None = None
 
     @property
     def grid(self) -> Grid:
@@ -45,7 +49,13 @@ class Patches:
         return self.view.layout.grid
 
 
-def cells(module: nn.Module, hook_point: HookPoint, view: View, images: Tensor) -> Tensor:
+def cells(
+    module: nn.Module,
+    hook_point: HookPoint,
+    view: View,
+    images: Tensor,
+    order: Order | None = None,
+) -> Tensor:
     """(images, rows, cols, dim) at a hook point; the forward pass ends there."""
     found: list[Tensor] = []
     calls = 0
@@ -55,6 +65,7 @@ def cells(module: nn.Module, hook_point: HookPoint, view: View, images: Tensor) 
         calls += 1
         x = first_tensor(output, len(images)) if calls == hook_point.call + 1 else None
         if x is not None:
+            x = x if order is None else order.laid(x)
             found.append(view.split(x)[1].float())
             raise ForwardEnded
 
@@ -132,6 +143,25 @@ def _as_stated(
     )
 
 
+def packed_patches(trace: Trace, packing: Packing, size: tuple[int, int, int]) -> Patches | None:
+    """The patches of a tower that takes them packed, where a module first gives one token for each;
+    whether they are these is for `disproof` to say."""
+    grid = packing.grid((size[1], size[2]))
+    passages = [
+        (call.left.key, HookPoint(name, "out", i, len(calls)))
+        for name, calls in trace.calls.items()
+        for i, call in enumerate(calls)
+        if name and call.left is not None and call.left.grid == grid
+    ]
+    if not passages:
+        return None
+    hook_point, step = min(passages, key=lambda one: one[0])[1], float(packing.patch)
+    window = (0, packing.patch), (0, packing.patch)
+    covered = (0, size[1]), (0, size[2])
+    view, order = View("tokens", TokenLayout((), grid)), trace.orders[(hook_point.module, False)]
+    return Patches(hook_point, view, (step, step), (0.0, 0.0), window, covered, order)
+
+
 def disproof(module: nn.Module, patches: Patches, image: Tensor) -> str | None:
     """What of the patches is wrong on this image (channels, rows, cols), None if nothing is.
 
@@ -159,7 +189,8 @@ def disproof(module: nn.Module, patches: Patches, image: Tensor) -> str | None:
                 checks.append((cell, True))
     batch.append(other)
     with torch.autocast(image.device.type, enabled=False):
-        out = cells(module, patches.hook_point, patches.view, torch.stack(batch).float())
+        given = torch.stack(batch).float()
+        out = cells(module, patches.hook_point, patches.view, given, patches.order)
     change = (out - out[:1]).abs().amax(-1)
     for (row, col), wanted, seen in ((*check, change[i + 1]) for i, check in enumerate(checks)):
         answers = float(seen[row, col]) > QUIET * float(change[-1, row, col])

@@ -2,16 +2,22 @@
 
 The manifest names model, weights, transform and data; its hashes show whether the weights and the
 images are still those. Relative paths are taken from the folder that extract ran in.
+
+A manifest travels with its store, so it is not believed about what to open. A command that extracts
+and reads the same stores (a study) knows by its own words which model is whose: `naming`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +25,7 @@ from numpy.typing import NDArray
 from vitsee_core.runtime.machine import human_bytes, memory_bytes
 from vitsee_core.runtime.options import Option
 from vitsee_stores.errors import MissingInput, VitseeError
+from vitsee_stores.manifest import jsonable
 from vitsee_stores.url import is_url
 
 if TYPE_CHECKING:
@@ -62,12 +69,51 @@ class Provenance:
     ] = False
 
 
+@dataclass(frozen=True)
+class NamedModel:
+    """A model as the running command itself names it. name: its folder, if relative, is in the
+    working folder; args: of the model; trust_remote_code: code of its repository may run."""
+
+    name: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+
+
+_NOTHING: Mapping[Path, NamedModel] = MappingProxyType({})
+_NAMED = ContextVar("_NAMED", default=_NOTHING)
+
+
+@contextmanager
+def naming(models: Mapping[Path, NamedModel]) -> Iterator[None]:
+    """Within, `model_of` opens for a store in one of these folders the model that stands here,
+    whatever folder or repository the store names, and checks it by the hash of its weights.
+
+    models: a store's folder -> the model that the running command extracts it from. Nothing that
+    was read from a file belongs here.
+    """
+    token = _NAMED.set({place.resolve(): model for place, model in models.items()})
+    try:
+        yield
+    finally:
+        _NAMED.reset(token)
+
+
+def _named_for(store: Store) -> NamedModel | None:
+    """The model that the running command names for a store; None if none, or of other arguments."""
+    if is_url(str(store.place)):
+        return None
+    found = _NAMED.get().get(store.path.resolve())
+    same = found is not None and jsonable(dict(found.args)) == store.manifest.model.get("args", {})
+    return found if same else None
+
+
 def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = False) -> LoadedModel:
     """The model that a store was made with, proven by the hash of its weights.
 
-    A manifest is not trusted without `trust`: then the model is one of timm's own or
-    the demo's with weights that this machine has, or of a checkpoint file, which is read without
-    running code; its arguments are sizes and switches of layers.
+    It is the one that the running command names for the store (`naming`), if it names one.
+    Otherwise the manifest says which, and is not trusted without `trust`: then the model is one of
+    timm's own or the demo's with weights that this machine has, or of a checkpoint file, which is
+    read without running code; its arguments are sizes and switches of layers.
 
     Raises:
         VitseeError: the weights are missing, or others than the store's; a manifest that asks
@@ -104,9 +150,11 @@ def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = Fals
         file = made_in / (info.get("checkpoint") or weights.get("file") or "")
         key = weights.get("key") or None
     remote_code = record.get("origin", {}).get("trust_remote_code") is True
+    own = _named_for(store)
+    allowed = trust if own is None else own.trust_remote_code
     try:
         model = load_model(
-            source_of(record["name"]).placed(made_in),
+            source_of(record["name"]).placed(made_in) if own is None else own.name,
             checkpoint=file,
             checkpoint_key=key,
             random_init=weights.get("seed") if file is None else None,
@@ -114,8 +162,8 @@ def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = Fals
             model_args=record.get("args", {}),
             ablate_skip=tuple(record.get("ablate_skip", ())),
             transform=OWN_TRANSFORM,  # images are prepared as the store says
-            trust_remote_code=trust and remote_code,
-            foreign=None if trust else store.label,
+            trust_remote_code=allowed and remote_code,
+            foreign=None if trust or own is not None else store.label,
         )
     except VitseeError as error:
         hint = "" if "--" in str(error) else " (name the file of its weights with --checkpoint)"
@@ -124,7 +172,7 @@ def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = Fals
         ) from None
     if model.weights["sha256"] != weights["sha256"]:
         raise VitseeError(
-            f"{record['name']} now has other weights ({model.weights['sha256'][:12]}) than "
+            f"{model.name} now has other weights ({model.weights['sha256'][:12]}) than "
             f"{store.label} was made with ({weights['sha256'][:12]}); name the file of those with "
             "--checkpoint, or extract anew"
         )

@@ -19,6 +19,7 @@ from vitsee_core.models.patches import disproof
 from vitsee_core.models.proofs import AliasProof, AttentionProof, SumProof, beyond
 from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
 from vitsee_core.runtime.device import current_precision
+from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import SiteSpec
 from vitsee_stores.manifest import few
 
@@ -31,6 +32,10 @@ OUTPUT_TOLERANCE = {"fp32": 1e-5, "tf32": 5e-3, "half": 1e-2}
 OFFSET_WARNING = 1e4
 
 
+class NotFinite(VitseeError):
+    """Weights or activations of a model are NaN or inf."""
+
+
 @dataclass
 class SelfCheck:
     """The result, fit for the manifest.
@@ -41,9 +46,11 @@ class SelfCheck:
     of the covariance over images, None for one image. dtypes: site -> stored type, float32 where
     float16 would overflow.
     notes: remarks for the user.
+    finite: False if activations or the output are NaN or inf.
     """
 
     failures: list[str] = field(default_factory=list)
+    finite: bool = True
     figures: dict[str, Any] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -186,6 +193,7 @@ def _judge_output(
     if gap > allowed:
         check.failures.append(f"the model's output changes by {gap:.3g} when hooks are installed")
     if not bool(plain.isfinite().all()):
+        check.finite = False
         check.failures.append("the model's output has NaN or inf on the first images")
 
 
@@ -227,6 +235,7 @@ def _judge_values(
                 "comparisons need centred features in high precision"
             )
     if examiner.broken:
+        check.finite = False
         sites = few(list(examiner.broken))
         check.failures.append(f"NaN or inf in {sites}: are the weights sound?")
     check.figures["sites"] = {

@@ -130,5 +130,11 @@ def _depths(drafts: Sequence[SiteDraft]) -> dict[str, tuple[int, float]]:
             depth = depths[draft.name][0]
         if draft.name not in depths:
             at = last_out if draft.part in HEAD and not draft.module_only else depth
+            if draft.seen.grid is not None and draft.part not in HEAD:
+                # Beside the blocks (a merger of an inner block's tokens): of those made before it.
+                outs = [x for x in drafts if x.block and x.part == "out"]
+                at = max(
+                    (depths[x.name][0] for x in outs if x.seen.key < draft.seen.key), default=0
+                )
             depths[draft.name] = (at, at / last_out if last_out else 0.0)
     return depths

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from vitsee_core.models.families.base import Residual
 from vitsee_core.models.hook_points import HookPoint, View
 from vitsee_core.models.patches import Patches
+from vitsee_core.models.token_order import Order, Place
 from vitsee_stores.layout import SiteSpec, TokenLayout
 
 
@@ -51,8 +52,8 @@ class SiteTable:
     *_refusal: why nothing of that kind can be captured, None if something can.
     left_out: name of a module, block or sublayer -> why it has no site, attention or branch.
     patches: the grids whose patches were measured, in the order of the forward pass.
-    points, residuals, attention_modules, heads, turned: for `Capture` and the self-check; turned:
-        as `Trace.turned`.
+    points, residuals, attention_modules, heads, turned, orders: for `Capture` and the self-check;
+        turned: as `Trace.turned`; orders: of the tokens of packed tensors, by place.
     """
 
     sites: tuple[SiteSpec, ...]
@@ -68,6 +69,7 @@ class SiteTable:
     attention_modules: Mapping[str, str] = field(repr=False, default_factory=dict)
     heads: Mapping[str, HookPoint] = field(repr=False, default_factory=dict)
     turned: frozenset[tuple[str, bool]] = field(repr=False, default=frozenset())
+    orders: Mapping[Place, Order] = field(repr=False, default_factory=dict)
 
     def __getitem__(self, name: str) -> SiteSpec:
         """The site of this name."""

@@ -6,13 +6,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from vitsee_core.models.trace import Trace
+from vitsee_core.models.packing import Grid
 
-Grid = tuple[int, int]
+if TYPE_CHECKING:
+    from vitsee_core.models.trace import Trace
+
 Pair = tuple[float, float]
 
 

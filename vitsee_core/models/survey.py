@@ -8,14 +8,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import nn
 
 from vitsee_core.models.blocks import block_names, find_blocks
 from vitsee_core.models.counting import counted
 from vitsee_core.models.geometry import Geometry, in_raster_order, model_geometry, read_map
-from vitsee_core.models.hook_points import HookPoint, View
-from vitsee_core.models.patches import first_seen, measure
-from vitsee_core.models.steps import Grid, Steps
+from vitsee_core.models.hook_points import HookPoint, ModelError, View
+from vitsee_core.models.packing import Grid, packing_of
+from vitsee_core.models.patches import disproof, first_seen, measure, packed_patches
+from vitsee_core.models.steps import Steps
+from vitsee_core.models.token_order import find_orders
 from vitsee_core.models.trace import Seen, Trace, trace
 from vitsee_stores.layout import TokenLayout
 
@@ -41,13 +44,17 @@ def survey(
     """Trace the model on two random images; again with changed corners where shapes alone do
     not show which dimensions are the image's, unless these are to stay `doubtful`. known: its
     tokens, where it has others than it states."""
+    packing = packing_of(module)
+    orders = {} if packing is None else find_orders(module, packing, size)
+    if packing is not None:
+        known = Geometry(size[1:], grid=packing.grid(size[1:]))
     stated = known or model_geometry(module, size[1:])
-    seen = trace(module, size, corners=False)
+    seen = trace(module, size, corners=False, orders=orders)
     blocks = find_blocks(module, seen)
     geometry = counted(stated, module, seen, blocks)
     # The order of tokens whose grid was counted is for pixels to say.
     if not doubtful and needs_pixels(module, seen, blocks, stated):
-        seen = trace(module, size, corners=True)
+        seen = trace(module, size, corners=True, orders=orders)
         blocks = find_blocks(module, seen)
     geometry = replace(geometry, steps=Steps(size[1:], module, seen))
     return Survey(seen, tuple(blocks), geometry, block_names(blocks, seen))
@@ -55,6 +62,8 @@ def survey(
 
 def tokens_of(module: nn.Module, size: tuple[int, int, int]) -> Geometry:
     """The tokens of a model: as it states them, else counted in a forward pass."""
+    if (packing := packing_of(module)) is not None:
+        return Geometry(size[1:], grid=packing.grid(size[1:]))
     geometry = model_geometry(module, size[1:])
     if geometry.grid is not None:
         return geometry
@@ -85,6 +94,15 @@ def measured(module: nn.Module, size: tuple[int, int, int], found: Survey) -> Su
     assert geometry.steps is not None
     if next(iter(module.parameters())).is_meta:
         return found
+    if (packing := packing_of(module)) is not None:
+        one = packed_patches(trace, packing, size)
+        if one is None:
+            raise ModelError("no module of the model gives one token for each patch")
+        image = torch.randn(size, generator=torch.Generator().manual_seed(2))
+        wrong = disproof(module, one, image.to(next(module.parameters()).device))
+        if wrong:
+            raise ModelError(f"the model's tokens are not those of its patches: {wrong}")
+        return replace(found, geometry=replace(geometry, patches=(one,)))
     reader = Reader(module, found)
     patches = []
     for grid in dict.fromkeys(_token_grids(reader, found.blocks)):
@@ -130,6 +148,8 @@ class Reader:
     def token_view(self, path: str, seen: Seen, entering: bool = False) -> View:
         """The reading of a block's output, or of its input."""
         shape = seen.shape
+        if seen.grid is not None:
+            return View("tokens", self.geometry.layout(seen.grid))
         if len(shape) == 4:
             return read_map(seen, self.geometry) or View("raw")
         if len(shape) == 2:
@@ -151,6 +171,8 @@ class Reader:
     def inner_view(self, seen: Seen, base: Sequence[View]) -> View:
         """The reading of an inner activation: tokens if it has as many as the block it is in."""
         shape = seen.shape
+        if seen.grid is not None:
+            return View("tokens", self.geometry.layout(seen.grid))
         if len(shape) == 2:
             return View("vector")
         if len(shape) == 3:

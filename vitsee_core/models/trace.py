@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from vitsee_core.models.attention_watch import AttentionEvent, AttentionWatch
 from vitsee_core.models.branch_only import SUMS, plain
 from vitsee_core.models.hook_points import ModelError, input_tensor, output_tensor
+from vitsee_core.models.packed_attention import JoinedCalls
+from vitsee_core.models.token_order import Order, Place
 
 N_CORNERS = 4
 _OF_CODE = (AttributeError, KeyError, NameError, TypeError)  # whatever the size of the images
@@ -30,12 +32,14 @@ class Seen:
     shape: the batch first. turned: whether the tensor itself has it second, behind its tokens.
     response: for each dimension after the first, (corners, length): how strongly each index
     responds when one corner of the image changes.
+    grid: of a packed tensor, whose images lie one after another: rows and columns of its cells.
     """
 
     key: Key
     shape: tuple[int, ...]
     response: tuple[Tensor, ...] = ()
     turned: bool = False
+    grid: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,19 +54,21 @@ class Call:
 @dataclass(frozen=True)
 class AttentionSeen:
     """An attention event without its tensors; value: (images, keys, heads x head dim), None where
-    the attention has not the four dimensions of plain attention."""
+    the attention has not the four dimensions of plain attention; within: see `AttentionEvent`."""
 
     query: tuple[int, ...]
     n_keys: int
     mixed: bool
     value: Seen | None
+    within: str | None = None
 
 
 @dataclass
 class Trace:
     """All calls by module name, the attention events by module name, and the images used.
 
-    sums: tensor -> the two tensors of its own shape that were added for it.
+    sums: tensor -> the two tensors of its own shape that were added for it. orders: of the tokens
+    of packed tensors, by place.
     """
 
     n_images: int
@@ -70,6 +76,7 @@ class Trace:
     calls: dict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
     events: dict[str, list[AttentionSeen]] = field(default_factory=lambda: defaultdict(list))
     sums: dict[Key, tuple[Key, Key]] = field(default_factory=dict)
+    orders: Mapping[Place, Order] = field(default_factory=dict)
 
     def once(self, name: str) -> Call | None:
         """The call of a module that is called exactly once."""
@@ -133,8 +140,9 @@ class _Recorder:
         self.serial = 0
         self.stack: list[str] = []
         self.inputs: list[Seen | None] = []
+        self.joining: dict[str, JoinedCalls] = {}
 
-    def see(self, x: Tensor | None) -> Seen | None:
+    def see(self, x: Tensor | None, place: Place | None = None) -> Seen | None:
         if x is None:
             return None
         number = getattr(x, "_vitsee_serial", None)
@@ -143,6 +151,8 @@ class _Recorder:
             self.serial += 1
             number = x._vitsee_serial = self.serial  # type: ignore[attr-defined]
         version = 0 if x.is_inference() else x._version
+        order = None if place is None else self.trace.orders.get(place)
+        x = x if order is None else order.laid(x)
         turned = self.sequences and x.ndim == 3 and x.shape[1] == self.trace.n_images != len(x)
         x = x.transpose(0, 1) if turned else x
         wanted = (
@@ -151,15 +161,18 @@ class _Recorder:
             and len(x) == self.trace.n_images
             and x.is_floating_point()
         )
-        return Seen((number, version), tuple(x.shape), _response(x) if wanted else (), turned)
+        found = Seen((number, version), tuple(x.shape), _response(x) if wanted else (), turned)
+        return found if order is None else replace(found, grid=order.grid)
 
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.stack.append(name)
-        self.inputs.append(self.see(input_tensor(args, kwargs)))
+        self.inputs.append(self.see(input_tensor(args, kwargs), (name, True)))
 
     def leave(self, name: str, module: nn.Module, output: Any) -> None:
         self.stack.pop()
-        left = self.see(output_tensor(module, output, self.trace.n_images))
+        for event in self.joining.pop(name).left() if name in self.joining else ():
+            self.note(name, event)
+        left = self.see(output_tensor(module, output, self.trace.n_images), (name, False))
         call = Call(self.inputs.pop(), left, type(output).__name__)
         self.trace.calls[name].append(call)
 
@@ -173,9 +186,19 @@ class _Recorder:
         return result
 
     def event(self, event: AttentionEvent) -> None:
+        name = self.stack[-1] if self.stack else ""
+        order = self.trace.orders.get((name, True))
+        joined: AttentionEvent | None = event
+        if order is not None:
+            calls = self.joining.setdefault(name, JoinedCalls(order, self.trace.n_images))
+            joined = calls.add(event)
+        if joined is not None:
+            self.note(name, joined)
+
+    def note(self, name: str, event: AttentionEvent) -> None:
         value = self.see(event.call.value.transpose(1, 2).flatten(2)) if event.call else None
-        met = AttentionSeen(event.query, event.n_keys, event.mixed, value)
-        self.trace.events[self.stack[-1] if self.stack else ""].append(met)
+        met = AttentionSeen(event.query, event.n_keys, event.mixed, value, event.within)
+        self.trace.events[name].append(met)
 
 
 class _SumWatch(TorchFunctionMode):
@@ -216,8 +239,14 @@ def _hooks(module: nn.Module, recorder: _Recorder, watch: AttentionWatch) -> Ite
         yield
 
 
-def trace(module: nn.Module, size: tuple[int, int, int], corners: bool) -> Trace:
-    """Run the model once on random images of this size and record every call.
+def trace(
+    module: nn.Module,
+    size: tuple[int, int, int],
+    corners: bool,
+    orders: Mapping[Place, Order] | None = None,
+) -> Trace:
+    """Run the model once on random images of this size and record every call; packed tensors as
+    their `orders` lay them.
 
     Only shapes and identities of activations are kept, so memory is that of the plain forward
     pass.
@@ -226,7 +255,7 @@ def trace(module: nn.Module, size: tuple[int, int, int], corners: bool) -> Trace
         ModelError: the model does not take images of this size.
     """
     images = probe_images(size, corners)
-    record = Trace(len(images), size[1:])
+    record = Trace(len(images), size[1:], orders=orders or {})
     recorder = _Recorder(record, corners, module)
     device = next(iter(module.parameters()), images).device
     # no_grad, not inference_mode: in-place changes are known by version counters only.

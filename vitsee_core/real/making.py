@@ -38,10 +38,12 @@ def make(folder: Path, say: Say, *, weights: bool = True) -> dict[str, Path]:
 
     Raises:
         VitseeError: a download failed or is not what is pinned, or the disk refused it; of the part
-            nothing is left, finished parts stay.
+            nothing is left, finished parts stay. A folder of a model is there and holds other files
+            than this makes.
     """
     models = MODELS if weights else ()
     for model in models:
+        model.check(_model(folder, model.name))
         _made(_model(folder, model.name), model.write, f"{model.package}: {model.about}", say)
     _made(folder / PHOTOS, _write_photographs, f"{SKIMAGE}: photographs", say)
     return {model.name: _model(folder, model.name) for model in models}

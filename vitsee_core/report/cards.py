@@ -16,6 +16,7 @@ from vitsee_core.report.pictures import Addresses, Picture, picture
 from vitsee_core.report.redrawing import Result
 from vitsee_core.report.tables import command_of, first_rows, link_of, short_notes
 from vitsee_core.runtime.progress import Progress, counting
+from vitsee_core.runtime.registry import guest_of
 from vitsee_core.tables.formats import stem_of
 from vitsee_core.tables.headlines import Answer
 from vitsee_core.tables.same_labels import tell_apart
@@ -172,9 +173,11 @@ def groups_of(
                 card = _card(result, f"r{number}", labels[number], output, known, addresses)
                 cards.setdefault(of[number], []).append(card)
             except Exception as error:
-                if result.file.as_written:
+                guest = guest_of(result.analysis.__name__)
+                if result.file.as_written and guest is None:
                     raise  # our bug
-                left_out[result.file.path] = f"changed since: {type(error).__name__}: {error}"
+                cause = "changed since" if guest is None else f"of the package {guest.by}"
+                left_out[result.file.path] = f"{cause}: {type(error).__name__}: {error}"
             progress.advance(1)
     found: dict[str, list[Group]] = {h: [] for h in (*figures, *sections, OTHER)}
     for number, ((heading, command), some) in enumerate(cards.items()):
@@ -206,13 +209,19 @@ def _card(
         n_images=n_images(result),
         answers=headline(result.analysis, table),
         cautions=result_cautions(result, known),
-        notes=short_notes(table.notes),
+        notes=short_notes({**_package(result), **table.notes}),
         table=first_rows(table),
         n_rows=len(table),
         link=link,
         link_name=visible(path.name),
         beside=beside,
     )
+
+
+def _package(result: Result) -> dict[str, str]:
+    """The package that a guest's result was made with, for its notes."""
+    about = result.file.sidecar.get("package", {})
+    return {"package": f"{about.get('name')} {about.get('version')}"} if about else {}
 
 
 # ------------------------------------------------------------------------------------ labels
@@ -231,7 +240,7 @@ def _labels(results: Sequence[Result], groups: Sequence[tuple[str, str]]) -> lis
 
 def _label(result: Result) -> str:
     stores = _stores(result)
-    apart = {"store_a", "store_b"} <= result.file.table.columns.keys() and len(stores) == 2
+    apart = {"store_a", "store_b"} <= {*result.file.table.frame.columns} and len(stores) == 2
     names = (" × " if apart else ", ").join(stores)
     if len(stores) > SHOWN_NAMES:
         names = f"{len(stores)} models"
@@ -258,12 +267,11 @@ def _kind(result: Result) -> str:
 
 def _stores(result: Result) -> list[str]:
     """The stores that the rows are about; those of the sidecar where no row says it."""
-    columns = result.file.table.columns
+    rows = result.file.table.frame
     found = [
-        str(label)
+        label
         for name in ("store", "store_a", "store_b")
-        if name in columns
-        for label in columns[name].tolist()
-        if label
+        if name in rows.columns
+        for label in rows[name].drop_nulls().unique(maintain_order=True)
     ]
     return list(dict.fromkeys(found or (str(s.get("label", "")) for s in stores_of(result))))

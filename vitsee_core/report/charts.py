@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
+import polars as pl
 
 from vitsee_core.figures.heatmaps import data_limits
 from vitsee_core.figures.plotting import store_order
-from vitsee_core.tables.columns import is_given
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import PARTS as WORDS
@@ -23,7 +22,10 @@ from vitsee_core.tables.words import baseline_words, metric_words, site_words, t
 MOST_MARKS = 6000  # of one table: more than that no browser shows at once without delay
 MOST_LINES = 24  # of one panel
 # Columns that tell lines of one panel apart, beside the store, where they have to.
-ABOUT_LINE = ("baseline", "token", "class", "type", "shots", "k", "l2", "filter", "best")
+ABOUT_LINE = (
+    *("baseline", "token", "class", "type", "shots", "k"),
+    *("l2", "l2_relative", "filter", "best"),
+)
 # Columns of which each value would be a curve of its own: such tables are maps, not curves.
 ABOUT_MAP = ("row", "col", "image", "query", "video", "object", "segment", "class", "frequency")
 TASK = "task"  # of best-layer, whose rows are no curve
@@ -33,13 +35,13 @@ SHOWN_STORES = 60  # characters of a name
 
 def charts_of(table: Table) -> list[dict[str, Any]]:
     """The charts of a table, none where it has no such shape or more marks than `MOST_MARKS`."""
-    names = table.columns.keys()
+    rows, names = table.frame, {*table.frame.columns}
     if not len(table) or len(table) > 20 * MOST_MARKS or "value" not in names or TASK in names:
         return []
     if {"site_a", "site_b"} <= names:
-        found = _pairs(table)
+        found = _pairs(rows)
     elif {"site", "rel_depth", "store", "metric"} <= names:
-        found = _curves(table)
+        found = _curves(rows)
     else:
         return []
     marks = sum(chart["n_marks"] for chart in found)
@@ -49,10 +51,10 @@ def charts_of(table: Table) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------ pairs
 
 
-def _pairs(table: Table) -> list[dict[str, Any]]:
+def _pairs(every: pl.DataFrame) -> list[dict[str, Any]]:
     found = []
-    for (store_a, store_b, metric), rows in _grouped(table, ("store_a", "store_b", "metric")):
-        axes = [list(dict.fromkeys(rows[f"site_{side}"].tolist())) for side in "ab"]
+    for (store_a, store_b, metric), rows in _grouped(every, ("store_a", "store_b", "metric")):
+        axes = [rows[f"site_{side}"].unique(maintain_order=True).to_list() for side in "ab"]
         if min(map(len, axes)) < 2 or len(rows) > len(axes[0]) * len(axes[1]):
             continue
         if len(rows) < len(axes[0]) * len(axes[1]) / 2:  # sites in pairs, not all with all
@@ -60,11 +62,10 @@ def _pairs(table: Table) -> list[dict[str, Any]]:
         cells: list[list[Any]] = [[None] * len(axes[1]) for _ in axes[0]]
         place = [{site: i for i, site in enumerate(sites)} for sites in axes]
         marks = _marks(rows)
-        sides = zip(rows["site_a"].tolist(), rows["site_b"].tolist(), marks, strict=True)
+        sides = zip(rows["site_a"], rows["site_b"], marks, strict=True)
         for site_a, site_b, mark in sides:
             cells[place[0][site_a]][place[1][site_b]] = mark
-        values = rows["value"].astype(float)
-        values = values[np.isfinite(values)]
+        values = rows.filter(pl.col("value").is_finite())["value"].to_numpy()
         if not len(values):
             continue
         low, high = data_limits([values])
@@ -81,41 +82,32 @@ def _pairs(table: Table) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------ curves
 
 
-def _curves(table: Table) -> list[dict[str, Any]]:
+def _curves(every: pl.DataFrame) -> list[dict[str, Any]]:
     """A panel per metric: a line per store (and token, k, ...) or, with heads, a dot per head."""
-    if any(_varies(table, name) for name in ABOUT_MAP):
-        kept = np.ones(len(table), bool)
-        for name in ABOUT_MAP:  # rows about the whole beside rows about parts
-            if name in table.columns:
-                kept &= ~table.given(name)
-        table = table.take(kept)
-    table = Table({**table.columns, PART: np.array(_parts(table), object)})
-    stores, found = store_order(table), []
-    for (metric,), rows in _grouped(table, ("metric",)):
+    if any(_varies(every, name) for name in ABOUT_MAP):  # rows about the whole beside parts
+        every = every.filter(pl.col(n).is_null() for n in ABOUT_MAP if n in every.columns)
+    every = every.with_columns(_part(every).alias(PART))
+    stores, found = store_order(every), []
+    for (metric,), rows in _grouped(every, ("metric",)):
         by_head = _varies(rows, "head")
         about = _keys(rows, by_head)
         lines: list[dict[str, Any]] = []
         for key, own in _grouped(rows, about):
-            if not by_head and len({*own["site"].tolist()}) < len(own):
+            if not by_head and own["site"].n_unique() < len(own):
                 break  # something else tells these rows apart
-            order = np.argsort(own["rel_depth"].astype(float), kind="stable")
-            own = own.take(order)
-            depths = own["rel_depth"].astype(float).tolist()
+            own = own.sort("rel_depth", maintain_order=True)
+            heads = [(f"head {head}",) for head in own["head"]] if by_head else [()] * len(own)
             points = [
-                [
-                    round(x, 5),
-                    *mark,
-                    site_words(_text(site)),
-                    *((f"head {own['head'][i]}",) if by_head else ()),
-                ]
-                for i, (x, mark, site) in enumerate(
-                    zip(depths, _marks(own), own["site"].tolist(), strict=True)
+                [round(x, 5), *mark, site_words(site), *head]
+                for x, mark, site, head in zip(
+                    own["rel_depth"], _marks(own), own["site"], heads, strict=True
                 )
-                if x == x and mark[0] is not None
+                if x is not None and mark[0] is not None
             ]
-            baseline = "baseline" in about and is_given(key[about.index("baseline")])
+            baseline = "baseline" in about and key[about.index("baseline")] is not None
             if points:
-                name = ", ".join(_label(n, v) for n, v in zip(about, key, strict=True) if v != "")
+                named = zip(about, key, strict=True)
+                name = ", ".join(_label(n, v) for n, v in named if v is not None)
                 lines.append(
                     {"name": name, "points": points, "baseline": baseline}
                     | {"store": stores.index(own["store"][0])}
@@ -135,16 +127,16 @@ def _curves(table: Table) -> list[dict[str, Any]]:
     return found
 
 
-def _parts(table: Table) -> list[str]:
+def _part(rows: pl.DataFrame) -> pl.Expr:
     """What of its block each site is; what is in none counts with the outs, as depth does."""
-    blocks = table.columns.get("block", np.full(len(table), "", object)).tolist()
-    return [
-        str(site).removeprefix(str(block)).lstrip(".") if block else "out"
-        for site, block in zip(table["site"].tolist(), blocks, strict=True)
-    ]
+    if "block" not in rows.columns:
+        return pl.lit("out")
+    pairs = rows.select(pl.col("site", "block").cast(pl.String)).unique()
+    parts = {site: site.removeprefix(b).lstrip(".") if b else "out" for site, b in pairs.rows()}
+    return pl.col("site").cast(pl.String).replace_strict(parts, return_dtype=pl.String)
 
 
-def _keys(rows: Table, by_head: bool) -> list[str]:
+def _keys(rows: pl.DataFrame, by_head: bool) -> list[str]:
     """The columns that tell lines apart: as few as leave no site twice on a line."""
     own = ["site", "head"] if by_head else ["site"]
     keys = ["store", *([PART] if _varies(rows, PART) else [])]
@@ -157,8 +149,8 @@ def _keys(rows: Table, by_head: bool) -> list[str]:
     return keys
 
 
-def _distinct(rows: Table, names: Sequence[str]) -> int:
-    return sum(1 for _ in _grouped(rows, names))
+def _distinct(rows: pl.DataFrame, names: Sequence[str]) -> int:
+    return rows.select(names).n_unique()
 
 
 def _label(name: str, value: Any) -> str:
@@ -176,33 +168,28 @@ def _label(name: str, value: Any) -> str:
 # ------------------------------------------------------------------------------------ cells
 
 
-def _marks(rows: Table) -> list[list[Any]]:
-    """[value, low, high, n_images] of each row, None where there is none."""
+def _marks(rows: pl.DataFrame) -> list[list[Any]]:
+    """[value, low, high, n_images] of each row, to six digits (which the page shows fewer of), None
+    where there is none."""
     names = ("value", "low", "high", "n_images")
-    columns = [map(_number, rows.cells(name)) for name in names]
-    return [list(mark) for mark in zip(*columns, strict=True)]
+    cells = rows.select(
+        (pl.col(n) if n in rows.columns else pl.lit(None, pl.Float64)).cast(pl.Float64).alias(n)
+        for n in names
+    )
+    finite = cells.with_columns(pl.when(pl.col(n).is_finite()).then(pl.col(n)) for n in names)
+    return [list(row) for row in finite.with_columns(pl.all().round_sig_figs(6)).rows()]
 
 
-def _number(value: Any) -> float | None:
-    """To six digits, which the page shows fewer of."""
-    if value is None or isinstance(value, str) or not np.isfinite(value):
-        return None
-    return float(f"{float(value):.6g}")
-
-
-def _grouped(table: Table, names: Sequence[str]) -> Iterator[tuple[tuple[Any, ...], Table]]:
+def _grouped(
+    rows: pl.DataFrame, names: Sequence[str]
+) -> Iterator[tuple[tuple[Any, ...], pl.DataFrame]]:
     """(values of these columns, the rows that have them), in order of appearance."""
-    columns = [[v if is_given(v) else "" for v in table[name].tolist()] for name in names]
-    places: dict[tuple[Any, ...], list[int]] = {}
-    for i, key in enumerate(zip(*columns, strict=True)):
-        places.setdefault(key, []).append(i)
-    for key, rows in places.items():
-        yield key, table.take(np.array(rows))
+    yield from rows.partition_by(names, maintain_order=True, as_dict=True).items()
 
 
-def _varies(table: Table, name: str) -> bool:
+def _varies(rows: pl.DataFrame, name: str) -> bool:
     least = 1 if name == "baseline" else 2
-    return len({v for v in table.cells(name) if is_given(v)}) >= least
+    return name in rows.columns and rows[name].drop_nulls().n_unique() >= least
 
 
 def _text(value: Any) -> str:

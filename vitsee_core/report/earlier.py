@@ -15,8 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from vitsee_core.report.materials import candidates, picture_beside
-from vitsee_core.report.overview import failed_steps, read_study
+from vitsee_core.report.study_record import failed_steps, read_study
+from vitsee_core.runtime.registry import guests
 from vitsee_core.runtime.versions import worker_versions
 from vitsee_core.tables.files import read_file
 from vitsee_stores.errors import VitseeError
@@ -38,8 +41,9 @@ class EarlierPage:
 
 
 def code_digest() -> str:
-    """SHA-256 of the package's code and the versions that it runs with."""
-    return hashlib.sha256(json.dumps(dict(worker_versions())).encode()).hexdigest()
+    """SHA-256 of the package's code, that of guests, and the versions that it runs with."""
+    modules = tuple(guest.module for guest in guests().values())
+    return hashlib.sha256(json.dumps(dict(worker_versions(modules))).encode()).hexdigest()
 
 
 def read_page(path: Path) -> EarlierPage:
@@ -68,11 +72,11 @@ def sealed(page: str) -> bytes:
 def inputs_digest(folder: Path, output: Path, about: Any) -> str:
     """SHA-256 of all that the page of a folder shows: stores, results and their pictures, what a
     study says. about: what else decides the page; JSON."""
-    study = dict(read_study(folder))
+    study = read_study(folder)
     failed = failed_steps(study)
-    study.pop("steps", None)
+    said = msgspec.to_builtins(msgspec.structs.replace(study, steps={}))
     place = os.path.relpath(folder.absolute(), output.absolute().parent)
-    digest = hashlib.sha256(json.dumps([about, place, study, failed], default=str).encode())
+    digest = hashlib.sha256(json.dumps([about, place, said, failed], default=str).encode())
     for path in candidates(folder):
         digest.update(f"\0{path.relative_to(folder)}\0".encode())
         try:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from vitsee_core.report.materials import FoundStore, Materials
 from vitsee_core.report.redrawing import Result
 from vitsee_core.runtime.machine import counted, human_bytes
@@ -179,8 +177,6 @@ def stores_of(result: Result) -> list[Mapping[str, Any]]:
 def n_images(result: Result) -> int | None:
     """The images behind a result, as most of them as are behind any value (some have none that
     counts for them); None where it does not say."""
-    counts = result.file.table.columns.get("n_images")
-    if counts is None:
-        return None
-    numbers = [int(n) for n in counts.tolist() if isinstance(n, (int, float)) and np.isfinite(n)]
-    return max((n for n in numbers if n > 0), default=None)
+    rows = result.file.table.frame
+    most: Any = rows["n_images"].max() if "n_images" in rows.columns else None
+    return int(most) if most and most > 0 else None

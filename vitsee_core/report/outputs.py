@@ -13,17 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-import numpy as np
-
 from vitsee_core.figures.plotting import figure_bytes
 from vitsee_core.runtime.progress import soon_said
 from vitsee_core.tables import replicates
 from vitsee_core.tables.files import check_new_files, check_place, write_files
 from vitsee_core.tables.formats import (
     FIGURE_ENDINGS,
+    TABLE_ENDINGS,
     ending_of,
     table_bytes,
-    table_ending,
 )
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.sidecars import sidecar_bytes
@@ -81,7 +79,7 @@ def check_outputs(outputs: Outputs, *, inputs: Iterable[Path] = (), images: str 
         VitseeError: names the file and what to do.
     """
     if outputs.csv is not None:
-        table_ending(outputs.csv, "-o")
+        ending_of(outputs.csv, TABLE_ENDINGS, "-o")
     if outputs.png is not None:
         ending_of(outputs.png, FIGURE_ENDINGS, "--png")
         check_place(outputs.png, images=images)
@@ -120,24 +118,23 @@ def write_results(
     files: dict[Path, bytes] = dict(more or {})
     written = b""
     if outputs.csv is not None and outputs.sidecar is not None:
-        written = table_bytes(table.columns, table_ending(outputs.csv, "-o"))
-        files[outputs.sidecar] = sidecar_bytes(table.columns, table.notes, sidecar, written)
+        written = table_bytes(table.written, ending_of(outputs.csv, TABLE_ENDINGS, "-o"))
+        files[outputs.sidecar] = sidecar_bytes(table.written, table.notes, sidecar, written)
     if outputs.png is not None:
         ending = ending_of(outputs.png, FIGURE_ENDINGS, "--png")
         with soon_said("drawing the figure"):
             files[outputs.png] = figure_bytes(figure(), ending)
     if outputs.csv is not None:
-        ending = table_ending(outputs.csv, "-o")
+        ending = ending_of(outputs.csv, TABLE_ENDINGS, "-o")
         if outputs.replicates is not None and table.replicates is not None:
-            columns = replicates.as_columns(table.columns, table.replicates)
-            files[outputs.replicates] = table_bytes(columns, ending)
+            files[outputs.replicates] = table_bytes(replicates.as_columns(table.frame), ending)
         elif outputs.replicates is not None:
             log.warning("%s is not written: %s", outputs.replicates.name, NO_REPLICATES)
         files[outputs.csv] = written
     text = io.StringIO()
     if outputs.csv is None:
         cut = stdout.isatty() and len(table) > MOST_ON_A_TERMINAL
-        (table.take(np.arange(ON_A_TERMINAL)) if cut else table).to_csv(text)
+        (table.with_frame(table.frame.head(ON_A_TERMINAL)) if cut else table).to_csv(text)
     write_files(files, force=outputs.force)
     if outputs.csv is None:
         stdout.write(text.getvalue())

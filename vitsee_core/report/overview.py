@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import polars as pl
 
+from vitsee_core.figures.curve_looks import of_models
 from vitsee_core.report.materials import FoundStore, Materials
 from vitsee_core.report.redrawing import Result
+from vitsee_core.report.study_record import Section, StudyRecord, read_study
 from vitsee_core.runtime.machine import counted, human_bytes
 from vitsee_core.tables.text import visible
-from vitsee_stores.manifest import by_reason
 
-STUDY_FILE = "study.json"
 SHOWN_MODELS = 6  # in a title
 
 
@@ -35,7 +34,7 @@ class Overview:
 def overview(materials: Materials, title: str) -> Overview:
     """A study's models and images, or another folder's name and what lies in it."""
     study = read_study(materials.folder)
-    names = [str(name) for name in study.get("models") or ()]
+    names = list(study.models)
     images = _images(materials, study)
     kinds = {result.command for result in materials.results}
     about = [*images, counted(len(kinds), "analyses"), counted(len(materials.results), "results")]
@@ -44,64 +43,22 @@ def overview(materials: Materials, title: str) -> Overview:
     if names:
         own = ", ".join(names[:SHOWN_MODELS])
         own += f" and {len(names) - SHOWN_MODELS} more" if len(names) > SHOWN_MODELS else ""
-    words = study.get("command")
-    command = shlex.join(map(str, words)) if isinstance(words, list) else ""
-    own = str(study.get("title") or own)
+    own = study.title or own
+    command = shlex.join(study.command)
     return Overview(visible(title or own), [visible(one) for one in about if one], visible(command))
 
 
-def read_study(folder: Path) -> Mapping[str, Any]:
-    """What `study.json` says was asked for, as far as it has the shape that ours have."""
-    try:
-        found = json.loads((folder / STUDY_FILE).read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    models = found.get("models") if isinstance(found, dict) else None
-    return found if models and isinstance(models, dict) else {}
-
-
-def failed_steps(study: Mapping[str, Any]) -> dict[str, Any]:
-    """Steps of a study that failed -> why."""
-    steps = study.get("steps")
-    return {
-        name: entry.get("reason")
-        for name, entry in (steps.items() if isinstance(steps, dict) else ())
-        if isinstance(entry, dict) and entry.get("status") == "failed"
-    }
-
-
-def failures(folder: Path) -> list[str]:
-    """The same of the study in the folder, a line each."""
-    failed = failed_steps(read_study(folder))
-    return [f"Failed: {x}: {why or 'no reason is recorded'}." for x, why in failed.items()]
-
-
-def notes_of_study(folder: Path) -> list[str]:
-    """What the file of the study says of all its figures."""
-    return [str(note) for note in [read_study(folder).get("note")] if note]
-
-
-def not_in_study(folder: Path) -> list[str]:
-    """Analyses that the study in the folder left out, a line a reason."""
-    left_out = read_study(folder).get("left_out")
-    if not isinstance(left_out, dict):
-        return []
-    named = {str(name): str(reason) for name, reason in left_out.items()}
-    return [f"Not in this study: {line}." for line in by_reason(named, shown=len(named))]
-
-
-def _images(materials: Materials, study: Mapping[str, Any]) -> list[str]:
+def _images(materials: Materials, study: StudyRecord) -> list[str]:
     """`1,000 images of demo:test`, `500 of demo:train to learn classes from`."""
     of_data: dict[str, int] = {}
     for store in materials.stores:
         data = data_of(store)
         of_data[data] = max(of_data.get(data, 0), store.record["n_images"])
-    texts = {"data": "{:,} images of {}", "train": "{:,} of {} to learn classes from"}
-    asked = {name: study.get(name) for name in texts}
+    texts = ["{:,} images of {}", "{:,} of {} to learn classes from"]
     found = [
-        texts[name].format(of_data[data], data)
-        for name, data in asked.items()
-        if isinstance(data, str) and data in of_data
+        text.format(of_data[data], data)
+        for text, data in zip(texts, (study.data, study.train), strict=True)
+        if data and data in of_data
     ]
     if found or not of_data:
         return found
@@ -183,66 +140,35 @@ class Number(NamedTuple):
     ours: str
 
 
-@dataclass(frozen=True)
-class StudyFigure:
-    """A figure: results are the stems of its tables."""
-
-    title: str
-    note: str
-    results: tuple[str, ...]
-    printed: tuple[Mapping[str, Any], ...]
-
-    def numbers(self, results: Sequence[Result]) -> list[Number]:
-        """What the paper prints, beside ours."""
-        own = [one for one in results if one.file.path.stem in self.results]
-        return [_number(printed, own) for printed in self.printed]
-
-
-def study_figures(folder: Path) -> list[StudyFigure]:
-    """The figures that `study.json` lists, as far as it has the shape that ours have."""
-    found = read_study(folder).get("sections")
-    figures = []
-    for entry in found if isinstance(found, list) else ():
-        if isinstance(entry, dict) and isinstance(entry.get("results"), list):
-            printed = entry.get("printed")
-            figures.append(
-                StudyFigure(
-                    visible(str(entry.get("title", ""))),
-                    visible(str(entry.get("note", ""))),
-                    tuple(map(str, entry["results"])),
-                    tuple(one for one in printed if isinstance(one, dict))
-                    if isinstance(printed, list)
-                    else (),
-                )
-            )
-    return figures
-
-
-def _number(printed: Mapping[str, Any], results: Sequence[Result]) -> Number:
-    what, paper = visible(str(printed.get("what", ""))), f"{printed.get('paper')}"
-    where = printed.get("where")
-    for result in results:
-        named = printed.get("result") in (result.file.path.stem, result.command)
-        if named and isinstance(where, dict):
-            return Number(what, paper, _best(result, where) or NOT_THERE)
-    return Number(what, paper, NOT_THERE)
+def paper_numbers(section: Section, results: Sequence[Result]) -> list[Number]:
+    """The numbers that the paper of a figure prints, beside ours."""
+    found = []
+    for one in section.printed:
+        own = (
+            result
+            for result in results
+            if result.file.path.stem in section.results
+            and one.result in (result.file.path.stem, result.command)
+        )
+        ours = next((_best(result, one.where) for result in own), "")
+        found.append(Number(visible(one.what), f"{one.paper:.10g}", ours or NOT_THERE))
+    return found
 
 
 def _best(result: Result, where: Mapping[str, Any]) -> str:
     """The largest value of these rows, without baselines; "" if there is none."""
-    table = result.file.table
-    if not {"value", *where} <= {*table.columns}:
+    rows = result.file.table.frame
+    if not {"value", *where} <= {*rows.columns}:
         return ""
-    rows = np.ones(len(table), bool)
-    for column, text in where.items():
-        rows &= np.array([str(cell) == str(text) for cell in table[column].tolist()], bool)
-    if "baseline" in table.columns:
-        rows &= ~table.given("baseline")
-    values = np.where(rows, table["value"].astype(np.float64), np.nan)
-    if np.isnan(values).all():
+    rows = of_models(rows).filter(
+        pl.col(n).cast(pl.String) == str(cell) for n, cell in where.items()
+    )
+    rows = rows.filter(pl.col("value").is_not_null()).sort("value", maintain_order=True)
+    if not len(rows):
         return ""
-    best = int(np.nanargmax(values))
-    text = f"{values[best]:.4g}"
-    if {"low", "high"} <= {*table.columns}:
-        text += f" [{float(table['low'][best]):.4g}, {float(table['high'][best]):.4g}]"
-    return visible(text + (f" at {table['site'][best]}" if "site" in table.columns else ""))
+    best = rows.filter(value=rows["value"][-1]).row(0, named=True)
+    text = f"{best['value']:.4g}"
+    if {"low", "high"} <= {*best}:
+        low, high = (np.nan if best[n] is None else best[n] for n in ("low", "high"))
+        text += f" [{low:.4g}, {high:.4g}]"
+    return visible(text + (f" at {best['site']}" if "site" in best else ""))

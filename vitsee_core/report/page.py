@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from vitsee_core.figures.plotting import stores_in_order
 from vitsee_core.report.cards import Sections, groups_of
 from vitsee_core.report.earlier import UNSEALED, code_digest, inputs_digest, read_page, sealed
@@ -22,16 +24,15 @@ from vitsee_core.report.materials import (
     relative,
 )
 from vitsee_core.report.overview import (
-    failures,
-    not_in_study,
-    notes_of_study,
     overview,
+    paper_numbers,
     stores_by_model,
-    study_figures,
 )
+from vitsee_core.report.study_record import failures, read_study, remarks
 from vitsee_core.report.tables import command_of
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.tables.files import check_new_files, write_files
+from vitsee_core.tables.text import visible
 from vitsee_core.web.inlining import asset, csp_hash, json_for_html, script, template
 
 
@@ -85,12 +86,16 @@ def render(
     progress: Progress = SILENT,
 ) -> str:
     """The page as text. made_of, earlier: see `report.earlier`; explored: where it leads to."""
-    figures = {figure.title: figure for figure in study_figures(materials.folder)}
+    study = read_study(materials.folder)
+    figures = {
+        visible(one.title): msgspec.structs.replace(one, note=visible(one.note))
+        for one in study.sections
+    }
     own = {title: figure.results for title, figure in figures.items()}
     known = {store.record["store_id"]: store for store in materials.stores}
     left_out = materials.left_out
     tables = [result.file.table for result in materials.results]
-    stores = [s for table in tables if "store" in table.columns for s in table.unique("store")]
+    stores = [s for of in tables if "store" in of.frame.columns for s in of.frame["store"].unique()]
     with stores_in_order(list(dict.fromkeys(map(str, stores)))):
         found = groups_of(
             materials.results, sections, output, known, progress, left_out, earlier, own
@@ -104,15 +109,11 @@ def render(
         head=overview(materials, title),
         sections=found,
         figures=figures,
+        paper_numbers=paper_numbers,
         results=materials.results,
         stores=stores_by_model(materials),
         facts=store_facts,
-        cautions=[
-            *failures(materials.folder),
-            *cautions(materials),
-            *notes_of_study(materials.folder),
-            *not_in_study(materials.folder),
-        ],
+        cautions=[*failures(study), *cautions(materials), *remarks(study)],
         left_out={relative(p, materials.folder): why for p, why in materials.left_out.items()},
         commands=[line for line in map(command_of, materials.results) if line],
         explored=explored,

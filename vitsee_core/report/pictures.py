@@ -85,11 +85,11 @@ def picture(result: Result, addresses: Addresses) -> Picture:
 
 def _coloured_alike(result: Result) -> bool:
     """Whether its stores have the colours that they have in the other figures of the report."""
-    table = result.file.table
-    if not {"store", "rel_depth"} <= table.columns.keys() or "row" in table.columns:
+    rows = result.file.table.frame
+    if not {"store", "rel_depth"} <= {*rows.columns} or "row" in rows.columns:
         return True
-    stores = table.unique("store")
-    return store_order(table)[: len(stores)] == stores
+    stores = rows["store"].unique(maintain_order=True).to_list()
+    return store_order(rows)[: len(stores)] == stores
 
 
 def packed(png: bytes) -> tuple[bytes, str]:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
-import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vitsee_core import analyses
 from vitsee_core.figures.attribute_charts import draw_attribute_chart
 from vitsee_core.figures.looks import Look
 from vitsee_core.figures.panels import drawn_for
 from vitsee_core.figures.plotting import drawn_as
+from vitsee_core.runtime import registry
 from vitsee_core.tables.attributes import in_groups, with_attribute
 from vitsee_core.tables.results import ResultFile, Table, read_result
 from vitsee_core.tables.same_labels import tell_apart
@@ -61,7 +59,7 @@ class Result:
             more |= {"metrics": tuple(metrics) if isinstance(metrics, list) else ()}
         drawn = self.file.table if table is None else table
         try:
-            with drawn_for(medium, size):
+            with drawn_for(medium, size), registry.blamed(self.analysis.__name__):
                 figure: Figure = self.analysis.plot(drawn, **more)
         except VitseeError:
             raise
@@ -111,19 +109,25 @@ def open_result(path: str | Path) -> Result:
             f"{file.path} has no sidecar {beside} beside it, which says whose figure it is; "
             f"{WRITTEN}, together with its sidecar"
         )
-    names = {module.name for module in pkgutil.iter_modules(analyses.__path__)}
     name = file.command.replace("-", "_")
-    if "notes" not in file.sidecar or name not in names:
+    package, guest = file.sidecar.get("package", {}), registry.guests().get(name)
+    if package and (guest is None or guest.package != package.get("name")):
+        raise VitseeError(
+            f"{file.path} is of vitsee {file.command}, an analysis of the package "
+            f"{package.get('name')} {package.get('version')}, which is not installed here"
+        )
+    if "notes" not in file.sidecar or name not in registry.names():
         made_by = f"of vitsee {file.command}" if file.command else "of another program"
         raise VitseeError(f"{file.path} is {made_by}, which draws no figure; {WRITTEN}")
-    lacks = [name for name in file.sidecar.get("columns", ()) if name not in file.table.columns]
+    there = file.table.frame.columns
+    lacks = [name for name in file.sidecar.get("columns", ()) if name not in there]
     if lacks:
         raise VitseeError(
             f"{file.path} lost columns since vitsee {file.command} wrote it: {', '.join(lacks)}"
         )
     if file.changed:
         log.warning("%s was changed since vitsee %s wrote it", file.path, file.command)
-    return Result(file, importlib.import_module(f"{analyses.__name__}.{name}"))
+    return Result(file, registry.load(name))
 
 
 def redraw(
@@ -183,14 +187,15 @@ def _joined(results: Sequence[Result]) -> Result:
     if len(results) == 1:
         return results[0]
     for file in (result.file for result in results[1:]):
-        if (file.command, [*file.table.columns]) != (first.command, [*first.table.columns]):
+        own = (file.command, file.table.written.columns)
+        if own != (first.command, first.table.written.columns):
             raise VitseeError(
                 f"{file.path} is of vitsee {file.command} ({file.describe_columns()}), "
                 f"{first.path} of vitsee {first.command} ({first.describe_columns()}); expected "
                 "results of one command with the same columns"
             )
     files = tell_apart([result.file for result in results])
-    table = Table.concat([file.table for file in files], first.table.notes)
+    table = Table.concat([file.table for file in files], notes=first.table.notes)
     stores = [entry for file in files for entry in file.sidecar.get("stores", ())]
     joined = replace(first, table=table, sidecar={**first.sidecar, "stores": stores})
     return replace(results[0], file=joined)

@@ -54,24 +54,16 @@ def short_notes(notes: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def first_rows(table: Table) -> dict[str, Any]:
     """The first rows, columns that are empty left out: header, cells with their sorting keys."""
-    kept = {}
-    for name, values in table.columns.items():
-        cells = values.tolist()
-        if any(cell is not None and cell != "" and cell == cell for cell in cells):
-            kept[name] = cells[:SHOWN_ROWS]
-    numbers = {
-        name: all(isinstance(c, (int, float)) or c is None for c in cells)
-        for name, cells in kept.items()
-    }
-    lines = zip(*kept.values(), strict=True)
+    columns = [c for c in table.written.get_columns() if c.null_count() < len(c)]
+    shown = table.written.select(column.name for column in columns).head(SHOWN_ROWS)
     return {
-        "columns": [(visible(name), numbers[name]) for name in kept],
-        "rows": [[_cell(value) for value in line] for line in lines],
+        "columns": [(visible(column.name), column.dtype.is_numeric()) for column in columns],
+        "rows": [[_cell(value) for value in row] for row in shown.rows()],
     }
 
 
 def _cell(value: Any) -> str:
-    if value is None or value != value:
+    if value is None:
         return ""
     if isinstance(value, float):
         return f"{value:.4g}"

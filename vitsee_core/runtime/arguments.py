@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, overload
 
+from vitsee_core.runtime import registry
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import Declared, Gather, Option, declared
 from vitsee_stores.errors import VitseeError
@@ -70,7 +71,7 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
             known = [*parameters, *(FIELDS if framed else ())]
             near = difflib.get_close_matches(unknown[0], known, n=1)
             hint = f"; did you mean {near[0]}?" if near else f"; it takes {', '.join(known)}"
-            name = run.__module__.rpartition(".")[2]
+            name = registry.name_of(run.__module__)
             raise TypeError(f"{name}() has no keyword {unknown[0]!r}{hint}")
         bound = signature.bind(*args, **kwargs)
         seen: dict[str, str] = {}
@@ -80,10 +81,15 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
                 bound.arguments[name] = _opened(value, seen)
             elif kind.startswith("Sequence[str]") and isinstance(value, str):
                 bound.arguments[name] = (value,)
-        result: Any = run(*bound.args, **bound.kwargs)
+        if framed and (guest := registry.guest_of(run.__module__)) is not None:
+            # Workers have to have its code.
+            needed = getattr(bound.arguments.get("execution", DEFAULT).map, "modules", set[str]())
+            needed.add(guest.module)
+        with registry.blamed(run.__module__):
+            result: Any = run(*bound.args, **bound.kwargs)
         if hasattr(result, "made_by"):
             bound.apply_defaults()
-            name = run.__module__.rpartition(".")[2]
+            name = registry.name_of(run.__module__)
             result = replace(result, made_by=(name, dict(bound.arguments)))
         return cast(R_co, result)
 
@@ -99,7 +105,7 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
 def _of_arrays(run: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
     """What the function `OF_ARRAYS` of an analysis' module makes of arrays in place of stores.
     Raises TypeError: it has none, arrays beside stores, not as many as it takes, or options."""
-    name = run.__module__.rpartition(".")[2]
+    name = registry.name_of(run.__module__)
     of_arrays = getattr(sys.modules[run.__module__], "OF_ARRAYS", None)
     if of_arrays is None:
         raise TypeError(f"{name}() takes stores or their paths, no arrays")

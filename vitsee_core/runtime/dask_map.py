@@ -50,12 +50,14 @@ class DaskMap:
         address: as the user wrote it.
         local: number of processes started on this machine for this work; 0 if the cluster is
             elsewhere.
+        modules: of guests whose code workers have to have.
         sent: bytes of functions and items so far.
         received: bytes of results so far.
     """
 
     def __init__(self, client: Any, address: str, local: int = 0) -> None:
         self.client, self.address, self.local = client, address, local
+        self.modules: set[str] = set()
         self.sent = self.received = 0
         self._threads: dict[str, int] = {}  # of each worker
         self._asked = -math.inf
@@ -67,7 +69,8 @@ class DaskMap:
 
         work = cloudpickle.dumps(function)
         with self._on_workers(work) as given:
-            task = partial(done, worker_versions(), given)
+            modules = tuple(sorted(self.modules))
+            task = partial(done, worker_versions(modules), given, modules=modules)
 
             def submit(data: bytes) -> Any:
                 self.sent += len(data) + (len(given) if given is work else 0)
@@ -148,14 +151,17 @@ class DaskMap:
 
     def check_versions(self) -> None:
         """Raises DaskError: a worker has other versions, or no vitsee."""
+        modules = tuple(sorted(self.modules))
         with _one_line(f"the Dask workers at {self.address} cannot be asked for their versions"):
-            answers: Mapping[str, Any] = self.client.run(worker_versions, on_error="return")
+            answers: Mapping[str, Any] = self.client.run(
+                partial(worker_versions, modules), on_error="return"
+            )
         for worker, theirs in answers.items():
             if not isinstance(theirs, dict):
                 raise DaskError(
                     f"the Dask worker at {worker} cannot run vitsee ({_said(theirs)}); {REMEDY}"
                 )
-            if error := refusal(worker, theirs, worker_versions()):
+            if error := refusal(worker, theirs, worker_versions(modules)):
                 raise error
 
 

@@ -6,7 +6,7 @@ import logging
 import pickle
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -31,23 +31,26 @@ class Done(NamedTuple):
     lines: list[tuple[str, int, str]]
 
 
-def done(ours: Mapping[str, str], work: bytes | str, item: bytes) -> bytes:
+def done(
+    ours: Mapping[str, str], work: bytes | str, item: bytes, *, modules: tuple[str, ...] = ()
+) -> bytes:
     """The pickled `Done` of one task on this worker.
 
     Args:
         ours: the versions of the command's own process; nothing is unpickled if they differ.
         work: the pickled function, or the name of the worker plugin that holds it.
         item: the pickled item.
+        modules: of guests that do the work.
     """
     from distributed import get_worker
 
     worker: Any = get_worker()
-    error: VitseeError | None = refusal(worker.address, worker_versions(), ours)
+    error: VitseeError | None = refusal(worker.address, worker_versions(modules), ours)
     if error is not None:
         return pickle.dumps(Done(None, error, []))
     function = worker.plugins[work].work if isinstance(work, str) else work
     result: Any = None
-    with _lines() as lines:
+    with _lines(modules) as lines:
         try:
             result = _function(function)(pickle.loads(item))
         except NoStore as unseen:  # the command's own process found it
@@ -94,9 +97,10 @@ class _Kept(logging.Handler):
 
 
 @contextmanager
-def _lines() -> Iterator[list[tuple[str, int, str]]]:
+def _lines(modules: Iterable[str]) -> Iterator[list[tuple[str, int, str]]]:
     kept = _Kept()
-    loggers = [logging.getLogger(name) for name in PACKAGES]
+    names = dict.fromkeys((*PACKAGES, *(module.partition(".")[0] for module in modules)))
+    loggers = [logging.getLogger(name) for name in names]
     for logger in loggers:
         if logger.getEffectiveLevel() > logging.INFO:
             logger.setLevel(logging.INFO)

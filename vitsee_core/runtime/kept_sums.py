@@ -1,41 +1,55 @@
 """Half a sum on disk: a killed analysis goes on where it was.
 
 A fold that has worked for `EVERY` seconds writes what it has merged beside the command's table,
-`r.csv.partial/3.npz` for the third fold, and from then on as often as that costs at most
+`r.csv.partial/3.sum` for the third fold, and from then on as often as that costs at most
 `COST` of its time. The same command, started again, goes on with the next slab. Slabs merge in
 order, so the result is equal to the bit to that of a run that nobody stopped.
 
 What decides a sum is its key: the command with its parameters and files, the stores with the
 digests of their commits, the versions of vitsee's code and of what it computes with, the images,
 which fold of the command it is, and its class. A file with another key is not read, but removed.
+
+A file is a tree of structs as MessagePack, then its arrays, each piece with its checksum. Reading
+it runs no code, as a pickle could that a stranger put into a folder of results: an object of
+vitsee's own classes is restored by setting its attributes, without any of its methods, and nothing
+else is restored but numbers, text, containers and arrays.
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 import logging
+import math
 import os
+import struct
+import sys
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Annotated, Any, TypeAlias
 
 import numpy as np
+from msgspec import Meta, Struct, msgpack
+from numpy.typing import NDArray
 
 from vitsee_core.runtime.machine import human_bytes
-from vitsee_core.runtime.plain_state import NotPlain, is_plain, read_plain, write_plain
 from vitsee_core.types import Mask
 from vitsee_stores import Store
-from vitsee_stores.disk import PARTIAL, partial_name, remove_files, sync
+from vitsee_stores.disk import PARTIAL, is_left, partial_name, remove_files, sync
 from vitsee_stores.errors import reason
-from vitsee_stores.temp_files import is_left
 
 EVERY = 30.0  # seconds of work before anything is written, and at least between two times
 COST = 0.01  # of the time, at most, that writing takes
-ENDING = ".npz"
+ENDING = ".sum"
+EARLIER = ".npz"  # of sums that earlier versions kept, which are not read
+OWN = "vitsee_core."  # modules whose classes are restored
+MOST_BYTES = 4 << 30
+MAGIC, SIZE, CHECKSUM = b"vitsee sum 1\n", struct.Struct("<Q"), struct.Struct("<I")
 
 log = logging.getLogger(__name__)
 
@@ -87,8 +101,11 @@ class KeptSums:
         return self.parent or self
 
     def _files(self) -> list[Path]:
-        own = [path for path in self.folder.glob("*") if path.suffix in (ENDING, PARTIAL)]
-        return [path for path in own if path.suffix == ENDING or is_left(path)]
+        return [
+            path
+            for path in self.folder.glob("*")
+            if path.suffix in (ENDING, EARLIER) or (path.suffix == PARTIAL and is_left(path))
+        ]
 
     def key(self, number: str, about: Sequence[Any]) -> str:
         root = self.root
@@ -100,17 +117,18 @@ class KeptSums:
         """How many are done, what they add up to, and the file's bytes; None without a file, or
         with that of another key."""
         path = self.folder / f"{number}{ENDING}"
-        if not path.is_file():
+        why = "it is of another command, store, setting or version"
+        if path.is_file():
+            try:
+                with open(path, "rb") as file:
+                    size = os.fstat(file.fileno()).st_size
+                    key, done, state = read_plain(file)
+                if key == self.key(number, about) and type(done) is int and done > 0:
+                    return done, state, size
+            except (NotPlain, OSError, TypeError, ValueError) as error:
+                why = f"{path.name} cannot be read ({error})"
+        elif not (self.folder / f"{number}{EARLIER}").is_file():
             return None
-        try:
-            with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                key, done, state = read_plain(file)
-            if key == self.key(number, about) and type(done) is int and done > 0:
-                return done, state, size
-            why = "it is of another command, store, setting or version"
-        except (NotPlain, OSError, TypeError, ValueError) as error:
-            why = f"{path.name} cannot be read ({error})"
         log.warning("%s is not used: %s; the work begins anew", self.folder, why)
         self.remove()
         return None
@@ -254,3 +272,212 @@ def state_of(total: Any, fresh: Any, other: Any) -> dict[str, Any]:
             continue
         state[name] = value
     return state
+
+
+# ---------------------------------------------------------------- what a file holds
+
+
+class NotPlain(Exception):
+    """A value that cannot be written, or a file that is not what `write_plain` wrote."""
+
+
+class Array(Struct, tag=True):
+    """An array, whose values follow the tree, or a number of numpy's."""
+
+    dtype: str
+    shape: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=32)]
+    fortran: bool
+    scalar: bool
+
+
+class Items(Struct, tag=True):
+    """A container. Integers beyond 64 bits are their digits, text that is no Unicode its bytes."""
+
+    kind: Annotated[str, Meta(pattern=r"\A(list|tuple|set|frozenset|slice|int|str)\Z")]
+    items: list[Node]
+
+
+class Pairs(Struct, tag=True):
+    """A dict."""
+
+    items: list[tuple[Node, Node]]
+
+
+class Objects(Struct, tag=True):
+    """An array of objects."""
+
+    shape: tuple[int, ...]
+    items: list[Node]
+
+
+class Instance(Struct, tag=True):
+    """An object of one of vitsee's classes: its `module:name`, its attributes."""
+
+    name: str
+    state: dict[str, Node]
+
+
+Node: TypeAlias = bool | int | float | str | Array | Items | Pairs | Objects | Instance | None
+
+
+def write_plain(file: IO[bytes], value: Any, *, most: int = MOST_BYTES) -> None:
+    """Write `value` to an open file, for `read_plain`.
+
+    Args:
+        file: open for writing; arrays go there one after the other, without a copy of all.
+        value: None, booleans, numbers, text, slices, lists, tuples, dicts, sets, arrays, and
+            instances of vitsee's own classes made of these.
+        most: bytes of the file, about.
+
+    Raises:
+        NotPlain: it holds something else, or more bytes; nothing is written.
+    """
+    arrays: list[NDArray[Any]] = []
+    tree = msgpack.encode(_encoded(value, arrays))
+    size = len(tree) + sum(array.nbytes for array in arrays)
+    if size > most:
+        raise NotPlain(f"{human_bytes(size)}, of {human_bytes(most)} at most")
+    file.write(MAGIC + SIZE.pack(len(tree)) + tree + CHECKSUM.pack(zlib.crc32(tree)))
+    for array in arrays:
+        data = np.ascontiguousarray(array.T if _is_fortran(array) else array)
+        body: Any = data.reshape(-1).view(np.uint8) if data.size else b""
+        file.write(body)
+        file.write(CHECKSUM.pack(zlib.crc32(body)))
+
+
+def read_plain(file: IO[bytes]) -> Any:
+    """The value that `write_plain` wrote, in memory of a few times the file's size at most.
+
+    Raises:
+        NotPlain: damaged, or not written by it.
+    """
+
+    def read(buffer: Any) -> None:
+        crc = file.read(CHECKSUM.size) if file.readinto(buffer) == buffer.size else b""  # type: ignore[attr-defined]
+        if crc != CHECKSUM.pack(zlib.crc32(buffer)):
+            raise NotPlain("it is damaged")
+
+    def restore(node: Array) -> Any:
+        dtype, shape = np.dtype(node.dtype), node.shape
+        if dtype.hasobject or dtype.str != node.dtype:
+            raise NotPlain(f"an array of {node.dtype}")
+        if math.prod(shape) * dtype.itemsize > left():
+            raise NotPlain("it is cut short")
+        array = np.empty(shape[::-1] if node.fortran else shape, dtype)
+        read(array.reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8))
+        array = array.T if node.fortran else array
+        return array[()] if node.scalar else array
+
+    def left() -> int:
+        return end - file.tell()
+
+    try:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        if file.read(len(MAGIC)) != MAGIC:
+            raise NotPlain("it is no sum of this version")
+        (size,) = SIZE.unpack(file.read(SIZE.size))
+        if size > left():
+            raise NotPlain("it is cut short")
+        tree: Any = np.empty(size, np.uint8)
+        read(tree)
+        value = _decoded(msgpack.decode(tree, type=Node), restore)
+        if left():
+            raise NotPlain("it is longer than it says")
+        return value
+    except NotPlain:
+        raise
+    except Exception as error:  # whatever a damaged file makes msgspec and numpy raise
+        raise NotPlain(f"{type(error).__name__}: {error}") from None
+
+
+def is_plain(value: Any) -> bool:
+    """Whether `write_plain` can write a value, its size apart."""
+    try:
+        _encoded(value, [])
+    except NotPlain:
+        return False
+    return True
+
+
+def _is_fortran(array: NDArray[Any]) -> bool:
+    return array.flags.f_contiguous and not array.flags.c_contiguous
+
+
+def _encoded(value: Any, arrays: list[NDArray[Any]]) -> Node:
+    """The tree of a value. arrays: receives its arrays, in order."""
+    kind = type(value)
+    if value is None or kind in (bool, float):
+        return value
+    if kind is int:
+        return value if -(1 << 63) <= value < 1 << 63 else Items("int", [str(value)])
+    if kind is str:
+        plain = value.isascii() or value == value.encode(errors="ignore").decode()
+        raw = value if plain else value.encode("utf-8", "surrogatepass").decode("latin-1")
+        return raw if plain else Items("str", [raw])
+    if isinstance(value, np.generic) or (kind is np.ndarray and value.dtype != object):
+        array = np.asarray(value)
+        if array.dtype.hasobject or array.dtype.names:
+            raise NotPlain("an array with fields")
+        arrays.append(array)
+        scalar = isinstance(value, np.generic)
+        return Array(array.dtype.str, array.shape, _is_fortran(array), scalar)
+    if kind is np.ndarray:
+        return Objects(value.shape, [_encoded(item, arrays) for item in value.ravel().tolist()])
+    if kind in (list, tuple, set, frozenset):
+        return Items(kind.__name__, [_encoded(item, arrays) for item in value])
+    if kind is slice:
+        parts = (value.start, value.stop, value.step)
+        return Items("slice", [_encoded(part, arrays) for part in parts])
+    if kind is dict:
+        return Pairs([(_encoded(k, arrays), _encoded(v, arrays)) for k, v in value.items()])
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    if not hasattr(value, "__dict__") or _class(name) is not kind:
+        raise NotPlain(f"a {name}")
+    return Instance(name, {key: _encoded(own, arrays) for key, own in vars(value).items()})
+
+
+def _decoded(node: Node, restore: Callable[[Array], Any]) -> Any:
+    """The value of a tree. restore: reads the next array."""
+    if isinstance(node, Array):
+        return restore(node)
+    if isinstance(node, Pairs):
+        return {_decoded(k, restore): _decoded(v, restore) for k, v in node.items}
+    if isinstance(node, Instance):
+        if (found := _class(node.name)) is None:
+            raise NotPlain(f"no class of vitsee's: {node.name}")
+        restored: Any = object.__new__(found)
+        vars(restored).update({key: _decoded(own, restore) for key, own in node.state.items()})
+        return restored
+    if not isinstance(node, (Items, Objects)):
+        return node
+    items = [_decoded(item, restore) for item in node.items]
+    if isinstance(node, Objects):
+        array = np.empty(len(items), object)
+        for at, item in enumerate(items):
+            array[at] = item
+        return array.reshape(node.shape)
+    if node.kind == "int":
+        return int(items[0])
+    if node.kind == "str":
+        return items[0].encode("latin-1").decode("utf-8", "surrogatepass")
+    if node.kind == "slice":
+        return slice(*items)
+    make = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[node.kind]
+    return make(items)
+
+
+class _Attributes:
+    pass
+
+
+def _class(name: str) -> type | None:
+    """The class of this `module:name`, if it is one of vitsee's that is loaded, consists of its
+    attributes and does nothing when it is freed."""
+    module, _, qualified = name.partition(":")
+    if not module.startswith(OWN) or module not in sys.modules:
+        return None
+    found = vars(sys.modules[module]).get(qualified)
+    if not isinstance(found, type) or issubclass(found, enum.Enum) or hasattr(found, "__del__"):
+        return None
+    return found if found.__basicsize__ == _Attributes.__basicsize__ else None

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class Option:
 
     help: str
     flag: str = ""  # where it is not --name-of-the-parameter
+    alias: str = ""  # another name of the flag
     metavar: str | None = None
     default: str | None = None  # the default in words, where the value does not say it
     choices: Sequence[str] = ()
@@ -104,13 +106,21 @@ def _split(annotation: Any, names: dict[str, Any]) -> tuple[str, Any]:
     """The type and the metadata of `Annotated[type, metadata]`."""
     if not isinstance(annotation, str):  # a module without `from __future__ import annotations`
         metadata = getattr(annotation, "__metadata__", (None,))
-        return str(getattr(annotation, "__origin__", annotation)), metadata[0]
+        plain = inspect.formatannotation(getattr(annotation, "__origin__", annotation))
+        return _unqualified(plain), metadata[0]
     tree = ast.parse(annotation, mode="eval").body
-    if not (isinstance(tree, ast.Subscript) and ast.unparse(tree.value) == "Annotated"):
-        return annotation, None
+    if not (
+        isinstance(tree, ast.Subscript) and _unqualified(ast.unparse(tree.value)) == "Annotated"
+    ):
+        return _unqualified(annotation), None
     assert isinstance(tree.slice, ast.Tuple)
     kind, metadata = tree.slice.elts
-    return ast.unparse(kind), eval(ast.unparse(metadata), names)
+    return _unqualified(ast.unparse(kind)), eval(ast.unparse(metadata), names)
+
+
+def _unqualified(text: str) -> str:
+    """`Sequence[Store]` for `collections.abc.Sequence[api.Store]`."""
+    return re.sub(r"\b(?:[^\W\d]\w*\.)+(?=\w)", "", text)
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Declared]:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from vitsee_core.runtime.registry import code_digest
+
 STORE_PACKAGES = ("vitsee", "torch", "timm", "zarr", "numpy", "pillow")
 RESULT_PACKAGES = ("vitsee", "numpy", "torch", "timm", "zarr", "scikit-learn", "matplotlib")
 # What workers of a cluster must share beside the package's code: how they talk, and what decides
@@ -35,9 +37,10 @@ def result_versions() -> dict[str, str]:
 
 
 @functools.cache
-def worker_versions() -> Mapping[str, str]:
+def worker_versions(modules: tuple[str, ...] = ()) -> Mapping[str, str]:
     """Versions of the package's code (a digest of its source files), `WORKER_PACKAGES` and Python
-    (major and minor), as of the first call in this process."""
+    (major and minor), as of the first call in this process. modules: those of guests, whose code
+    counts, too."""
     import vitsee_core
     import vitsee_stores
 
@@ -48,7 +51,8 @@ def worker_versions() -> Mapping[str, str]:
             code.update(f"{file.relative_to(folder).as_posix()}\0".encode() + file.read_bytes())
     installed = _installed(WORKER_PACKAGES)
     minor = installed["python"].rpartition(".")[0]
-    return {"vitsee's code": code.hexdigest()[:12], **installed, "python": minor}
+    guests = {f"the code of {module}": code_digest(module) for module in modules}
+    return {"vitsee's code": code.hexdigest()[:12], **guests, **installed, "python": minor}
 
 
 def _installed(packages: Iterable[str]) -> dict[str, str]:

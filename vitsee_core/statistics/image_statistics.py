@@ -75,7 +75,8 @@ def estimates_of(
         quantile = np.full(len(value), t_quantile(m - 1) if m > 1 else np.nan)
     else:
         error = np.sqrt((trace**2).sum(1) * n / np.maximum(n - 1, 1))
-        quantile = np.array([t_quantile(int(k) - 1) if k > 1 else np.nan for k in n])
+        counts, which = np.unique(n, return_inverse=True)
+        quantile = np.array([t_quantile(int(k) - 1) if k > 1 else np.nan for k in counts])[which]
     error = np.where(n > 1, error, np.nan)
     half = quantile * error
     return Estimates(value, error * np.sqrt(n), value - half, value + half, n, without)

@@ -73,9 +73,10 @@ def jackknife_share(share: float, replicates: Float, n: int) -> tuple[float, flo
 
 
 def as_share(cells: Cells) -> Cells:
-    """The cells of a proportion, with its Wilson interval; std: sqrt(n_images) times its standard
-    error."""
-    n = cells["n_images"]
-    error = cells["std"] / np.sqrt(n) if n else np.nan
+    """The cells of a proportion, or the columns of several, with their Wilson intervals; std:
+    sqrt(n_images) times the standard error."""
+    n = np.asarray(cells["n_images"])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        error = np.where(n > 0, cells["std"] / np.sqrt(n), np.nan)
     low, high = share_interval(cells["value"], error, n)
-    return cells | {"low": float(low), "high": float(high)}
+    return cells | {"low": low[()], "high": high[()]}

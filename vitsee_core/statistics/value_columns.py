@@ -44,6 +44,13 @@ def interval_cells(value: ArrayLike, without: Float, limits: Limits = UNLIMITED)
     return {"value": float(value), "low": float(low), "high": float(high), WORD: without}
 
 
+def columns_of(estimates: Estimates) -> Cells:
+    """Value columns of a block of rows, one per entry of the estimates."""
+    of = estimates
+    columns = {"value": of.value, "std": of.std, "low": of.low, "high": of.high, "n_images": of.n}
+    return columns if of.without is None else columns | {WORD: of.without}
+
+
 def cells_of(estimates: Estimates, i: int) -> Cells:
     of = estimates
     return {

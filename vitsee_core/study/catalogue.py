@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from vitsee_core import analyses
 from vitsee_core.models.sources import source_of
 from vitsee_core.runtime.progress import SILENT, Progress, counting
+from vitsee_core.runtime.registry import loaded
 from vitsee_core.tables.results import Table
 from vitsee_stores.errors import VitseeError
 
@@ -75,13 +73,12 @@ def run(
 
 def needs_of_analyses() -> dict[str, tuple[str, ...]]:
     """Command -> what a model must offer for it (`offers`), from each analysis' `NEEDS`; those
-    of tables are left out."""
+    of tables are left out, and guests that cannot be used."""
     found: dict[str, tuple[str, ...]] = {}
-    for module in pkgutil.iter_modules(analyses.__path__):
-        own = importlib.import_module(f"{analyses.__name__}.{module.name}")
-        needs: tuple[str, ...] | None = getattr(own, "NEEDS", None)
+    for name, module in loaded():
+        needs: tuple[str, ...] | None = getattr(module, "NEEDS", None)
         if needs is not None:
-            found[module.name.replace("_", "-")] = needs
+            found[name.replace("_", "-")] = tuple(needs)
     return found
 
 

@@ -33,12 +33,12 @@ class Cost:
     def describe(self, n_models: int, n_images: int) -> str:
         return (
             f"{counted(n_models, 'models')} over {counted(n_images, 'images')}: about "
-            f"{human_bytes(self.size_bytes)} on disk, {_time(self.seconds)} of extraction and "
-            f"{_time(self.analyses)} of analyses on this machine"
+            f"{human_bytes(self.size_bytes)} on disk, {describe_time(self.seconds)} of extraction "
+            f"and {describe_time(self.analyses)} of analyses on this machine"
         )
 
 
-def _time(seconds: float) -> str:
+def describe_time(seconds: float) -> str:
     minutes = seconds / 60
     if minutes < 1:
         return "less than a minute"

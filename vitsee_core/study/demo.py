@@ -16,6 +16,11 @@ from vitsee_stores import open_store
 
 IMAGES, QUICK_IMAGES, CHANGED_IMAGES = 1000, 500, 100
 QUICK_MODELS = ("vit", "resnet")
+# Where these pages lead.
+NOTE = (
+    "Small models on images of 28 x 28 pixels. The same pages of a ViT-S/14 and two CNNs on "
+    "photographs: make demo-real, or vitsee demo --real -o real-out."
+)
 # The analyses of the pictures in docs/.
 QUICK = (
     "attn-dist", "attn-map", "cka", "similarity", "normratio", "norms", "localize", "erf",
@@ -41,6 +46,7 @@ def demo_study(folder: Path, *, quick: bool = False) -> Study:
         train="demo:train",
         images=QUICK_IMAGES if quick else IMAGES,
         analyses=QUICK if quick else (),
+        note=NOTE,
     )
 
 
@@ -110,7 +116,7 @@ def _changed(study: Study, name: str) -> Iterator[Step]:
         ("logit-attribution", (whole,)),
         ("head-importance", (whole,)),
     ):
-        table = study.result(command)
+        table = study.result(command, command)
         drawn = ("-o", str(table), "--png", str(table.with_suffix(".png")), "--force")
         yield Step(command, (command, *map(str, stores), *drawn), stores, (table,))
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from vitsee_core.report.study_record import StudyStep
 from vitsee_core.runtime.machine import counted
 from vitsee_core.study.catalogue import needs_of_analyses
 from vitsee_core.study.recipes import (
@@ -248,9 +248,7 @@ def kept(place: Path, model: SurveyedModel, *, complete: bool = False) -> set[st
     return {what for what, there in holds.items() if there}
 
 
-def check_kept(
-    plan: Plan, models: Sequence[SurveyedModel], steps: Mapping[str, Mapping[str, Any]]
-) -> None:
+def check_kept(plan: Plan, models: Sequence[SurveyedModel], steps: Mapping[str, StudyStep]) -> None:
     """Check that complete stores of an earlier study hold what the analyses of this one need.
 
     Args:
@@ -263,7 +261,7 @@ def check_kept(
     """
     for model in models:
         step = next((s for s in plan.extractions if s.name == f"extract-{model.label}"), None)
-        if step is None or steps.get(step.name, {}).get("command") == step.line:
+        if step is None or (step.name in steps and steps[step.name].command == step.line):
             continue
         place = step.outputs[0]
         holds = kept(place, model, complete=True)

@@ -37,7 +37,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
+from vitsee_core.report.study_record import Printed
 from vitsee_stores.errors import VitseeError, reason
+from vitsee_stores.schema import checked
 
 BUNDLED = files(__package__) / "recipe_files"
 SUFFIX = ".toml"
@@ -74,16 +78,6 @@ class StoreRecipe:
     @property
     def stores(self) -> list[str]:
         return [name for name in map(store_in, shlex.split(self.options)) if name]
-
-
-@dataclass(frozen=True)
-class Printed:
-    """A number of the paper and where ours stands: see the module."""
-
-    what: str
-    paper: float
-    result: str
-    where: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -183,7 +177,10 @@ def read_recipe(name: str) -> RecipeFile:
     """A recipe by its name or its path. Raises RecipeError: the file cannot be read, or is no
     recipe."""
     place: Any = Path(name).expanduser() if name.endswith(SUFFIX) else BUNDLED / f"{name}{SUFFIX}"
-    return _Reader(name).recipe(read_toml(place, name))
+    try:
+        return _recipe(name, checked(read_toml(place, name), _File))
+    except ValueError as error:
+        raise RecipeError(f"{name}: {error}") from None
 
 
 def read_toml(place: Any, name: str) -> dict[str, Any]:
@@ -197,101 +194,69 @@ def read_toml(place: Any, name: str) -> dict[str, Any]:
         raise RecipeError(f"{name} is no TOML: {error}") from None
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Checks what a file holds, and names what is wrong by its place."""
+class _Store(Struct, forbid_unknown_fields=True):
+    model: str
+    options: str
+    quick: str = ""
 
-    name: str
 
-    def recipe(self, found: Mapping[str, Any]) -> RecipeFile:
-        table = self.table(found, "", {
-            "title": str, "note": str, "left_out": str, "data": dict, "words": dict,
-            "quick": dict, "stores": dict, "figures": list,
-        }, ("title", "stores", "figures"))  # fmt: skip
-        texts = {key: self.texts(table.get(key, {}), key) for key in ("data", "quick")}
-        words = dict(table.get("words", {}))
-        for key, value in words.items():
-            if not isinstance(value, str | list):
-                raise self.error(f"words.{key}", "a text, or a list of stores", value)
-        stores = {
-            name: self.store(value, f"stores.{name}", words)
-            for name, value in table["stores"].items()
-        }
-        for number, (name, store) in enumerate(stores.items()):
-            if unknown := [one for one in store.stores if one not in [*stores][:number]]:
-                raise self.error(f"stores.{name}", "stores above it", f"{unknown[0]}.zarr")
-        figures = tuple(
-            self.figure(value, f"figures[{number}]", words, stores)
-            for number, value in enumerate(table["figures"], 1)
-        )
-        return RecipeFile(
-            self.name, table["title"], table.get("note", ""), table.get("left_out", ""),
-            **texts, stores=stores, figures=figures,
-        )  # fmt: skip
+class _Figure(Struct, forbid_unknown_fields=True):
+    names: str
+    commands: list[str]
+    note: str = ""
+    printed: list[Printed] = []
 
-    def store(self, value: Any, place: str, words: Mapping[str, Any]) -> StoreRecipe:
-        shape = dict.fromkeys(("model", "options", "quick"), str)
-        table = self.table(value, place, shape, ("model", "options"))
-        table["options"] = str(self.command(table["options"], place, words))
-        return StoreRecipe(**table)
 
-    def figure(
-        self, value: Any, place: str, words: Mapping[str, Any], stores: Mapping[str, Any]
-    ) -> FigureRecipe:
-        shape = {"names": str, "commands": list, "note": str, "printed": list}
-        table = self.table(value, place, shape, ("names", "commands"))
-        commands = tuple(self.command(text, place, words) for text in table["commands"])
-        for command in commands:
-            if unknown := [name for name in command.stores if name not in stores]:
-                raise self.error(place, "stores of [stores]", f"{unknown[0]}.zarr")
-        printed = {"what": str, "paper": float, "result": str, "where": dict}
-        numbers = tuple(
-            Printed(**self.table(one, f"{place}.printed", printed, (*printed,)))
-            for one in table.get("printed", ())
-        )
-        return FigureRecipe(table["names"], commands, table.get("note", ""), numbers)
+class _File(Struct, forbid_unknown_fields=True):
+    """A file as it is written: see the module."""
 
-    def command(self, text: Any, place: str, words: Mapping[str, Any]) -> Command:
-        """With its {NAME}s put in."""
-        if not isinstance(text, str):
-            raise self.error(place, "commands as texts", text)
-        found, some = list[str](), set[str]()
-        for part in re.split(r"(\{[\w-]+\})", text):
-            value: Any = part
-            if part.startswith("{"):
-                if part[1:-1] not in words:
-                    raise self.error(place, f"one of [words], {', '.join(words)}", part)
-                value = words[part[1:-1]]
-            if isinstance(value, list):
-                some |= {str(one) for one in value}
-                value = " ".join(map(str, value))
-            found.append(value)
-        try:
-            return Command(tuple(shlex.split("".join(found))), frozenset(some))
-        except ValueError as error:
-            raise self.error(place, f"words of a shell ({error})", text) from None
+    title: str
+    stores: dict[str, Any]
+    figures: list[_Figure]
+    note: str = ""
+    left_out: str = ""
+    data: dict[str, str] = {}
+    words: dict[str, str | list[str]] = {}
+    quick: dict[str, str] = {}
 
-    def texts(self, value: Any, place: str) -> dict[str, str]:
-        shape = dict.fromkeys(value, str) if isinstance(value, dict) else {}
-        return self.table(value, place, shape, ())
 
-    def table(
-        self, value: Any, place: str, shape: Mapping[str, type], needed: Sequence[str]
-    ) -> dict[str, Any]:
-        """`value`, if it is a table of these keys and types."""
-        if not isinstance(value, dict):
-            raise self.error(place, "a table", value)
-        for key, one in value.items():
-            if key not in shape:
-                raise self.error(place, f"keys of {', '.join(shape)}", key)
-            if not isinstance(one, (float, int) if shape[key] is float else shape[key]):
-                kinds = {str: "a text", dict: "a table", list: "a list", float: "a number"}
-                raise self.error(f"{place}.{key}".lstrip("."), kinds[shape[key]], one)
-        if lacks := [key for key in needed if key not in value]:
-            raise self.error(place, f"{', '.join(needed)}", f"no {lacks[0]}")
-        return dict(value)
+def _recipe(name: str, file: _File) -> RecipeFile:
+    """The recipe in a file. Raises ValueError: names the place of a wrong store or word."""
+    stores: dict[str, StoreRecipe] = {}
+    for store, value in file.stores.items():
+        where = f"stores.{store}"
+        given = checked(value, _Store, where)
+        options = str(_command(given.options, where, file.words))
+        made = StoreRecipe(given.model, options, given.quick)
+        if unknown := [one for one in made.stores if one not in stores]:
+            raise ValueError(f"{where} names {unknown[0]}.zarr, expected stores above it")
+        stores[store] = made
+    figures = []
+    for i, figure in enumerate(file.figures):
+        where = f"figures[{i}]"
+        commands = tuple(_command(text, where, file.words) for text in figure.commands)
+        if unknown := [one for command in commands for one in command.stores if one not in stores]:
+            raise ValueError(f"{where} names {unknown[0]}.zarr, expected stores of [stores]")
+        figures.append(FigureRecipe(figure.names, commands, figure.note, tuple(figure.printed)))
+    texts = file.title, file.note, file.left_out, file.data, file.quick
+    return RecipeFile(name, *texts, stores, tuple(figures))
 
-    def error(self, place: str, expected: str, found: Any) -> RecipeError:
-        return RecipeError(
-            f"{self.name}{f': {place}' if place else ''}: {found!s}; expected {expected}"
-        )
+
+def _command(text: str, where: str, words: Mapping[str, str | list[str]]) -> Command:
+    """A command with its {NAME}s put in."""
+    found, some = list[str](), set[str]()
+    for part in re.split(r"(\{[\w-]+\})", text):
+        value: str | list[str] = part
+        if part.startswith("{"):
+            if part[1:-1] not in words:
+                known = ", ".join(words)
+                raise ValueError(f"{where} has {part}, expected one of [words], {known}")
+            value = words[part[1:-1]]
+        if isinstance(value, list):
+            some |= {*value}
+            value = " ".join(value)
+        found.append(value)
+    try:
+        return Command(tuple(shlex.split("".join(found))), frozenset(some))
+    except ValueError as error:
+        raise ValueError(f"{where} is {text}, expected words of a shell ({error})") from None

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from vitsee_core.images import open_source
@@ -110,7 +111,7 @@ class _Planned:
             self.plan_.sections.append({
                 "title": figure.title, "note": figure.note,
                 "results": [step.outputs[0].stem for step in steps],
-                "printed": [vars(number) for number in figure.printed],
+                "printed": [msgspec.structs.asdict(number) for number in figure.printed],
             })  # fmt: skip
 
     def _there(
@@ -138,7 +139,9 @@ class _Planned:
 
     def _step(self, name: str, command: Command) -> Step:
         inputs, words, more = list[Path](), list[str](), list[Path]()
-        output = self.study.result(name)
+        output = self.study.result(name, command.words[0])
+        if "-o" in command.words:
+            output = output.with_name(command.words[command.words.index("-o") + 1])
         for before, word in pairwise(("", *command.words)):
             if "-o" in (before, word):
                 continue

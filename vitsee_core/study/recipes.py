@@ -6,8 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from inspect import Parameter
 from itertools import combinations
 
+from vitsee_core.runtime.options import declared, options_of
+from vitsee_core.runtime.registry import guests, load
 from vitsee_core.study.steps import Step, Study
 from vitsee_core.study.surveyed import SurveyedModel
 
@@ -49,7 +52,7 @@ def step(
     stores = [study.store(label) for label in labels]
     stores = [study.store(train, "train"), *stores] if train else stores
     name = f"{command}-{variant}" if variant else command
-    table = study.result(name)
+    table = study.result(name, command)
     picture = table.with_suffix(".png")
     options = study.with_settings(command, options)
     words = (command, *map(str, stores), *options, "-o", str(table), "--png", str(picture))
@@ -120,7 +123,7 @@ def _any_has(models: Models, group: str) -> bool:
 
 def _similarity(study: Study, models: Models) -> Iterator[Step]:
     options: tuple[str, ...] = ("--sites", "blocks", "--tokens", "mean-all")
-    options += ("--measure", "mutual-knn")
+    options += ("--metric", "mutual_knn")
     if study.n_images() <= 2 * NEIGHBOURS:  # of so few, ten are most of the others
         options += ("--k", str((study.n_images() - 1) // 2))
     for a, b in _pairs(models):
@@ -242,12 +245,13 @@ def _explore(study: Study, models: Models) -> Iterator[Step]:
     images = max(FEWEST_EXPLORED, min(EXPLORED, OF_ALL // len(models)))
     options = study.with_settings(EXPLORE, ("--images", str(images), "--recompute"))
     page = study.folder / f"{EXPLORE}.html"
-    words = (EXPLORE, *map(str, stores), *options, "-o", str(page), "--force")
+    note = ("--note", study.note) if study.note else ()
+    words = (EXPLORE, *map(str, stores), *options, *note, "-o", str(page), "--force")
     yield Step(EXPLORE, words, tuple(stores), (page,))
 
 
 RECIPES: dict[str, Recipe] = {
-    EXPLORE: Recipe(_explore),
+    EXPLORE: Recipe(_explore, (TOKENS, ATTENTION)),
     "attn-dist": Recipe(together("attn-dist"), (ATTENTION,)),
     "attn-map": Recipe(_attn_map, (ATTENTION,)),
     "head-types": Recipe(each("head-types"), (ATTENTION,)),
@@ -298,5 +302,35 @@ RECIPES: dict[str, Recipe] = {
 MORE_NEEDS = dict.fromkeys(("lens", "logit-attribution", "head-importance"), ("classifier",))
 
 
+# What extract has to keep for an analysis that needs this of a model.
+KEPT_FOR = {
+    "sites": (TOKENS,),
+    "grid": (TOKENS,),
+    "attention": (ATTENTION,),
+    "heads": (ATTENTION, HEADS, TOKENS),
+    "residual": (RESIDUAL,),
+}
+
+
 def recipe_of(command: str) -> Recipe:
-    return RECIPES.get(command, Recipe(together(command)))
+    """The recipe of an analysis of vitsee's own, or of a guest; that of a guest follows from its
+    signature and what it `NEEDS`."""
+    name = command.replace("-", "_")
+    if command in RECIPES or name not in guests():
+        return RECIPES.get(command, Recipe(together(command)))
+    module = load(name)
+    stores = [own for own in declared(module.run).values() if own.annotation == "Store"]
+    several = stores[0].kind is Parameter.VAR_POSITIONAL
+    steps = together(command) if several else each(command)
+    asks = [
+        (getattr(own.about, "flag", "") or f"--{own.name.replace('_', '-')}", own.name)
+        for own in options_of(module.run).values()
+        if own.default is Parameter.empty
+    ]
+    return Recipe(
+        (lambda _study, _models: iter(())) if len(stores) > 1 else steps,
+        tuple({what: None for need in getattr(module, "NEEDS", ()) for what in KEPT_FOR[need]}),
+        (GIVEN,) if asks else (),
+        asks[0] if asks else ("", ""),
+        alone=f"it takes stores of several kinds ({', '.join(own.name for own in stores)})",
+    )

@@ -5,16 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vitsee_core.images.folders import STUDY as FILE
+import msgspec
+
 from vitsee_core.report.outputs import Outputs
+from vitsee_core.report.study_record import STUDY as FILE
+from vitsee_core.report.study_record import StudyStep, read_study_file
 from vitsee_core.runtime.versions import result_versions
 from vitsee_core.study.steps import RESULTS, SETS, STORES, Plan, Step, Study
 from vitsee_core.tables.files import check_place, write_files
+from vitsee_core.tables.formats import TABLE_ENDINGS
 from vitsee_stores.errors import VitseeError, reason
 from vitsee_stores.manifest import few
 
@@ -38,33 +42,23 @@ class Record:
 
     path: Path
     about: dict[str, Any] = field(default_factory=dict)
-    steps: dict[str, dict[str, Any]] = field(default_factory=dict)
+    steps: dict[str, StudyStep] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> Record:
         """The record in a folder; an empty one if there is none, or not ours."""
-        path = folder / FILE
-        steps = _steps_in(path) or {}
-        return cls(path, {}, {k: v for k, v in steps.items() if isinstance(v, dict)})
+        found = read_study_file(folder / FILE)
+        return cls(folder / FILE, {}, {} if found is None else found.steps)
 
     def outdate(self, step: Step) -> None:
         """Have it done again, whatever it was made from."""
         if step.name in self.steps:
-            self.steps[step.name]["status"] = BEGUN
+            self.steps[step.name].status = BEGUN
 
     def write(self) -> None:
-        text = json.dumps({**self.about, "steps": self.steps}, indent=2) + "\n"
+        steps = msgspec.to_builtins(self.steps)
+        text = json.dumps({**self.about, "steps": steps}, indent=2) + "\n"
         write_files({self.path: text.encode()}, force=True)
-
-
-def _steps_in(path: Path) -> dict[str, Any] | None:
-    """The steps in a record; None if there is none, or the file is something else."""
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    steps = found.get("steps") if isinstance(found, dict) else None
-    return steps if isinstance(steps, dict) else None
 
 
 def record_path(study: Study) -> Path:
@@ -79,7 +73,7 @@ def make_folders(study: Study) -> None:
     """Make the study's folders. Raises VitseeError: impossible, or there is another
     `study.json`."""
     record = record_path(study)
-    if record.exists() and _steps_in(record) is None:
+    if record.exists() and read_study_file(record) is None:
         raise VitseeError(f"{record} is no record of a study; choose another -o, or remove it")
     try:
         for folder in folders(study):
@@ -143,7 +137,7 @@ def carry_out(
         missing = [path for path in step.inputs if path in stale or not path.exists()]
         if step.partial and len(missing) < len(step.inputs):
             step, missing = step.without(missing), []
-        entry = record.steps.get(step.name, {})
+        entry = record.steps.get(step.name)
         if missing:
             text = f"{', '.join(path.name for path in missing)} was not made"
             record.steps[step.name] = _entry(step, LEFT_OUT, 0.0, text)
@@ -185,25 +179,21 @@ class Stopped(Exception):
         self.code = code
 
 
-def _entry(step: Step, status: str, seconds: float, text: str = "") -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "status": status,
-        "command": step.line,
-        "seconds": round(seconds, 1),
-        "inputs": fingerprints(step.inputs),
-        "outputs": {str(path): _outcome(path) for path in step.outputs},
-    }
-    return entry | ({"reason": text} if text else {})
+def _entry(step: Step, status: str, seconds: float, text: str = "") -> StudyStep:
+    outputs = {str(path): _outcome(path) for path in step.outputs}
+    inputs = fingerprints(step.inputs)
+    return StudyStep(status, step.line, round(seconds, 1), inputs, outputs, text)
 
 
-def _is_finished(step: Step, before: Mapping[str, Any]) -> bool:
+def _is_finished(step: Step, before: StudyStep | None) -> bool:
     """Whether a step was done with the same words from the same inputs, and its files are those
     that it made."""
     return (
-        before.get("status") == DONE
-        and before.get("command") == step.line
-        and before.get("inputs") == fingerprints(step.inputs)
-        and before.get("outputs") == {str(path): _outcome(path) for path in step.outputs}
+        before is not None
+        and before.status == DONE
+        and before.command == step.line
+        and before.inputs == fingerprints(step.inputs)
+        and before.outputs == {str(path): _outcome(path) for path in step.outputs}
         and all(path.exists() for path in step.outputs)
     )
 
@@ -261,16 +251,15 @@ def _is_own(place: Path, record: Record) -> bool:
     """Whether a finished step wrote this place of the study's folder, wherever that was then; or
     one was stopped while it wrote."""
     for entry in record.steps.values():
-        outputs = entry.get("outputs")
-        for path, held in outputs.items() if isinstance(outputs, dict) else ():
-            ours = held or entry.get("status") == BEGUN
+        for path, held in entry.outputs.items():
+            ours = held or entry.status == BEGUN
             if ours and Path(path).parts[-len(place.parts) :] == place.parts:
                 return True
     return False
 
 
 def _files_of(output: Path) -> Iterator[Path]:
-    if output.suffix == ".csv":
+    if output.name.endswith(TABLE_ENDINGS):
         yield from Outputs(output, with_replicates=True).paths()
     else:
         yield output

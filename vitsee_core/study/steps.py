@@ -14,6 +14,8 @@ from vitsee_stores.errors import VitseeError
 from vitsee_stores.manifest import by_reason
 
 STORES, RESULTS, SETS = "stores", "results", "sets"
+# Commands whose tables have a row for each pixel, patch or bin of a histogram: up to a million.
+LARGE_TABLES = frozenset({"attn-map", "cosine-map", "erf", "norms", "pca", "weights"})
 
 
 # Options of extract that a store to train on does not share: it keeps pooled vectors alone.
@@ -93,8 +95,11 @@ class Study:
         """Path of a model's store; images: "train", or the set, unless the study's own."""
         return self.folder / STORES / f"{label}{f'-{images}' if images else ''}.zarr"
 
-    def result(self, name: str) -> Path:
-        return self.folder / RESULTS / f"{name}.csv"
+    def result(self, name: str, command: str = "") -> Path:
+        """The table of a step; Parquet, a twentieth of the size, where the command makes large
+        ones."""
+        ending = ".parquet" if command in LARGE_TABLES else ".csv"
+        return self.folder / RESULTS / f"{name}{ending}"
 
     def takes(self, command: str) -> bool:
         return command not in self.skip and (not self.analyses or command in self.analyses)

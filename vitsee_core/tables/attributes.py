@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
+import polars as pl
 
-from vitsee_core.tables.columns import is_given
+from vitsee_core.tables.columns import column_of, is_given
 from vitsee_core.tables.groups import SIGN, groups_of, split_label
 from vitsee_core.tables.results import Table
 from vitsee_stores.errors import VitseeError
@@ -32,45 +32,49 @@ def with_attribute(
     Raises:
         VitseeError: no such attribute, or a store that has none.
     """
-    columns = {name, f"n_{name}"} & {*(own.columns if own is not None else ())}
-    if name in table.columns and not columns:
+    rows = table.frame
+    columns = {name, f"n_{name}"} & {*(own.frame.columns if own is not None else ())}
+    if name in rows.columns and not columns:
         return table
-    if "store" not in table.columns:
+    if "store" not in rows.columns:
         raise VitseeError(
             f"this result compares pairs, which have no {name}; expected one with a value per store"
         )
-    if name == GROUP and not columns and len(groups_of(table.unique("store"))) > 1:
-        groups = [split_label(str(store))[0] for store in table["store"].tolist()]
-        return replace(table, columns={**table.columns, name: np.array(groups, object)})
+    stores = rows["store"].unique(maintain_order=True).to_list()
+    if name == GROUP and not columns and len(groups_of(stores)) > 1:
+        return _with(table, name, "store", {store: split_label(store)[0] for store in stores})
     known: dict[str, Any] = {}
     if own is not None and columns:
         (column,) = sorted(columns)[:1]
-        keys = [key for key in KEYS if key in own.columns]
+        keys = [key for key in KEYS if key in own.frame.columns]
         if not keys:
             raise VitseeError(
-                f"the attributes have the columns {', '.join(own.columns)}; expected {name} beside "
-                f"{' or '.join(KEYS)}"
+                f"the attributes have the columns {', '.join(own.frame.columns)}; expected {name} "
+                f"beside {' or '.join(KEYS)}"
             )
         for key in reversed(keys):  # a store's own row precedes its model's
-            known |= zip(map(str, own[key].tolist()), own[column].tolist(), strict=True)
+            known |= dict(own.frame.select(pl.col(key).cast(pl.String), column).iter_rows())
     else:
         known = {label: cells[name] for label, cells in _recorded(sidecars) if name in cells}
-    models = table.columns.get("model", table["store"]).tolist()
-    cells = [
-        next((known[key] for key in (s, m, m.partition(".")[0]) if key in known), None)
-        for s, m in zip(map(str, table["store"].tolist()), map(str, models), strict=True)
-    ]
-    lack = dict.fromkeys(
-        s for s, c in zip(table["store"].tolist(), cells, strict=True) if not is_given(c)
-    )
-    if lack:
+    model = "model" if "model" in rows.columns else "store"
+    found: dict[Any, Any] = {}
+    for store, of_model in rows.select("store", pl.col(model).alias("of")).unique().rows():
+        named = (store, of_model or "", (of_model or "").partition(".")[0])
+        found[store, of_model] = next((known[key] for key in named if key in known), None)
+    if lack := {store for (store, _), cell in found.items() if not is_given(cell)}:
         recorded = dict.fromkeys(key for _, own_cells in _recorded(sidecars) for key in own_cells)
         raise VitseeError(
-            f"{name} is not known of {', '.join(map(str, lack))}; expected a column of the table, "
-            f"{'one of ' + ', '.join(recorded) + ', ' if recorded else ''}or a column {name} "
-            f"beside {' or '.join(KEYS)} in --attributes FILE"
+            f"{name} is not known of {', '.join(s for s in stores if s in lack)}; expected a "
+            f"column of the table, {'one of ' + ', '.join(recorded) + ', ' if recorded else ''}or "
+            f"a column {name} beside {' or '.join(KEYS)} in --attributes FILE"
         )
-    return replace(table, columns={**table.columns, name: np.array(cells)})
+    pairs = [found[pair] for pair in rows.select("store", pl.col(model).alias("of")).rows()]
+    return table.with_frame(rows.with_columns(column_of(name, pairs)))
+
+
+def _with(table: Table, name: str, by: str, values: Mapping[str, Any]) -> Table:
+    column = pl.col(by).cast(pl.String).replace_strict(values)
+    return table.with_frame(table.frame.with_columns(column.alias(name)))
 
 
 def in_groups(
@@ -78,17 +82,15 @@ def in_groups(
 ) -> Table:
     """The table with each store labelled `GROUP/NAME` by an attribute, as `with_attribute` finds
     it; so are the notes of single stores. Raises VitseeError: see there."""
-    found = with_attribute(table, name, sidecars, own)
-    pairs = zip(found["store"].tolist(), found[name].tolist(), strict=True)
+    found = with_attribute(table, name, sidecars, own).frame.select("store", name).unique()
     labels = {
-        str(store): f"{str(cell).replace(SIGN, ' ')}{SIGN}{split_label(str(store))[1]}"
-        for store, cell in pairs
+        store: f"{str(cell).replace(SIGN, ' ')}{SIGN}{split_label(store)[1]}"
+        for store, cell in found.rows()
     }
-    stores = np.array([labels[str(store)] for store in table["store"].tolist()], object)
     notes, of_stores = table.notes, table.notes.get("stores")
     if isinstance(of_stores, dict):
         notes = notes | {"stores": {labels.get(key, key): v for key, v in of_stores.items()}}
-    return replace(table, columns={**table.columns, "store": stores}, notes=notes)
+    return replace(_with(table, "store", "store", labels), notes=notes)
 
 
 def _recorded(sidecars: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:

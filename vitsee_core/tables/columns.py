@@ -18,6 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+import polars as pl
+
+from vitsee_core.tables.text import visible
 from vitsee_stores.plan import SiteSpec
 from vitsee_stores.weights_names import weights_name
 
@@ -32,21 +36,95 @@ NULL = ("null_mean", "tau", "p", "p_family", "calibrated")
 # Columns whose rows are about part of the images.
 PARTS = ("group", "query", "video", "object", "segment")
 BASELINE = "baseline"
-# What columns hold, for tables without a sidecar that says it: never numbers, whatever they look
-# like (a store may be called 5), and always numbers, even where all of a column are empty.
-_NUMBERS_OF_SITE = ("depth", "rel_depth")
-TEXT = frozenset(
+REPLICATES = "replicates"  # of a frame in memory: list of the value without each block of images
+# What each column of the tables holds. Text that repeats is a category: four bytes a row, grouped
+# without hashing; other text (names of files, reasons) is plain.
+CATEGORIES = frozenset(
     (
-        *(name for name in (*SITE, *PAIR) if not name.startswith(_NUMBERS_OF_SITE)),
-        *("metric", "spread", "class", "token", BASELINE),
+        *(name for name in (*SITE, *PAIR) if "depth" not in name),
+        *("token", "at", "class", "query", "video", "image", "group", "part", "type", "task"),
+        *("metric", "spread", BASELINE),
     )
 )
 NUMBERS = frozenset(
     (
-        *(name for name in (*SITE, *PAIR) if name.startswith(_NUMBERS_OF_SITE)),
-        *("value", "std", "low", "high", "n_images"),
+        *(name for name in (*SITE, *PAIR) if "rel_depth" in name),
+        *(*VALUES[1:5], *NULL, "half_a", "half_b", "norm_from", "norm_to"),
+        *("cap", "distance_px", "frequency", "null"),
     )
 )
+INTEGERS = frozenset(
+    (
+        *(name for name in (*SITE, *PAIR) if name.startswith("depth")),
+        *("row", "col", "head", "channel", "component", "concept", "filter", "k", "shots"),
+    )
+)
+
+
+def declared_type(name: str) -> pl.DataType | None:
+    """The type of a column, by its name; counts are called `n_...`. None of another column (of a
+    guest's table, or plain text), whose type is that of its values, or what a sidecar says."""
+    if name in CATEGORIES:
+        return pl.Categorical()
+    if name in NUMBERS:
+        return pl.Float64()
+    return pl.Int64() if name in INTEGERS or name.startswith("n_") else None
+
+
+def typed(frame: pl.DataFrame) -> pl.DataFrame:
+    """The frame with columns of Int64, Float64, String or Categorical. NaN and empty text become
+    null: one rule of what is no value, as both are an empty cell on disk."""
+    return frame.with_columns([_typed(column) for column in frame.get_columns()])
+
+
+def _typed(column: pl.Series) -> pl.Series:
+    if column.name == REPLICATES:
+        return column.cast(pl.List(pl.Float64))
+    if column.dtype in (pl.Object, pl.Boolean):
+        column = column_of(column.name, column.to_list())
+    wanted = declared_type(column.name)
+    if column.dtype == pl.Null:
+        return column if wanted is None else column.cast(wanted)
+    if column.dtype.is_numeric():
+        if wanted is None or not wanted.is_numeric():
+            wanted = pl.Float64() if column.dtype.is_float() else pl.Int64()
+        if column.dtype.is_float():
+            column = column.cast(pl.Float64).fill_nan(None)
+        found = column.cast(wanted, strict=False)  # which leaves out what is too large for it
+        return found if found.null_count() == column.null_count() else column
+    if column.dtype != pl.Categorical:
+        column = column.cast(pl.String)
+        if (empty := column == "").any():
+            column = column.set(empty, None)
+    return column.cast(wanted) if wanted == pl.Categorical() else column
+
+
+def column_of(name: str, values: Any) -> pl.Series:
+    """A column of an array or a sequence: integers, floats or, where there is any text, text; None
+    and NaN are null. `replicates`: an array (blocks,) or None per row."""
+    if isinstance(values, pl.Series):
+        return values.alias(name)
+    if name == REPLICATES:
+        if isinstance(values, np.ndarray):
+            return pl.Series(name, np.asarray(values, np.float64)).cast(pl.List(pl.Float64))
+        each = [None if own is None else np.asarray(own, float).tolist() for own in values]
+        return pl.Series(name, each, pl.List(pl.Float64))
+    if isinstance(values, np.ndarray) and values.dtype.kind in "iuf":
+        return pl.Series(name, values)
+    cells = values.tolist() if isinstance(values, np.ndarray) else values
+    cells = [cell.item() if isinstance(cell, np.generic) else cell for cell in cells]
+    kinds = {type(cell) for cell in cells} - {type(None)}
+    if not kinds:
+        return pl.Series(name, cells, pl.Null)
+    if kinds <= {int, float}:
+        return pl.Series(name, cells, pl.Float64 if float in kinds else pl.Int64, strict=False)
+    texts = [str(cell) if is_given(cell) else None for cell in cells]
+    try:
+        return pl.Series(name, texts, pl.String)
+    except UnicodeEncodeError:  # names of files that are no UTF-8
+        return pl.Series(name, [text and visible(text) for text in texts], pl.String)
+
+
 # Parts of a block that name a residual sublayer (`blocks.3.attn`).
 SUBLAYERS = ("attn", "mlp", "token", "channel")
 

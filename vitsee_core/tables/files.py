@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from vitsee_stores.disk import read_regular
+from vitsee_stores.disk import PARTIAL, has_ended, is_left, partial_name, read_regular
 from vitsee_stores.errors import VitseeError, reason
-from vitsee_stores.places import store_around
+from vitsee_stores.folder import store_around
 
 MOST_BYTES = 4 << 30  # of a table or a sidecar
+HIDDEN = ".vitsee"  # begins the temporary names of outputs
 
 
 def read_file(path: Path) -> bytes:
@@ -103,7 +104,9 @@ def new_files(paths: Sequence[Path], *, force: bool = False) -> Iterator[list[Pa
     check_new_files(paths, force=force)
     places = [path.resolve() for path in paths]
     try:
-        with renamed(partial := {_hidden_name(place): place for place in places}):
+        for folder in {place.parent for place in places}:
+            remove_left(folder)
+        with renamed(partial := {hidden_name(place): place for place in places}):
             yield list(partial)
     except OSError as error:
         raise VitseeError(f"cannot write {', '.join(map(str, paths))}: {reason(error)}") from error
@@ -125,6 +128,20 @@ def renamed(places: Mapping[Path, Path]) -> Iterator[None]:
             temporary.unlink(missing_ok=True)
 
 
-def _hidden_name(place: Path) -> Path:
-    """A new name beside a file, without the file's own, which may have the maximum length."""
-    return place.with_name(f".vitsee-{os.getpid()}-{secrets.token_hex(4)}.partial")
+def hidden_name(place: Path) -> Path:
+    """A new name beside a file or folder, without its own, which may have the maximum length; see
+    `remove_left`."""
+    return Path(partial_name(place.with_name(HIDDEN)))
+
+
+def remove_left(folder: Path) -> None:
+    """Remove what killed processes left in a folder under a `hidden_name`, as far as that is
+    allowed. Folders of other machines stay: their age does not tell whether a file in them is being
+    written."""
+    for left in folder.glob(f"{HIDDEN}.*{PARTIAL}"):
+        if left.is_dir() and not left.is_symlink():
+            if has_ended(left.name.split(".")[2]):
+                shutil.rmtree(left, ignore_errors=True)
+        elif is_left(left):
+            with suppress(OSError):
+                left.unlink()

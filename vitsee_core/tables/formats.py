@@ -1,40 +1,43 @@
-"""How a table is written: the ending of its file's name chooses the format.
+"""How a table is written and read: the ending of its file's name chooses the format.
 
     .csv      comma-separated, UTF-8, one line per row
     .csv.gz   the same, compressed
     .tsv      the same with tabs
     .json     a list of records, one a line; an empty cell is null
-    .parquet  typed columns, an empty cell null; needs pyarrow
+    .parquet  typed columns, an empty cell null
 
-Numbers are written with as many digits as bring back the same float64; NaN is an empty cell. In
-text, control characters are written out (`\\x1b`); in .csv, .csv.gz and .tsv a single quote stands
-before text that a spreadsheet would take for a formula (see `vitsee_core.tables.text`).
+Numbers are written with as many digits as bring back the same float64. In text, control characters
+are written out (`\\x1b`); in .csv, .csv.gz and .tsv a single quote stands before text that a
+spreadsheet would take for a formula (see `vitsee_core.tables.text`).
 """
 
 from __future__ import annotations
 
 import csv
 import gzip
-import importlib.util
 import io
 import json
 import math
+import os
+import re
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-from numpy.typing import NDArray
+import polars as pl
 
-from vitsee_core.tables.files import MOST_BYTES, read_file
-from vitsee_core.tables.text import from_cell, spreadsheet_cell, visible
+from vitsee_core.tables.columns import declared_type, typed
+from vitsee_core.tables.files import MOST_BYTES
+from vitsee_core.tables.text import FORMULA, QUOTED, STEERING, spreadsheet_cell, visible
 from vitsee_stores.errors import VitseeError
-
-Columns = Mapping[str, NDArray[Any]]
 
 TABLE_ENDINGS = (".csv", ".csv.gz", ".tsv", ".json", ".parquet")
 FIGURE_ENDINGS = (".png", ".svg", ".pdf")
-NO_PYARROW = "pyarrow is not installed; run: pip install pyarrow"
+WRITTEN = "expected a table that a vitsee command wrote with -o"
+# The types of the columns that a sidecar names.
+DAMAGED = (pl.exceptions.PolarsError, ValueError, OSError, EOFError, zlib.error)
+TYPES: dict[str, Any] = {"text": pl.String, "number": pl.Float64, "integer": pl.Int64}
 
 
 def ending_of(path: Path, known: Sequence[str], what: str) -> str:
@@ -54,40 +57,48 @@ def stem_of(path: Path) -> str:
     return path.name[: len(path.name) - len(ending)]
 
 
-def table_ending(path: Path, what: str = "the table") -> str:
-    """The ending that selects a table's format. Raises VitseeError: an unknown one, or .parquet
-    without pyarrow."""
-    ending = ending_of(path, TABLE_ENDINGS, what)
-    if ending == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise VitseeError(f"{path}: {NO_PYARROW}, or name a .csv")
-    return ending
+# ------------------------------------------------------------------------------------ writing
 
 
-def table_bytes(columns: Columns, ending: str) -> bytes:
+def table_bytes(frame: pl.DataFrame, ending: str) -> bytes:
     """The table in the format of that ending, reproducible byte for byte."""
+    if ending in (".json", ".parquet"):
+        frame = _with_text(frame, visible, STEERING)
     if ending == ".json":
-        return _json(columns)
+        lines = frame.with_columns(_finite(frame)).write_ndjson().splitlines()
+        return ("[\n" + ",\n".join(lines) + "\n]\n").encode()
+    buffer = io.BytesIO()
     if ending == ".parquet":
-        return _parquet(columns)
-    text = io.StringIO()
-    write_csv(columns, text, "\t" if ending == ".tsv" else ",")
-    data = text.getvalue().encode()
+        frame.write_parquet(buffer)
+        return buffer.getvalue()
+    write_csv(frame, buffer, "\t" if ending == ".tsv" else ",")
+    data = buffer.getvalue()
     return gzip.compress(data, mtime=0) if ending == ".csv.gz" else data
 
 
-def write_csv(columns: Columns, file: IO[str], delimiter: str = ",") -> None:
-    writer = csv.writer(file, delimiter=delimiter, lineterminator="\n")
-    writer.writerow(columns)
-    lists = (map(_cell, values.tolist()) for values in columns.values())
-    writer.writerows(zip(*lists, strict=True))
+def write_csv(frame: pl.DataFrame, file: IO[bytes], separator: str = ",") -> None:
+    """A header and the rows; an empty cell for null."""
+    safe = _with_text(frame, spreadsheet_cell, rf"{FORMULA}|{STEERING}")
+    safe.write_csv(file, separator=separator)
 
 
-def _cell(value: Any) -> Any:
-    if isinstance(value, str):
-        return spreadsheet_cell(value)
-    if value is None or value != value:
-        return ""
-    return repr(float(value)) if isinstance(value, float) else value
+def _with_text(frame: pl.DataFrame, change: Any, where: str) -> pl.DataFrame:
+    """The frame with its text as strings, in which `change` is applied to what `where` matches."""
+    columns = []
+    for column in frame.get_columns():
+        if column.dtype in (pl.String, pl.Categorical):
+            texts = column.unique().cast(pl.String)
+            matched = texts.filter(texts.str.contains(where).fill_null(False))
+            column = column.cast(pl.String)
+            if len(matched):
+                column = column.replace({text: change(text) for text in matched})
+        columns.append(column)
+    return pl.DataFrame(columns)
+
+
+def _finite(frame: pl.DataFrame) -> list[pl.Expr]:
+    numbers = [name for name, kind in frame.schema.items() if kind.is_float()]
+    return [pl.when(pl.col(name).is_finite()).then(pl.col(name)) for name in numbers]
 
 
 def plain_json(value: Any) -> Any:
@@ -99,94 +110,149 @@ def plain_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _shown(value: Any) -> Any:
-    value = value.item() if isinstance(value, np.generic) else value
-    return visible(value) if isinstance(value, str) else plain_json(value)
+# ------------------------------------------------------------------------------------ reading
 
 
-def _json(columns: Columns) -> bytes:
-    names = list(columns)
-    rows = zip(*(map(_shown, values.tolist()) for values in columns.values()), strict=True)
-    records = (json.dumps(dict(zip(names, row, strict=True))) for row in rows)
-    return ("[\n" + ",\n".join(records) + "\n]\n").encode()
+def read_table(
+    path: Path, data: bytes, kinds: Mapping[str, str], *, as_written: bool = False
+) -> pl.DataFrame:
+    """The frame of a table's file; a name without a known ending is read as CSV.
 
+    A CSV of another program may begin with a byte-order mark, and have semicolons between cells,
+    with decimal commas. A column of which nobody says what it holds is integers or numbers where
+    all of its cells are, else text.
 
-def _parquet(columns: Columns) -> bytes:
-    import pyarrow
-    import pyarrow.parquet
-
-    arrays = {}
-    for name, values in columns.items():
-        cells = [_shown(value) for value in values.tolist()]
-        kind = pyarrow.float64() if np.issubdtype(values.dtype, np.floating) else None
-        try:
-            arrays[name] = pyarrow.array(cells, kind)
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError):  # words beside numbers
-            arrays[name] = pyarrow.array([None if c is None else str(c) for c in cells])
-    buffer = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table(arrays), buffer)
-    return buffer.getvalue()
-
-
-def read_rows(path: Path) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of a table's file, each cell as its text in a CSV ("" for an empty one). A
-    name without a known ending is read as CSV.
+    Args:
+        path: named in messages.
+        data: the file's bytes.
+        kinds: column -> text, number, integer or empty, of the sidecar.
+        as_written: these are the bytes that the sidecar describes.
 
     Raises:
-        VitseeError: not in the format of its ending, or .parquet without pyarrow.
-        OSError: it cannot be opened.
+        VitseeError: not in the format of its ending, no rows, rows of different lengths, a column
+            twice, or text where every command writes numbers.
     """
-    name = path.name.lower()
-    ending = next((e for e in TABLE_ENDINGS if name.endswith(e)), ".csv")
-    data = read_file(path)
+    ending = next((e for e in TABLE_ENDINGS if path.name.lower().endswith(e)), ".csv")
+    kind = "CSV text" if ending.startswith(".csv") else f"{ending} table"
     try:
-        if ending == ".json":
-            return _from_records(json.loads(data))
         if ending == ".parquet":
-            return _from_parquet(path, data)
-        return _from_csv(data, ending)
-    except (ValueError, EOFError, OSError, csv.Error, RecursionError):
-        kind = "CSV text" if ending.startswith(".csv") else f"{ending} table"
-        raise VitseeError(f"{path} is no {kind}; expected what vitsee wrote with -o") from None
+            frame = read_parquet(data)
+        elif ending == ".json":
+            frame = _from_records(data)
+        else:
+            frame = _from_csv(path, data, ending, kinds, as_written)
+    except DAMAGED:
+        raise VitseeError(f"{path} is no {kind}; {WRITTEN}") from None
+    if nested := [n for n, t in frame.schema.items() if t.is_nested() or t == pl.Binary]:
+        raise VitseeError(f"{path}: column {nested[0]} holds lists or bytes; {WRITTEN}")
+    if not len(frame):
+        raise VitseeError(f"{path} has no rows; {WRITTEN}")
+    quoted = ending not in (".json", ".parquet")
+    return typed(frame.with_columns([_as(path, c, kinds, quoted) for c in frame.get_columns()]))
 
 
-def _from_csv(data: bytes, ending: str) -> tuple[list[str], list[list[str]]]:
+def read_parquet(data: bytes) -> pl.DataFrame:
+    """The frame of a Parquet file. Raises ValueError: it is none, or damaged."""
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)  # polars prints its panics before it raises them
+        return pl.read_parquet(io.BytesIO(data))
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        raise ValueError(f"no Parquet file: {error}") from None
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
+
+
+def _from_records(data: bytes) -> pl.DataFrame:
+    """The frame of a list of records, its columns in the order of the first."""
+    if not (begin := re.match(rb"\s*\[\s*(?=[{\]])", data)):
+        raise ValueError("no list of records")
+    frame = pl.read_json(io.BytesIO(data), infer_schema_length=None)
+    if not frame.width:
+        return frame
+    first, _ = json.JSONDecoder().raw_decode(data[begin.end() :].decode())
+    return frame.select([*first, *sorted({*frame.columns} - {*first})])
+
+
+def _from_csv(
+    path: Path, data: bytes, ending: str, kinds: Mapping[str, str], as_written: bool
+) -> pl.DataFrame:
+    """The cells of a CSV, those of columns that are said to hold numbers already as such."""
     if ending == ".csv.gz":
         with gzip.open(io.BytesIO(data)) as file:
             data = file.read(MOST_BYTES)
         if len(data) == MOST_BYTES:
             raise ValueError(f"more than {MOST_BYTES} bytes")
-    text = data.decode("utf-8-sig")
-    delimiter = "\t" if ending == ".tsv" else ","
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
-    lines = [
-        [from_cell(cell) if cell[:1] == "'" else cell for cell in line] for line in reader if line
-    ]
-    return (lines[0], lines[1:]) if lines else ([], [])
-
-
-def _from_records(records: Any) -> tuple[list[str], list[list[str]]]:
-    if not isinstance(records, list) or not all(isinstance(r, dict) for r in records):
-        raise ValueError("no list of records")
-    names = list(records[0]) if records else []
-    if any(list(record) != names for record in records):
-        raise ValueError("records with different names")
-    return names, [[_text(value) for value in record.values()] for record in records]
-
-
-def _from_parquet(path: Path, data: bytes) -> tuple[list[str], list[list[str]]]:
+    data = data.removeprefix(b"\xef\xbb\xbf")
+    if not data.strip():
+        return pl.DataFrame()
+    first = data[: data.find(b"\n") + 1 or None].decode()
+    separator = "\t" if ending == ".tsv" else ";" if ";" in first and "," not in first else ","
+    header = next(csv.reader([first], delimiter=separator), [])
+    if twice := [name for name in header if header.count(name) > 1]:
+        raise VitseeError(f"{path} has several columns named {twice[0]!r}; {WRITTEN}")
+    if not as_written:
+        data = _without_blank_lines(data)
+        _check_lengths(path, data, header, separator)
+    known = {n: _type_of(n, kinds) for n in header} if as_written or separator != ";" else {}
+    types = {n: kind for n, kind in known.items() if kind is not None and kind.is_numeric()}
+    schema: dict[str, Any] = {name: types.get(name, pl.String) for name in header}
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise VitseeError(f"{path}: {NO_PYARROW}") from None
-    table = pyarrow.parquet.read_table(pyarrow.BufferReader(data))
-    columns = [[_text(value) for value in column.to_pylist()] for column in table.columns]
-    return list(table.column_names), [list(row) for row in zip(*columns, strict=True)]
+        return pl.read_csv(data, schema=schema, separator=separator, glob=False)
+    except pl.exceptions.ComputeError:  # text among numbers: the column is found by `_as`
+        return pl.read_csv(data, schema=dict.fromkeys(header, pl.String), separator=separator)
 
 
-def _text(value: Any) -> str:
-    """A cell of JSON or Parquet as text."""
-    if isinstance(value, (list, dict)):
-        raise ValueError("a cell that is a list")
-    return str(_cell(value)) if not isinstance(value, str) else value
+def _without_blank_lines(data: bytes) -> bytes:
+    return re.sub(rb"(\r?\n)(?:[ \t]*\r?\n)+", rb"\1", data) if b'"' not in data else data
+
+
+def _check_lengths(path: Path, data: bytes, header: Sequence[str], separator: str) -> None:
+    """Refuse rows of another length than the header's. Polars refuses longer ones and fills shorter
+    ones up, so that the number of separators tells whether there are any."""
+    bare = re.sub(rb'"[^"]*"', b"", data) if b'"' in data else data
+    lines = bare.count(b"\n") + (not bare.endswith(b"\n"))
+    if bare.count(separator.encode()) == lines * (len(header) - 1):
+        return
+    text = io.TextIOWrapper(io.BytesIO(data), "utf-8", newline="")
+    for number, line in enumerate(csv.reader(text, delimiter=separator)):
+        if line and len(line) != len(header):
+            raise VitseeError(
+                f"{path}, row {number} has {len(line)} cells, its header {len(header)}; {WRITTEN}"
+            )
+
+
+def _type_of(name: str, kinds: Mapping[str, str]) -> Any:
+    """The type of a column by the sidecar, else as every table has it; None if neither says."""
+    told = TYPES.get(str(kinds.get(name, "")))
+    return declared_type(name) if told is None else told()
+
+
+def _as(path: Path, column: pl.Series, kinds: Mapping[str, str], quoted: bool) -> pl.Series:
+    """A column as its type. quoted: text that a spreadsheet would run begins with a quote. Raises
+    VitseeError: text where numbers are expected."""
+    wanted, name = _type_of(column.name, kinds), column.name
+    if column.dtype != pl.String:
+        return column
+    if quoted and column.str.starts_with("'").any():
+        text = column.str.replace(QUOTED, "$1")
+    else:
+        text = column
+    if wanted is not None and not wanted.is_numeric():
+        return text
+    given = column.set(column == "", None) if (column == "").any() else column
+    n = given.null_count()
+    if n == len(given):
+        return pl.repeat(None, n, dtype=wanted or pl.Null, eager=True).alias(name)
+    plain = given.str.replace(",", ".", literal=True)  # a decimal comma
+    for cells in (given, plain):
+        for kind in (pl.Int64, pl.Float64):
+            numbers = cells.cast(kind, strict=False)
+            if numbers.null_count() == n:
+                return numbers
+    if wanted is None:
+        return text
+    odd = given.filter(given.cast(pl.Float64, strict=False).is_null() & given.is_not_null())
+    raise VitseeError(f"{path}: column {name} has the text {odd[0]!r}; expected numbers")

@@ -7,10 +7,7 @@ its own is NAME/VARIANT: one colour per name, one stroke per variant (`DINO/B/16
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from vitsee_core.tables.results import Table
+from typing import Any
 
 SIGN = "/"
 
@@ -28,14 +25,16 @@ def groups_of(labels: Iterable[str]) -> list[str]:
     return found if len(found) > 1 else [""]
 
 
-def by_group(table: Table) -> Iterator[tuple[str, Table]]:
-    """(group, the rows of its stores); ("", the table) where there are not several groups."""
-    import numpy as np
+def by_group(rows: Any) -> Iterator[tuple[str, Any]]:
+    """(group, the rows of its stores); ("", the rows) where there are not several groups."""
+    import polars as pl
 
-    groups = groups_of(table.unique("store"))
+    frame = getattr(rows, "frame", rows)
+    stores = frame["store"].unique(maintain_order=True).to_list()
+    groups = groups_of(stores)
     if len(groups) == 1:
-        yield "", table
+        yield "", rows
         return
-    own = np.array([split_label(str(store))[0] for store in table["store"].tolist()], object)
     for group in groups:
-        yield group, table.take(own == group)
+        own = [store for store in stores if split_label(store)[0] == group]
+        yield group, rows.filter(pl.col("store").is_in(own))

@@ -12,12 +12,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
+import polars as pl
 
 from vitsee_core.runtime.machine import counted
-from vitsee_core.tables.columns import PARTS, is_given
+from vitsee_core.tables.columns import PARTS
 from vitsee_core.tables.metrics import depends_on_size, direction
-from vitsee_core.tables.results import Table
+from vitsee_core.tables.results import Table, frame_of
 
 Answer = tuple[str, str]
 LIMITS = ("low", "high")
@@ -36,31 +36,31 @@ def number(value: float) -> str:
     return f"{value:#.3g}".rstrip(".")
 
 
-def measured(rows: Table, i: int = 0) -> str:
+def measured(rows: pl.DataFrame, i: int = 0) -> str:
     """A row's value with its 95 % interval, if it has one. With fewer than `FEW` observations their
     number replaces the interval; it is also shown beside an interval that is wider than the value
     itself, or for a metric that depends on it."""
-    value = float(rows["value"][i])
-    low, high = (_float(rows.columns[n][i]) if n in rows.columns else math.nan for n in LIMITS)
-    n, what = observations(rows.take(np.array([i])))
+    row = rows.row(i, named=True)
+    value, low, high = row["value"], row.get("low"), row.get("high")
+    n, what = observations(rows[i])
     if n < FEW:
         return f"{number(value)} ({too_few(n, what)})"
-    if not (math.isfinite(low) and math.isfinite(high)):
+    if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
         return number(value)
     wide = f"; {n:g} {what}" if math.isfinite(n) and high - low > abs(value) else ""
-    of_this = math.isfinite(n) and depends_on_size(str(rows.cells("metric")[i]))
+    of_this = math.isfinite(n) and depends_on_size(str(row.get("metric")))
     size = f" at {n:,.0f} {what}" if of_this else ""
     return f"{number(value)} (95 %{size}: {number(low)} to {number(high)}{'' if size else wide})"
 
 
-def observations(rows: Table) -> tuple[float, str]:
+def observations(rows: pl.DataFrame) -> tuple[float, str]:
     """The largest number of observations behind any value of a table, and their kind (`images`);
     infinite if the table does not count them."""
-    largest = (math.inf, "images")
+    largest: tuple[float, str] = (math.inf, "images")
     for name in COUNTS:
-        counts = [_float(n) for n in rows.cells(name) if is_given(n)]
-        if counts and max(counts) < largest[0]:
-            largest = (max(counts), name.removeprefix("n_"))
+        most: Any = rows[name].max() if name in rows.columns else None
+        if isinstance(most, (int, float)) and most < largest[0]:
+            largest = (most, name.removeprefix("n_"))
     return largest
 
 
@@ -69,50 +69,51 @@ def too_few(n: float, what: str) -> str:
     return f"of {counted(int(n), what)}: too few to conclude from"
 
 
-def picked(table: Table, **wanted: Any) -> Table:
+def picked(table: Table | pl.DataFrame, **wanted: Any) -> pl.DataFrame:
     """The rows with a finite value and these cells; None requires an empty cell, which a missing
     column has everywhere; a tuple allows several values."""
-    keep = np.isfinite([_float(v) for v in table.cells("value")])
+    rows = frame_of(table)
+    if "value" not in rows.columns:
+        return rows.clear()
+    rules = [pl.col("value").is_finite()]
     for name, value in wanted.items():
-        choices = [c if is_given(c) else None for c in _several(value)]
-        cells = table.cells(name)
-        keep &= np.array([(c if is_given(c) else None) in choices for c in cells], bool)
-    return table.take(keep)
+        choices = value if isinstance(value, tuple) else (value,)
+        cell = pl.col(name) if name in rows.columns else pl.lit(None)
+        among = [choice for choice in choices if choice is not None]
+        rule = cell.is_in(among) if among and name in rows.columns else pl.lit(False)
+        rules.append(rule.fill_null(False) | (cell.is_null() if None in choices else False))
+    return rows.filter(*rules)
 
 
-def by_store(table: Table, **wanted: Any) -> list[tuple[str, Table]]:
+def by_store(table: Table | pl.DataFrame, **wanted: Any) -> list[tuple[str, pl.DataFrame]]:
     """(store, its rows of `picked`, from input to output)."""
-    if not {"store", "site", "rel_depth", "metric"} <= table.columns.keys():
+    rows = frame_of(table)
+    if not {"store", "site", "rel_depth", "metric"} <= {*rows.columns}:
         return []
-    stores = []
-    for store, rows in picked(table, **wanted).groups("store"):
-        depths = [_float(v) for v in rows["rel_depth"].tolist()]
-        stores.append((str(store), rows.take(np.argsort(depths, kind="stable"))))
-    return stores
+    stores = picked(rows, **wanted).partition_by("store", maintain_order=True)
+    return [(own["store"][0], own.sort("rel_depth", maintain_order=True)) for own in stores]
 
 
-def extremes(rows: Table) -> tuple[int, int]:
+def extremes(rows: pl.DataFrame) -> tuple[int, int]:
     """The rows of the smallest and of the largest value."""
-    values = rows["value"].astype(float)
-    return int(values.argmin()), int(values.argmax())
+    return rows["value"].arg_min() or 0, rows["value"].arg_max() or 0
 
 
-def first_and_last(rows: Table, unit: str = "") -> str:
+def first_and_last(rows: pl.DataFrame, unit: str = "") -> str:
     """`3.0 px at embed, 9.1 px (95 %: 8.8 to 9.4) at blocks.5.out`, of one store's rows."""
     ends = (0, len(rows) - 1) if len(rows) > 1 else (0,)
     unit = f" {unit}" if unit else ""
     return ", ".join(f"{measured(rows, i)}{unit} at {rows['site'][i]}" for i in ends)
 
 
-def margin(rows: Table) -> str:
+def margin(rows: pl.DataFrame) -> str:
     """The largest half-width of the 95 % intervals of several rows, if all have one."""
-    if not {*LIMITS} <= rows.columns.keys():
+    if not {*LIMITS} <= {*rows.columns} or rows["low"].has_nulls() or rows["high"].has_nulls():
         return ""
     n, what = observations(rows)
     if n < FEW:
         return f" ({too_few(n, what)})"
-    low, high = (np.array([_float(v) for v in rows[name].tolist()]) for name in LIMITS)
-    reach = float(((high - low) / 2).max(initial=0.0))
+    reach: Any = ((rows["high"] - rows["low"]) / 2).max() or 0.0
     return f" (95 %: ± {number(reach)} at most)" if math.isfinite(reach) else ""
 
 
@@ -122,26 +123,29 @@ def margin(rows: Table) -> str:
 def best_layers(table: Table, units: Mapping[str, str]) -> list[Answer]:
     """Each store's best layer by the first of these metrics that the table has, beside the best
     baseline there. units: metric -> what its value is a share or a mean of."""
-    metric = next((m for m in units if m in table.cells("metric")), None)
+    known = table["metric"] if "metric" in table.frame.columns else ()
+    metric = next((m for m in units if m in known), None)
     if metric is None:
         return []
     whole = dict.fromkeys((*PARTS, "class"))
     sign = -1.0 if direction(metric) == "lower" else 1.0
     answers = []
     for store, rows in by_store(table, metric=metric, baseline=None, **whole):
-        scores = sign * rows["value"].astype(float)
-        i = int(scores.argmax())
-        site = str(rows["site"][i])
-        equal = dict.fromkeys(str(s) for s in rows["site"][scores == scores[i]].tolist())
+        scores = sign * rows["value"]
+        i = scores.arg_max() or 0
+        site = rows["site"][i]
+        equal = rows.filter(scores == scores[i])["site"].unique(maintain_order=True)
         alike = [name for name in equal if name != site]
         also = f" (as {', '.join(alike[:2])}{', ...' if len(alike) > 2 else ''})" if alike else ""
         text = f"best at {site}{also}: {measured(rows, i)} {units[metric]}"
         text += "".join(f", {n} {_plain(rows[n][i])}" for n in SETTINGS if _varies(rows, n))
+        others = picked(table, store=store, metric=metric, site=site, **whole)
+        if "baseline" not in others.columns:
+            others = others.clear().with_columns(baseline=pl.lit(None))
+        named = others.filter(pl.col("baseline").is_not_null()).sort("rel_depth")
         rivals = [
-            (sign * float(own["value"][at]), str(own["baseline"][at]), float(own["value"][at]))
-            for name, own in by_store(table, metric=metric, site=site, **whole)
-            for at in range(len(own))
-            if name == store and is_given(own.cells("baseline")[at])
+            (sign * value, str(name), value)
+            for name, value in named.select("baseline", "value").rows()
         ]
         bounds = [value for _, name, value in rivals if name == BOUND]
         if beaten := max((rival for rival in rivals if rival[1] != BOUND), default=None):
@@ -162,64 +166,54 @@ def alike(table: Table, metric: str) -> list[Answer]:
     layers at least), and its first layer with its last. Between two stores the most similar pair;
     if each has one site, that pair.
     """
-    if not {"store_a", "store_b", "site_a", "site_b", "metric"} <= table.columns.keys():
+    pairs = ("store_a", "store_b")
+    if not {*pairs, "site_a", "site_b", "metric"} <= {*table.frame.columns}:
         return []
     answers: dict[frozenset[str], Answer] = {}
-    rows = picked(table, metric=metric)
-    for store_a, of_a in rows.groups("store_a"):
-        for store_b, own in of_a.groups("store_b"):
-            key = frozenset((str(store_a), str(store_b)))
-            if key in answers or not len(own):
-                continue
-            if store_a == store_b:
-                text = _within(own)
-                if text:
-                    answers[key] = (str(store_a), text)
-            else:
-                i = extremes(own)[1]
-                one = len(own) == 1
-                text = f"{own['site_a'][i]} and {own['site_b'][i]}: {measured(own, i)}"
-                text = text if one else f"most alike are {text}"
-                answers[key] = (f"{store_a} and {store_b}", text)
+    by_pair = picked(table, metric=metric).partition_by(*pairs, maintain_order=True, as_dict=True)
+    for (store_a, store_b), own in by_pair.items():
+        key = frozenset((store_a, store_b))
+        if key in answers:
+            continue
+        if store_a == store_b:
+            if text := _within(own):
+                answers[key] = (store_a, text)
+        else:
+            i = extremes(own)[1]
+            text = f"{own['site_a'][i]} and {own['site_b'][i]}: {measured(own, i)}"
+            text = text if len(own) == 1 else f"most alike are {text}"
+            answers[key] = (f"{store_a} and {store_b}", text)
     return [*answers.values()]
 
 
-def _within(rows: Table) -> str:
-    sites = list(dict.fromkeys(map(str, rows["site_a"].tolist())))
-    if len(sites) < 2 or {*sites} != {*map(str, rows["site_b"].tolist())}:
+def _within(rows: pl.DataFrame) -> str:
+    sites = rows["site_a"].unique(maintain_order=True).to_list()
+    n, third, said = len(sites), max(3, -(-len(sites) // 3)), []
+    if n < 2 or {*sites} != {*rows["site_b"]}:
         return ""
     place = {site: i for i, site in enumerate(sites)}
-    pairs = [
-        (place[str(a)], place[str(b)], i)
-        for i, (a, b) in enumerate(zip(rows["site_a"], rows["site_b"], strict=True))
-    ]
-    values = rows["value"].astype(float)
-    n, third, said = len(sites), max(3, -(-len(sites) // 3)), []
+    rows = rows.with_columns(
+        pl.col(f"site_{side}").cast(pl.String).replace_strict(place).alias(side) for side in "ab"
+    )
     if n >= 2 * third:
-        for name, chosen in (("first", range(third)), ("last", range(n - third, n))):
-            inner = [values[i] for a, b, i in pairs if a < b and a in chosen and b in chosen]
-            if inner:
-                said.append(f"{name} {third} layers {number(float(np.mean(inner)))}")
-    ends = next((i for a, b, i in pairs if (a, b) == (0, n - 1)), None)
-    if ends is not None:
-        said.append(f"first with last layer {measured(rows, ends)}")
+        inner = rows.filter(pl.col("a") < pl.col("b"))
+        for name, first, last in (("first", 0, third - 1), ("last", n - third, n - 1)):
+            among = [pl.col(side).is_between(first, last) for side in "ab"]
+            mean: Any = inner.filter(*among)["value"].mean()
+            if mean is not None:
+                said.append(f"{name} {third} layers {number(mean)}")
+    ends = rows.filter(a=0, b=n - 1)
+    if len(ends):
+        said.append(f"first with last layer {measured(ends)}")
     return ", ".join(said)
 
 
 # ------------------------------------------------------------------------------------ cells
 
 
-def _several(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
-
-
-def _varies(rows: Table, name: str) -> bool:
-    return len({v for v in rows.cells(name) if is_given(v)}) > 1
+def _varies(rows: pl.DataFrame, name: str) -> bool:
+    return name in rows.columns and rows[name].drop_nulls().n_unique() > 1
 
 
 def _plain(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, (int, float, np.number)) else str(value)
-
-
-def _float(value: Any) -> float:
-    return math.nan if value is None or isinstance(value, str) else float(value)
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import polars as pl
 
+from vitsee_core.tables.columns import REPLICATES, column_of
 from vitsee_core.types import Float
 
-WORD = "replicates"
+WORD = REPLICATES
 PREFIX = "without_"
 # Columns of a row that its replicates replace.
-_SPREAD = frozenset(("std", "low", "high", "spread"))
+_SPREAD = ("std", "low", "high", "spread")
 
 
 def beside(path: Path) -> Path:
@@ -31,35 +31,32 @@ def beside(path: Path) -> Path:
     return path.with_name(f"{path.name.removesuffix(end)}.{WORD}{end}")
 
 
-def as_columns(columns: dict[str, NDArray[Any]], replicates: Float) -> dict[str, NDArray[Any]]:
-    """The columns of the file; replicates: (rows, blocks)."""
-    kept = {name: values for name, values in columns.items() if name not in _SPREAD}
-    return kept | {f"{PREFIX}{b}": values for b, values in enumerate(replicates.T)}
+def as_columns(frame: pl.DataFrame) -> pl.DataFrame:
+    """The columns of the file: those of a frame with the column `replicates`, one per block."""
+    each = array_of(frame)
+    assert each is not None
+    blocks = pl.DataFrame({f"{PREFIX}{b}": values for b, values in enumerate(each.T)})
+    kept = frame.drop(REPLICATES, *_SPREAD, strict=False)
+    return pl.concat([kept, blocks.fill_nan(None)], how="horizontal")
 
 
-def stacked(found: Sequence[NDArray[Any] | None]) -> Float | None:
+def stacked(found: Sequence[Float | None]) -> Float | None:
     """(rows, blocks) from one array per row, NaN where a row has none or fewer; None if none has
     any."""
-    m = max((len(one) for one in found if one is not None), default=0)
-    if not m:
-        return None
-    whole = np.full((len(found), m), np.nan)
-    for row, one in zip(whole, found, strict=True):
-        if one is not None:
-            row[: len(one)] = one
-    return whole
+    return array_of(pl.DataFrame([column_of(REPLICATES, found)]))
 
 
-def joined(parts: Sequence[tuple[int, Float | None]]) -> Float | None:
-    """The same for several tables' rows: (number of rows, their replicates)."""
-    m = max((one.shape[1] for _, one in parts if one is not None), default=0)
+def array_of(frame: pl.DataFrame) -> Float | None:
+    """(rows, blocks) the lists of the column `replicates`, NaN where a row has none or fewer; None
+    if none has any."""
+    if REPLICATES not in frame.columns:
+        return None
+    lengths = frame[REPLICATES].list.len().fill_null(0).to_numpy()
+    m = int(lengths.max(initial=0))
     if not m:
         return None
-    return np.concatenate(
-        [
-            np.full((n, m), np.nan)
-            if one is None
-            else np.pad(one, ((0, 0), (0, m - one.shape[1])), constant_values=np.nan)
-            for n, one in parts
-        ]
+    whole = np.full((len(frame), m), np.nan)
+    whole[np.arange(m) < lengths[:, None]] = (
+        frame[REPLICATES].filter(lengths > 0).explode().to_numpy()
     )
+    return whole

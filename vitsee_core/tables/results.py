@@ -6,7 +6,6 @@ Every analysis is `run(*stores, ...) -> Table` and `plot(Table) -> Figure`; `out
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,14 +13,16 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
+from vitsee_core.runtime import registry
 from vitsee_core.tables import replicates
-from vitsee_core.tables.columns import NUMBERS, TEXT, is_given
+from vitsee_core.tables.columns import REPLICATES, column_of, is_given, typed
 from vitsee_core.tables.files import read_file, write_files
-from vitsee_core.tables.formats import ending_of, read_rows, table_bytes, table_ending, write_csv
+from vitsee_core.tables.formats import TABLE_ENDINGS, WRITTEN, ending_of, read_table, table_bytes
 from vitsee_core.tables.sidecars import describe_call, digest_of, sidecar_bytes
-from vitsee_core.types import Mask
+from vitsee_core.types import Float, Mask
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.metadata import parse
 from vitsee_stores.notebook import html_table, shown_cell, to_frame
@@ -34,30 +35,36 @@ SHOWN_ROWS = 20  # of a table in a notebook
 
 @dataclass(frozen=True)
 class Table:
-    """A tidy table: one observation per row.
+    """A tidy table, one observation per row: a polars DataFrame and what belongs to it.
 
     Attributes:
-        columns: name -> one-dimensional array, all of one length, in the order of the CSV.
+        frame: the columns, in the order of the CSV, with the types of `vitsee_core.tables.columns`;
+            given as a frame, or as arrays, sequences and, for a value of every row, scalars. A last
+            column `replicates` (the row's value without each block of the images) is not written
+            into the table's file; see `vitsee_core.tables.replicates`.
         notes: facts about the numbers that no row can state (the interval's method, how many images
             were left out, seeds); JSON, written into the sidecar.
-        replicates: (rows, blocks) each row's value without one block of the images, NaN if it has
-            none; None if no row has any. See `vitsee_core.tables.replicates`.
         made_by: the analysis and its arguments, if an analysis returned the table.
         analysis: the one whose figure `plot` draws, of a part of a table or one that was read.
     """
 
-    columns: dict[str, NDArray[Any]]
+    frame: pl.DataFrame
     notes: dict[str, Any] = field(default_factory=dict)
-    replicates: NDArray[np.float64] | None = field(default=None, repr=False, compare=False)
     made_by: tuple[str, Mapping[str, Any]] | None = field(default=None, repr=False, compare=False)
     analysis: str = field(default="", repr=False, compare=False)
 
+    if TYPE_CHECKING:  # what it takes: columns, too
+
+        def __init__(
+            self,
+            frame: pl.DataFrame | Mapping[str, Any],
+            notes: dict[str, Any] = ...,
+            made_by: tuple[str, Mapping[str, Any]] | None = ...,
+            analysis: str = ...,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
-        lengths = {name: np.shape(values) for name, values in self.columns.items()}
-        if len(set(lengths.values())) > 1 or any(len(shape) != 1 for shape in lengths.values()):
-            raise ValueError(f"columns of one length were expected, not {lengths}")
-        if self.replicates is not None and len(self.replicates) != len(self):
-            raise ValueError(f"replicates of {len(self)} rows were expected")
+        object.__setattr__(self, "frame", typed(frame_of(self.frame)))
 
     @classmethod
     def from_rows(
@@ -66,66 +73,67 @@ class Table:
         columns: Sequence[str] | None = None,
         notes: Mapping[str, Any] | None = None,
     ) -> Table:
-        """A table of these rows; a value that is None or missing is an empty cell. The key
-        `replicates` of a row, (blocks,), is not a column but goes into `Table.replicates`.
+        """A table of a handful of rows; a value that is None or missing is an empty cell.
 
         Args:
-            rows: name -> value, one mapping per row.
+            rows: name -> value, one mapping per row; `replicates`: (blocks,) or None.
             columns: the columns and their order; by default those of the first row.
             notes: facts about the whole table.
         """
         rows = list(rows)
         names = list(columns if columns is not None else rows[0] if rows else ())
-        return cls(
-            {name: _column([row.get(name) for row in rows]) for name in names},
-            dict(notes or {}),
-            replicates.stacked([row.get(replicates.WORD) for row in rows]),
-        )
+        if any(row.get(REPLICATES) is not None for row in rows) and REPLICATES not in names:
+            names.append(REPLICATES)
+        return cls({n: column_of(n, [r.get(n) for r in rows]) for n in names}, dict(notes or {}))
 
     @classmethod
-    def concat(cls, tables: Sequence[Table], notes: Mapping[str, Any] | None = None) -> Table:
-        """The rows of tables with the same columns, one table after the other."""
-        names = list(tables[0].columns)
-        columns = {name: np.concatenate([t.columns[name] for t in tables]) for name in names}
-        own = replicates.joined([(len(table), table.replicates) for table in tables])
-        return cls(columns, dict(notes or {}), own)
+    def concat(
+        cls,
+        parts: Sequence[Table | pl.DataFrame | Mapping[str, Any]],
+        columns: Sequence[str] | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> Table:
+        """The rows of several parts in a row; a column that a part lacks is empty there.
+
+        Args:
+            parts: tables, frames, or blocks of rows: column -> array, or a scalar for all rows.
+            columns: the columns and their order; by default as they appear.
+            notes: facts about the whole table.
+        """
+        frames = [typed(frame_of(part)) for part in parts]
+        frame = pl.concat(frames, how="diagonal_relaxed")
+        if columns is not None:
+            own = [n for n in (*columns, REPLICATES) if n in frame.columns or n != REPLICATES]
+            lacking = [n for n in own if n not in frame.columns]
+            frame = frame.with_columns(pl.lit(None).alias(n) for n in lacking).select(own)
+        return cls(frame, dict(notes or {}))
 
     def __len__(self) -> int:
-        return len(next(iter(self.columns.values()), ()))
+        return len(self.frame)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        return self.columns[name]
+        """A column as numpy: floats (NaN where empty), integers (objects with None where some are
+        empty), or text as objects ("" where empty)."""
+        column = self.frame[name]
+        if column.dtype.is_float() or (column.dtype.is_integer() and not column.null_count()):
+            return column.to_numpy(writable=True)
+        if column.dtype in (pl.String, pl.Categorical):
+            column = column.cast(pl.String).fill_null("")
+        return np.array(column.to_list(), object)
 
-    def cells(self, name: str) -> list[Any]:
-        """The cells of a column; None of every row where there is no such column."""
-        return self[name].tolist() if name in self.columns else [None] * len(self)
+    @property
+    def replicates(self) -> Float | None:
+        """(rows, blocks) each row's value without one block of the images, NaN if it has none; None
+        if no row has any."""
+        return replicates.array_of(self.frame)
 
-    def take(self, index: NDArray[Any]) -> Table:
-        """The rows selected by `index` (a mask, or row numbers in the wanted order)."""
-        columns = {name: values[index] for name, values in self.columns.items()}
-        own = None if self.replicates is None else self.replicates[index]
-        return Table(columns, self.notes, own, analysis=self._analysis())
+    def filter(self, *predicates: Any, **constraints: Any) -> Table:
+        """The rows that `polars.DataFrame.filter` keeps: expressions, or `column=value`."""
+        return self.with_frame(self.frame.filter(*predicates, **constraints))
 
-    def where(self, **wanted: Any) -> Table:
-        """The rows whose columns equal these values, or are among them for a list."""
-        keep = np.ones(len(self), bool)
-        for name, value in wanted.items():
-            choices = value if isinstance(value, (list, tuple, set, frozenset)) else (value,)
-            keep &= np.isin(self.columns[name], list(choices))
-        return self.take(keep)
-
-    def unique(self, name: str) -> list[Any]:
-        """The values of a column in order of first appearance."""
-        return list(dict.fromkeys(self.columns[name].tolist()))
-
-    def given(self, name: str) -> Mask:
-        """(rows,) which rows have a value in a column, in memory or read from a CSV."""
-        return np.array([is_given(value) for value in self[name].tolist()], bool)
-
-    def groups(self, name: str) -> Iterator[tuple[Any, Table]]:
-        """(value, its rows) for each value of a column, in order of first appearance."""
-        for value in self.unique(name):
-            yield value, self.where(**{name: value})
+    def with_frame(self, frame: pl.DataFrame) -> Table:
+        """Other rows or columns of the same analysis, with the notes."""
+        return Table(frame, self.notes, analysis=self.analysis_name)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Table:
@@ -150,7 +158,7 @@ class Table:
             ending_of(path, (".csv", ".csv.gz", ".tsv"), "to_csv:")
             self.write(path, force=force)
         else:
-            write_csv(self.columns, file)
+            file.write(table_bytes(self.written, ".csv").decode())
 
     def write(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
         """Write the table in the format of the ending: .csv, .csv.gz, .tsv, .json or .parquet; and
@@ -158,13 +166,20 @@ class Table:
         made, which `vitsee plot` and `vitsee report` read. Raises VitseeError: another ending, or a
         file exists and `force` is off."""
         place = Path(path)
-        data = table_bytes(self.columns, table_ending(place))
+        data = table_bytes(self.written, ending_of(place, TABLE_ENDINGS, "the table"))
         given = describe_call(*self.made_by) if self.made_by is not None else {}
-        sidecar = sidecar_bytes(self.columns, self.notes, given, data)
+        sidecar = sidecar_bytes(self.written, self.notes, given, data)
         files = {place.with_name(f"{place.name}.json"): sidecar, place: data}
         write_files(files, force=force)
 
-    def _analysis(self) -> str:
+    @property
+    def written(self) -> pl.DataFrame:
+        """The frame without the column `replicates`: what a file holds."""
+        return self.frame.drop(REPLICATES, strict=False)
+
+    @property
+    def analysis_name(self) -> str:
+        """The analysis that made the table or its origin; "" if none did."""
         return self.analysis or (self.made_by[0] if self.made_by is not None else "")
 
     def plot(self, **options: Any) -> Figure:
@@ -176,63 +191,121 @@ class Table:
         Raises:
             VitseeError: no analysis made this table, or it draws no figure.
         """
-        name = self._analysis()
-        try:
-            draw = importlib.import_module(f"vitsee_core.analyses.{name}").plot if name else None
-        except (ImportError, AttributeError):
-            draw = None
-        if draw is None:
+        name = self.analysis_name
+        if name not in registry.names():
+            of = f" ({name} is no analysis that is installed)" if name else ""
             raise VitseeError(
-                "this table has no figure of its own; expected what an analysis returned, or "
+                f"this table has no figure of its own{of}; expected what an analysis returned, or "
                 "Table.read of what a command wrote with -o"
             )
-        figure: Figure = draw(self, **options)
+        module = registry.load(name)
+        with registry.blamed(module.__name__):
+            figure: Figure = module.plot(self, **options)
         return figure
 
     def map_text(self, change: Callable[[str], str]) -> Table:
         """The table with `change` applied to every text in it and in its notes."""
-        columns = {n: _mapped(values, change) for n, values in self.columns.items()}
-        notes: dict[str, Any] = _mapped_notes(self.notes, change)
-        return Table(columns, notes, self.replicates)
+        columns = []
+        for column in self.frame.get_columns():
+            if column.dtype in (pl.String, pl.Categorical):
+                texts = column.cast(pl.String)
+                new = {text: change(text) for text in texts.drop_nulls().unique()}
+                if any(old != text for old, text in new.items()):
+                    column = texts.replace(new).cast(column.dtype)
+            columns.append(column)
+        return Table(pl.DataFrame(columns), _mapped_notes(self.notes, change))
 
     def to_pandas(self) -> Any:
         """The table as a pandas DataFrame, the notes in its `attrs`. Raises VitseeError: pandas is
         not installed."""
-        return to_frame(self.columns, self.notes)
+        return to_frame({name: self[name] for name in self.written.columns}, self.notes)
 
     def __repr__(self) -> str:
-        return f"<Table {len(self)} rows: {', '.join(self.columns)}>"
+        return f"<Table {len(self)} rows: {', '.join(self.written.columns)}>"
 
     def _repr_html_(self) -> str:
         """Notebook display: the first and the last rows."""
-        n = len(self)
-        rows = list(range(n)) if n <= SHOWN_ROWS else [*range(SHOWN_ROWS // 2), None]
-        rows += [] if n <= SHOWN_ROWS else range(n - SHOWN_ROWS // 2, n)
-        lines = [
-            ["…" if i is None else shown_cell(values[i]) for values in self.columns.values()]
-            for i in rows
-        ]
-        return html_table(f"{n} rows", list(self.columns), lines)
+        n, frame = len(self), self.written
+        half = SHOWN_ROWS // 2
+        shown = frame if n <= SHOWN_ROWS else pl.concat([frame.head(half), frame.tail(half)])
+        lines = [[shown_cell(cell) for cell in row] for row in shown.rows()]
+        if n > SHOWN_ROWS:
+            lines.insert(half, ["…"] * frame.width)
+        return html_table(f"{n} rows", frame.columns, lines)
+
+    # -------------------------------------------------------------------- to be removed
+
+    @property
+    def columns(self) -> Any:
+        return _Columns(self)
+
+    def cells(self, name: str) -> list[Any]:
+        return self[name].tolist() if name in self.frame.columns else [None] * len(self)
+
+    def take(self, index: NDArray[Any]) -> Table:
+        index = np.asarray(index)
+        frame = self.frame.filter(index) if index.dtype == bool else self.frame[index.tolist()]
+        return self.with_frame(frame)
+
+    def where(self, **wanted: Any) -> Table:
+        rules = []
+        for name, value in wanted.items():
+            choices = value if isinstance(value, (list, tuple, set, frozenset)) else (value,)
+            rule = pl.col(name).is_in([c for c in choices if is_given(c)])
+            empty = any(not is_given(c) for c in choices)
+            rules.append((rule | pl.col(name).is_null()) if empty else rule.fill_null(False))
+        return self.filter(*rules)
+
+    def unique(self, name: str) -> list[Any]:
+        return self.frame[name].unique(maintain_order=True).to_list()
+
+    def given(self, name: str) -> Mask:
+        return self.frame[name].is_not_null().to_numpy()
+
+    def groups(self, name: str) -> Iterator[tuple[Any, Table]]:
+        for own in self.frame.partition_by(name, maintain_order=True):
+            yield own[name][0], self.with_frame(own)
 
 
-def _column(values: list[Any]) -> NDArray[Any]:
-    present = [value for value in values if value is not None]
-    numbers = bool(present) and all(isinstance(value, (float, np.floating)) for value in present)
-    if numbers:
-        return np.array([np.nan if v is None else v for v in values], np.float64)
-    # Integers beside empty cells stay integers: no 3.0 in a column of indices.
-    return np.array(values, object if len(present) < len(values) else None)
+class _Columns(Mapping[str, Any]):
+    def __init__(self, table: Table) -> None:
+        self.table = table
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        if name not in self.table.frame.columns:
+            raise KeyError(name)
+        return self.table[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.table.written.columns)
+
+    def __len__(self) -> int:
+        return self.table.written.width
+
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self, **other}
 
 
-def _mapped(values: NDArray[Any], change: Callable[[str], str]) -> NDArray[Any]:
-    if values.dtype.kind not in "OU":
-        return values
-    cells = values.tolist()
-    new = {cell: change(cell) for cell in {c for c in cells if isinstance(c, str)}}
-    if all(old == text for old, text in new.items()):
-        return values
-    changed = [new[cell] if isinstance(cell, str) else cell for cell in cells]
-    return np.array(changed, object if values.dtype.kind == "O" else None)
+def frame_of(part: Table | pl.DataFrame | Mapping[str, Any]) -> pl.DataFrame:
+    """A frame of a table, a frame, or columns: arrays and sequences of one length, and scalars that
+    hold for every row. Raises ValueError: columns of several lengths."""
+    if isinstance(part, (Table, pl.DataFrame)):
+        return part if isinstance(part, pl.DataFrame) else part.frame
+    one = part.get(REPLICATES)
+    if isinstance(one, np.ndarray) and one.ndim == 1:  # of the only row
+        part = {**part, REPLICATES: [one]}
+    long = {n: column_of(n, v) for n, v in part.items() if _is_long(v)}
+    lengths = {name: len(column) for name, column in long.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"columns of one length were expected, not {lengths}")
+    n = next(iter(lengths.values()), 1 if part else 0)
+    return pl.DataFrame(
+        [long[k] if k in long else column_of(k, [v]).new_from_index(0, n) for k, v in part.items()]
+    )
+
+
+def _is_long(value: Any) -> bool:
+    return not isinstance(value, str) and (hasattr(value, "__len__") and np.ndim(value) != 0)
 
 
 def _mapped_notes(value: Any, change: Callable[[str], str]) -> Any:
@@ -246,7 +319,6 @@ def _mapped_notes(value: Any, change: Callable[[str], str]) -> Any:
 
 
 SHOWN_COLUMNS = 8
-WRITTEN = "expected a CSV that a vitsee command wrote with -o"
 
 
 @dataclass(frozen=True)
@@ -272,11 +344,11 @@ class ResultFile:
         return "digest" in self.sidecar and not self.changed
 
     def has(self, columns: Sequence[str]) -> bool:
-        return all(name in self.table.columns for name in columns)
+        return all(name in self.table.frame.columns for name in columns)
 
     def describe_columns(self) -> str:
         """The first of its columns, for a message."""
-        names = list(self.table.columns)
+        names = self.table.frame.columns
         more = f" and {len(names) - SHOWN_COLUMNS} more" if len(names) > SHOWN_COLUMNS else ""
         return ", ".join(names[:SHOWN_COLUMNS]) + more
 
@@ -284,9 +356,7 @@ class ResultFile:
 def read_result(path: str | Path) -> ResultFile:
     """Read a table's file in the format of its ending, with its sidecar.
 
-    The sidecar says what each column holds; without one it is inferred. A column of numbers is
-    float64 (an empty cell NaN) or, if all are integers, int64 (an object array with None for an
-    empty cell); every other column is text.
+    The sidecar says what each column holds; without one it is inferred, see `formats.read_table`.
 
     Raises:
         VitseeError: a folder, not in the format of its ending, no rows, rows of different lengths,
@@ -294,34 +364,21 @@ def read_result(path: str | Path) -> ResultFile:
         OSError: it cannot be opened.
     """
     path = Path(path)
-    sidecar = _sidecar(path)
-    result = _read(path, sidecar, sidecar.get("columns", {}))
-    now = {"sha256": hashlib.sha256(read_file(path)).hexdigest(), "digest": digest_of(sidecar)}
-    return replace(result, changed=any(sidecar.get(name, now[name]) != now[name] for name in now))
-
-
-def _read(path: Path, sidecar: dict[str, Any], kinds: Mapping[str, Any]) -> ResultFile:
     if path.is_dir():
         raise VitseeError(f"{path} is a folder; {WRITTEN}")
-    header, body = read_rows(path)
-    if not body:
-        raise VitseeError(f"{path} has no rows; {WRITTEN}")
-    for number, line in enumerate(body, 1):
-        if len(line) != len(header):
-            raise VitseeError(
-                f"{path}, row {number} has {len(line)} cells, its header {len(header)}; {WRITTEN}"
-            )
-    columns = {
-        name: _typed(path, name, [line[i] for line in body], str(kinds.get(name, "")))
-        for i, name in enumerate(header)
-    }
+    sidecar, data = _sidecar(path), read_file(path)
+    sha256 = hashlib.sha256(data).hexdigest()
+    as_written = sidecar.get("sha256") == sha256
+    frame = read_table(path, data, sidecar.get("columns", {}), as_written=as_written)
     typed = map(str, sidecar.get("command", ())[1:])
     command = next((word for word in typed if not word.startswith("-")), "")  # vitsee -q knn ...
-    return ResultFile(path, Table(columns, sidecar.get("notes", {})), command, sidecar)
+    now = {"sha256": sha256, "digest": digest_of(sidecar)}
+    changed = any(sidecar.get(name, now[name]) != now[name] for name in now)
+    return ResultFile(path, Table(frame, sidecar.get("notes", {})), command, sidecar, changed)
 
 
-def read_replicates(file: ResultFile) -> NDArray[np.float64]:
-    """(rows, blocks) the replicates of a result, from the file beside it. Raises VitseeError: there
+def read_replicates(file: ResultFile) -> Table:
+    """The table of a result with its replicates, from the file beside it. Raises VitseeError: there
     is none, or it belongs to another table."""
     path = replicates.beside(file.path)
     if not path.exists():
@@ -329,62 +386,30 @@ def read_replicates(file: ResultFile) -> NDArray[np.float64]:
             f"{file.path} has no replicates beside it ({path.name}); run its command again with "
             "--replicates, where it has that option"
         )
-    other = _read(path, {}, file.sidecar.get("columns", {})).table
+    other = read_table(path, read_file(path), file.sidecar.get("columns", {}))
     names = [name for name in other.columns if name.startswith(replicates.PREFIX)]
-    same = [n for n in file.table.columns if n in other.columns and n not in names]
-    if not names or len(other) != len(file.table) or "value" not in same:
+    frame = file.table.frame
+    same = [n for n in frame.columns if n in other.columns and n not in names]
+    if not names or len(other) != len(frame) or "value" not in same:
         raise VitseeError(f"{path} holds no replicates of the rows of {file.path}")
     for name in same:
-        ours, theirs = file.table[name].tolist(), other[name].tolist()
-        for row, (a, b) in enumerate(zip(ours, theirs, strict=True), 1):
-            if a != b and (a == a or b == b):
-                raise VitseeError(
-                    f"{path} belongs to another table than {file.path}: row {row} has {name} {b} "
-                    f"in place of {a}; run the command again with --replicates --force"
-                )
-    return np.stack([other[name].astype(np.float64) for name in names], 1)
-
-
-def _typed(path: Path, name: str, cells: list[str], holds: str) -> NDArray[Any]:
-    unsaid = holds in ("", "empty")
-    text = holds == "text" or (unsaid and name in TEXT)
-    numbers = holds in ("number", "integer") or (unsaid and name in NUMBERS)
-    if text:
-        return np.array(cells, object)
-    if holds == "empty" and not numbers and not any(cells):
-        return np.full(len(cells), None, object)
-    if not any(cells):
-        return np.full(len(cells), np.nan) if numbers else np.array(cells)
-    for kind in (int, float):
-        try:
-            values = [kind(cell) if cell else None for cell in cells]
-            if kind is int:  # of 64 bits
-                np.array([v for v in values if v is not None], np.int64)
-        except (ValueError, OverflowError):
-            continue
-        if kind is float:
-            return np.array([np.nan if v is None else v for v in values], np.float64)
-        return np.array(values, object if None in values else np.int64)
-    if numbers:
-        raise VitseeError(
-            f"{path}: column {name} has the text {_first_text(cells)!r}; expected numbers"
-        )
-    return np.array(cells, object)
-
-
-def _first_text(cells: list[str]) -> str:
-    for cell in filter(None, cells):
-        try:
-            float(cell)
-        except ValueError:
-            return cell
-    return ""
+        differ = frame[name].cast(other[name].dtype).ne_missing(other[name])
+        if differ.any():
+            row = int(differ.arg_max() or 0)
+            raise VitseeError(
+                f"{path} belongs to another table than {file.path}: row {row + 1} has {name} "
+                f"{other[name][row]} in place of {frame[name][row]}; run the command again with "
+                "--replicates --force"
+            )
+    each = other.select(pl.concat_list(pl.col(names).cast(pl.Float64)).alias(REPLICATES))
+    return file.table.with_frame(pl.concat([frame, each], how="horizontal"))
 
 
 # Keys of a sidecar that are read back.
 _SHAPES: dict[str, type] = {
     **{"command": list, "stores": list, "results": list, "parameters": dict, "columns": dict},
     **{"notes": dict, "figure": dict, "sha256": str, "digest": str, "created": str},
+    "package": dict,
 }
 
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
+import polars as pl
 
-from vitsee_core.tables.columns import is_given
 from vitsee_core.tables.results import ResultFile, Table
 
 SIDES = ("", "_a", "_b")
@@ -39,29 +37,22 @@ def tell_apart(files: Sequence[ResultFile]) -> list[ResultFile]:
 
 def _models(table: Table) -> list[tuple[str, Model]]:
     """(label, model) of every row that names its weights, once each."""
-    models: dict[tuple[str, Model], None] = {}
-    for side in SIDES:
-        models |= dict.fromkeys(pair for pair in _pairs(table, side).values() if pair[1][1])
-    return [*models]
+    found = (pair for side in SIDES for pair in _pairs(table.frame, side) if pair[1][1])
+    return list(dict.fromkeys(found))
 
 
-def _pairs(table: Table, side: str) -> dict[tuple[Any, ...], tuple[str, Model]]:
-    """Cells of label, model and weights -> (label, model), for each such row once."""
-    cells = _cells(table, side)
-    if not cells:
-        return {}
-    pairs = {}
-    for row in dict.fromkeys(zip(*cells, strict=True)):
-        label, model, weights = (str(cell) if is_given(cell) else "" for cell in row)
-        pairs[row] = (label, (model, weights))
-    return pairs
-
-
-def _cells(table: Table, side: str) -> list[list[Any]]:
-    columns = [table.columns.get(f"{name}{side}") for name in ("store", "model", "weights")]
-    if columns[0] is None or columns[2] is None:
+def _pairs(rows: pl.DataFrame, side: str) -> list[tuple[str, Model]]:
+    """(label, model) of the rows' stores, once each."""
+    if not {f"store{side}", f"weights{side}"} <= {*rows.columns}:
         return []
-    return [[""] * len(table) if of is None else of.tolist() for of in columns]
+    cells = rows.select(_cell(rows, name, side) for name in ("store", "model", "weights"))
+    return [(label, (model, weights)) for label, model, weights in cells.unique().rows()]
+
+
+def _cell(rows: pl.DataFrame, name: str, side: str) -> pl.Expr:
+    name = f"{name}{side}"
+    cell = pl.col(name).cast(pl.String).fill_null("") if name in rows.columns else pl.lit("")
+    return cell.alias(name)
 
 
 def _told(model: Model, others: set[Model]) -> str:
@@ -71,19 +62,23 @@ def _told(model: Model, others: set[Model]) -> str:
 
 
 def _renamed(table: Table, names: dict[tuple[str, Model], str]) -> Table:
-    columns = dict(table.columns)
-    told: dict[str, str] = {}
+    rows, told = table.frame, {}
     for side in SIDES:
-        pairs = _pairs(table, side)
-        if any(pair in names for pair in pairs.values()):
-            new = {row: names.get(pair, pair[0]) for row, pair in pairs.items()}
-            labels = [new[row] for row in zip(*_cells(table, side), strict=True)]
-            columns[f"store{side}"] = np.array(labels, object)
-            told |= {pair[0]: names[pair] for pair in pairs.values() if pair in names}
+        for pair in _pairs(rows, side):
+            if pair in names:
+                label, model = pair
+                told[label] = names[pair]
+                cells = (_cell(rows, name, side) for name in ("store", "model", "weights"))
+                own = [cell == text for cell, text in zip(cells, (label, *model), strict=True)]
+                renamed = pl.when(*own).then(pl.lit(names[pair]))
+                kept = pl.col(f"store{side}").cast(pl.String)
+                rows = rows.with_columns(renamed.otherwise(kept).alias(f"store{side}"))
+    if not told:
+        return table
     notes = {
         key: {told.get(name, name): of for name, of in note.items()}
         if isinstance(note, dict)
         else note
         for key, note in table.notes.items()
     }
-    return Table(columns, notes, table.replicates) if told else table
+    return Table(rows, notes)

@@ -12,15 +12,16 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from numpy.typing import NDArray
-
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.machine import memory_bytes
+from vitsee_core.runtime.registry import Guest, guests
 from vitsee_core.runtime.versions import result_versions, worker_versions
-from vitsee_core.tables.formats import Columns, plain_json
+from vitsee_core.tables.formats import plain_json
 from vitsee_stores.weights_names import weights_name
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from vitsee_stores import Store
 
 PYTHON = "python"  # the key of a call in Python
@@ -29,12 +30,12 @@ OF_EXECUTION = ("images", "seed", "jobs", "memory", "device")
 
 
 def sidecar_bytes(
-    columns: Columns, notes: Mapping[str, Any], given: Mapping[str, Any], written: bytes
+    frame: pl.DataFrame, notes: Mapping[str, Any], given: Mapping[str, Any], written: bytes
 ) -> bytes:
     """The sidecar of a table whose file is `written`. given: see `describe_run`."""
     own = {
-        "rows": len(next(iter(columns.values()), ())),
-        "columns": {name: kind_of(values) for name, values in columns.items()},
+        "rows": len(frame),
+        "columns": {column.name: kind_of(column) for column in frame.get_columns()},
         "sha256": hashlib.sha256(written).hexdigest(),
         "notes": notes,
     }
@@ -43,11 +44,16 @@ def sidecar_bytes(
 
 
 def describe_run(
-    stores: Iterable[Store], *, command: Sequence[str], parameters: Mapping[str, Any]
+    stores: Iterable[Store],
+    *,
+    command: Sequence[str],
+    parameters: Mapping[str, Any],
+    guest: Guest | None = None,
 ) -> dict[str, Any]:
     """How a result was made, for its sidecar: command line, parameters after defaults (including
-    seeds), stores by identity, versions, time."""
+    seeds), stores by identity, versions, time; the package of a guest's analysis."""
     return {
+        **(guest.about() if guest is not None else {}),
         "command": list(command),
         "parameters": {name: _plain(value) for name, value in parameters.items()},
         "stores": [
@@ -84,6 +90,8 @@ def describe_work(
         leave_out: a folder that is not among the files.
     """
     plain = {name: _plain(value) for name, value in parameters.items()}
+    guest = guests().get(command.replace("-", "_"))
+    modules = (guest.module,) if guest is not None else ()
     return {
         "command": [command, plain],
         "files": {name: _files(Path(name), leave_out) for name in _texts(plain) if name},
@@ -96,7 +104,7 @@ def describe_work(
             ]
             for store in stores
         ],
-        "versions": dict(worker_versions()),
+        "versions": dict(worker_versions(modules)),
         "memory": memory_bytes(),
     }
 
@@ -154,7 +162,8 @@ def describe_call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
             parameters[key] = value
     places = ", ".join(repr(str(store.place)) for store in stores)
     command = ["vitsee", name.replace("_", "-")]
-    made = describe_run(stores, command=command, parameters=parameters)
+    guest = guests().get(name)
+    made = describe_run(stores, command=command, parameters=parameters, guest=guest)
     return {PYTHON: f"vitsee.{name}({places}, ...)", **made}
 
 
@@ -174,13 +183,10 @@ def digest_of(sidecar: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(sealed, sort_keys=True).encode()).hexdigest()
 
 
-def kind_of(values: NDArray[Any]) -> str:
+def kind_of(column: pl.Series) -> str:
     """The type of a column: "text", "integer" or "number" (empty cells allowed), or "empty"."""
-    if values.dtype.kind not in "OU":
-        return {"f": "number", "i": "integer", "u": "integer"}.get(values.dtype.kind, "text")
-    present = [value for value in values.tolist() if value is not None]
-    if not present:
-        return "empty"
-    if not all(type(value) in (int, float) for value in present):
-        return "text"
-    return "integer" if all(type(value) is int for value in present) else "number"
+    if column.dtype.is_integer():
+        return "integer"
+    if column.dtype.is_float():
+        return "number"
+    return "empty" if column.null_count() == len(column) else "text"

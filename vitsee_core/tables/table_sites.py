@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
+import polars as pl
 
 from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.tables.results import Table
@@ -28,25 +28,40 @@ def rows_of_sites(table: Table, patterns: Sequence[str]) -> Table:
         SiteError: a pattern without a match.
         VitseeError: the table has no sites.
     """
-    sides = [side for side in ("", "_a", "_b") if f"site{side}" in table.columns]
+    rows = table.frame
+    sides = [side for side in ("", "_a", "_b") if f"site{side}" in rows.columns]
     if not sides:
         raise VitseeError("this table has no column of sites: leave --sites out")
     stores: dict[str, dict[str, _Row]] = {}
     for side in sides:
-        names = (f"{name}{side}" for name in ("store", "site", "block", "depth", "rel_depth"))
-        columns = [table.cells(name) for name in names]
-        for store, site, block, depth, rel_depth in zip(*columns, strict=True):
+        for store, site, block, depth, rel_depth in _sites(rows, side).rows():
             if site:
-                row = _Row(site, str(block or ""), depth, rel_depth)
-                stores.setdefault(str(store or ""), {}).setdefault(site, row)
-    known = [_Sites(label, _placed([*rows.values()])) for label, rows in stores.items()]
+                row = _Row(site, block or "", depth, rel_depth)
+                stores.setdefault(store or "", {}).setdefault(site, row)
+    known = [_Sites(label, _placed([*own.values()])) for label, own in stores.items()]
     chosen = select_each(cast("list[Store]", known), patterns, _select)
-    kept = {(store.label, site.name) for store, sites in chosen.members for site in sites}
-    keep = np.ones(len(table), bool)
+    kept: dict[str, list[str]] = {}
+    for store, sites in chosen.members:
+        kept[store.label] = [site.name for site in sites]
     for side in sides:
-        pairs = zip(table.cells(f"store{side}"), table.cells(f"site{side}"), strict=True)
-        keep &= np.array([not site or (str(s or ""), site) in kept for s, site in pairs], bool)
-    return table.take(keep)
+        site, rules = pl.col(f"site{side}"), [pl.col(f"site{side}").is_null()]
+        for label, names in kept.items():
+            named = f"store{side}" in rows.columns
+            of_store = pl.col(f"store{side}") == label if named else pl.lit(True)
+            rules.append(of_store & site.is_in(names))
+        rows = rows.filter(pl.any_horizontal(rules))
+    return table.with_frame(rows)
+
+
+def _sites(rows: pl.DataFrame, side: str) -> pl.DataFrame:
+    """store, site, block, depth and rel_depth of the rows on one side, once each; null where there
+    is no such column."""
+    names = ("store", "site", "block", "depth", "rel_depth")
+    cells = (
+        (pl.col(f"{name}{side}") if f"{name}{side}" in rows.columns else pl.lit(None)).alias(name)
+        for name in names
+    )
+    return rows.select(cells).unique(maintain_order=True)
 
 
 @dataclass(frozen=True)

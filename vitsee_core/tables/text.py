@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import re
 
+# Patterns in the grammar that Python's and polars' regular expressions share.
 # What steers terminals and reorders lines: C0 and C1 controls, DEL, bidirectional marks, line
-# and paragraph separators; and surrogates, which no encoding can write.
-_STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# and paragraph separators.
+STEERING = r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]"
+# Spreadsheets take such a beginning for a formula; quotes before it are ours.
+FORMULA = r"^'*[=+\-@]"
+QUOTED = r"^'('*[=+\-@])"
+_STEERING = re.compile(STEERING[:-1] + "\ud800-\udfff]")  # and surrogates, which no encoding writes
 _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 _DOLLAR = re.compile(r"(?<!\\)\$")
-# Spreadsheets take such a beginning for a formula; quotes before it are ours.
-_FORMULA = re.compile(r"'*[=+\-@]")
-_QUOTED = re.compile(r"''*[=+\-@]")
 
 
 def visible(text: str, keep: str = "") -> str:
@@ -48,15 +50,10 @@ def shorten(text: str, limit: int) -> str:
 
 def spreadsheet_cell(text: str) -> str:
     """`text` as a cell of a CSV: control characters written out, and a single quote before text
-    that begins with =, +, - or @ (perhaps behind quotes) unless it is a number. `from_cell` removes
-    the quote."""
+    that begins with =, +, - or @ (perhaps behind quotes) unless it is a number. reading
+    removes the quote."""
     text = visible(text)
-    return f"'{text}" if _FORMULA.match(text) and not _is_number(text) else text
-
-
-def from_cell(cell: str) -> str:
-    """The text that `spreadsheet_cell` wrote, control characters still written out."""
-    return cell[1:] if _QUOTED.match(cell) else cell
+    return f"'{text}" if re.match(FORMULA, text) and not _is_number(text) else text
 
 
 def _is_number(text: str) -> bool:

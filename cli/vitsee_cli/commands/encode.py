@@ -14,7 +14,7 @@ from vitsee_cli.sections import STORES
 from vitsee_cli.values import FiniteRange, StorePath, WholeNumber, parse_path, parse_store
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.tables.files import check_new_files
-from vitsee_core.tables.formats import table_ending
+from vitsee_core.tables.formats import TABLE_ENDINGS, ending_of
 from vitsee_stores.url import Place
 
 QUESTION = STORES
@@ -111,7 +111,7 @@ def command(
     from vitsee_core.dictionaries.files import Overrides, for_sites
 
     if table is not None:
-        table_ending(table)
+        ending_of(table, TABLE_ENDINGS, "the table")
         check_new_files([table], force=force)
     (opened,) = options.open_stores((store,))
     chosen = for_sites(opened, files, sites, Overrides(**overrides))

@@ -60,6 +60,7 @@ IMAGES = 12
 )
 @recompute_options
 @click.option("--title", metavar="TEXT", help="Of the page.  [default: the stores' names]")
+@click.option("--note", metavar="TEXT", default="", help="A line below the title.  [default: none]")
 @options.seed_option
 @options.force_option
 @options.allow_partial_option

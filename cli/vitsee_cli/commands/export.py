@@ -15,7 +15,7 @@ from vitsee_core.features.exporting import DTYPES, ENDINGS, export, samples_tabl
 from vitsee_core.features.saev_shards import export_saev
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.tables.files import check_new_files
-from vitsee_core.tables.formats import ending_of, table_ending
+from vitsee_core.tables.formats import TABLE_ENDINGS, ending_of
 from vitsee_stores.errors import VitseeError
 
 QUESTION = STORES
@@ -93,7 +93,7 @@ def command(
     elif dtype == "float16":
         raise VitseeError("--dtype float16 with --format saev; its shards are float32")
     if samples is not None:
-        table_ending(samples)
+        ending_of(samples, TABLE_ENDINGS, "the table")
         check_new_files([samples, *([output] if kind == "file" else [])], force=force)
     (opened,) = options.open_stores((store,), allow_partial=allow_partial)
     execution = Execution(progress=console.Reporter("export"), **frame)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vitsee_cli import options
+from vitsee_cli import console, options
 from vitsee_cli.analysis import run_analysis
 from vitsee_cli.declared import Listed
 from vitsee_cli.sections import RESULTS
@@ -59,4 +59,5 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
     """
     from vitsee_core.findings import verdicts
 
-    run_analysis(verdicts.run, None, stores, outputs, **parameters)
+    with console.each_line_once():  # several findings are of one table
+        run_analysis(verdicts.run, None, stores, outputs, **parameters)

@@ -71,6 +71,6 @@ def command(pattern: str, outputs: Outputs, as_json: bool, **parameters: Any) ->
 
         progress = console.Reporter("models")
         table = catalogue.run(pattern, **parameters, progress=progress)
-        console.out(table_bytes(table.columns, ".json").decode().rstrip())
+        console.out(table_bytes(table.written, ".json").decode().rstrip())
         return
     run_analysis(*(catalogue.run, None, (), outputs), pattern=pattern, **parameters)

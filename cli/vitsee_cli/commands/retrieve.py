@@ -74,6 +74,13 @@ def _stores_argument(command: Any) -> Any:
     help="Mean precision among the K nearest. Repeatable.",
 )
 @click.option(
+    "--metric",
+    "metrics",
+    metavar="NAME",
+    cls=Listed,
+    help="Some of the metrics, e.g. map_medium or mp@10. Repeatable.  [default: all]",
+)
+@click.option(
     "--baseline",
     "baselines",
     type=click.Choice(["random"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pkgutil
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,23 @@ import click
 from vitsee_cli import options
 from vitsee_cli.declared import Listed, a_number, model_names, one_of
 from vitsee_cli.sections import STORES
-from vitsee_cli.studies import dry_run_option, named, run_recipe, run_study
+from vitsee_cli.studies import (
+    dry_run_option,
+    named,
+    run_checkpoints,
+    run_recipe,
+    run_study,
+)
 from vitsee_cli.study_settings import file_option, settings
 from vitsee_cli.values import parse_folder, parse_size, parse_words
-from vitsee_core import analyses as room
+from vitsee_core.runtime.registry import names
 
 QUESTION = STORES
 
 
 def analysis_names() -> list[str]:
     """Names that --analyses and --skip accept; no analysis is imported."""
-    names = [module.name.replace("_", "-") for module in pkgutil.iter_modules(room.__path__)]
-    return [*names, "explore"]
+    return [*(name.replace("_", "-") for name in names()), "explore"]
 
 
 def models_and_recipes() -> list[str]:
@@ -111,6 +115,19 @@ def models_and_recipes() -> list[str]:
     "extract.precision=bf16. Repeatable.  [default: as a study chooses]",
 )
 @click.option(
+    "--checkpoints",
+    metavar="GLOB",
+    help="Of one model: its weights over a training, in quotes, as 'run/step_*.pt'; each is a step "
+    "of every table. The step is read from the name, else from the file.  [default: none]",
+)
+@click.option(
+    "--keep",
+    type=click.Choice(("tables", "stores")),
+    default="tables",
+    show_default=True,
+    help="With --checkpoints: remove each store once its results are there, or keep all.",
+)
+@click.option(
     "--control",
     is_flag=True,
     help="Add an untrained twin of each model, NAME-untrained.  [default: none]",
@@ -144,6 +161,8 @@ def command(
     analyses: tuple[str, ...],
     skip: tuple[str, ...],
     given: tuple[str, ...],
+    checkpoints: str | None,
+    keep: str,
     control: bool,
     thorough: bool,
     memory: int | None,
@@ -167,15 +186,17 @@ def command(
       $ vitsee study --file study.toml -o out --set cka.batch=512
       $ vitsee study raghu2021 --data datasets -o raghu
       $ vitsee study walmer2023 --quick -o walmer
+      $ vitsee study vit=vit_small_patch16_224 --checkpoints 'run/step_*.pt' --data photos -o out
 
     RECIPE is dosovitskiy2021, raghu2021 or walmer2023, the figures of a paper in its order,
     registers or heads, interventions with their controls,
     miniatures, or a file.toml of your own. Figures whose images are not there are left out with the
     reason.
     Options of a model stand behind its name: those of extract that decide weights and input.
-    FOLDER gets stores/NAME.zarr, results/COMMAND[-VARIANT].csv and .png, report.html, explore.html
-    and study.json, which says of each step what it was made from and how it ended. A file there
-    that this study did not write is refused, never replaced.
+    FOLDER gets stores/NAME.zarr, results/COMMAND[-VARIANT].csv (.parquet for the large tables of
+    pixels, patches and histograms) and .png, report.html, explore.html and study.json, which says
+    of each step what it was made from and how it ended. A file there that this study did not write
+    is refused, never replaced.
     """
     from vitsee_core.study.planning import known_analyses
     from vitsee_core.study.recipe_file import bundled_recipes, is_recipe, read_recipe
@@ -211,6 +232,17 @@ def command(
         raise click.UsageError("--data DATA is missing: the images to run the models over")
     if train_images is not None and train is None:
         raise click.UsageError("--train-images says how many images of --train: give that too")
+    if checkpoints is not None:
+        for name in ("skip", "given", "control", "thorough", "memory"):
+            if _is_given(ctx, name):
+                option = "--set" if name == "given" else f"--{name}"
+                raise click.UsageError(f"{option} and --checkpoints exclude each other")
+        run_checkpoints(ctx, named(models), checkpoints, data=data, train=train, output=output,
+                        images=images, train_images=train_images, analyses=analyses, keep=keep,
+                        seed=seed, device=device, dry_run=dry_run)  # fmt: skip
+        return
+    if _is_given(ctx, "keep"):
+        raise click.UsageError("--keep is of --checkpoints GLOB: give that too")
     chosen = with_controls(named(models), seed) if control else named(models)
     asked = study(models=chosen, data=data, train=train, images=images, train_images=train_images,
                   thorough=thorough)  # fmt: skip
@@ -223,7 +255,7 @@ def _is_given(ctx: click.Context, name: str) -> bool:
 
 def _check_options(ctx: click.Context, recipe: str, quick: bool) -> None:
     """Refuse options that a recipe decides. Raises click.UsageError: one is given, or no data."""
-    for name in ("train", "train_images", "control", "thorough"):
+    for name in ("train", "train_images", "checkpoints", "control", "thorough"):
         if _is_given(ctx, name):
             option = f"--{name.replace('_', '-')}"
             raise click.UsageError(f"{recipe} says itself what {option} would; leave that out")

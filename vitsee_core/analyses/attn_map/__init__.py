@@ -210,7 +210,7 @@ def _together(tables: dict[str, Table], notes: dict[str, Any]) -> Table:
     }
     if any(differing.values()):
         notes = notes | {"stores": differing}
-    return Table.concat(list(tables.values()), same | notes)
+    return Table.concat(list(tables.values()), notes=same | notes)
 
 
 def _of_store(
@@ -229,7 +229,8 @@ def _of_store(
         summary, block = _rollout(store, chosen, residual, origin, execution)
         metric = "rollout" if residual else "rollout_no_residual"
         notes["interval"] = INTERVAL_METHOD
-        return Table(_rollout_columns(store, block, summary, metric), notes)
+        rows = _rollout_columns(store, block, summary, metric)
+        return Table.concat([rows], ROLLOUT_COLUMNS, notes)
     picked = check_heads(store, blocks, heads)
     if kind == "sink":
         notes |= {"interval": INTERVAL_METHOD, "sink_share_interval": SHARES}
@@ -243,8 +244,8 @@ def _of_store(
         check_class_token(store, blocks, "take --kind mean-spatial")
     maps = _means(store, blocks, picked, kind, coverage, chosen, execution)
     metric = kind.replace("-", "_") + ("_coverage" if coverage else "")
-    columns = [map_columns(store, *entry, metric) for entry in maps]
-    return Table({name: np.concatenate([c[name] for c in columns]) for name in MAP_COLUMNS}, notes)
+    blocks_of_rows = [map_columns(store, *entry, metric) for entry in maps]
+    return Table.concat(blocks_of_rows, MAP_COLUMNS, notes)
 
 
 def _means(
@@ -285,7 +286,7 @@ def _rollout(
 
 def _rollout_columns(
     store: Store, block: StoredAttention, summary: Summary, metric: str
-) -> dict[str, NDArray[Any]]:
+) -> dict[str, Any]:
     assert block.layout.grid is not None
     layout = block.layout
     maps = {name: spatial(getattr(summary, name), layout)[None] for name in ("mean", *SPREAD[1:4])}
@@ -293,8 +294,7 @@ def _rollout_columns(
     one = np.zeros(1, np.int64)
     columns = map_columns(store, block, one, maps["mean"], one, metric)
     columns |= {name: maps[name].ravel() for name in SPREAD[1:4]}
-    columns |= {"head": np.full(len(counts), None, object), "n_images": counts}
-    return {name: columns[name] for name in ROLLOUT_COLUMNS}
+    return columns | {"head": None, "n_images": counts}
 
 
 def _numbers(
@@ -333,18 +333,18 @@ def plot(table: Table, scale: str = "shared", coverage: bool = True) -> Figure:
         coverage: draw `aligned` corrected for coverage, whatever the table has: otherwise uniform
             attention shows a bright centre, the number of pairs of patches at each offset.
     """
-    if "image" in table.columns:
-        one = len(table.unique("store")) == 1
-        return draw_images(table, scale) if one else draw_models_of_images(table, scale)
-    if "token" in table.columns:
-        return draw_sinks(table)
-    if "row" not in table.columns:
-        return draw_numbers(table)
+    columns, several = table.frame.columns, table.frame["store"].n_unique() > 1
+    if "image" in columns:
+        return draw_models_of_images(table, scale) if several else draw_images(table, scale)
+    if "token" in columns:
+        return draw_sinks(table.frame)
+    if "row" not in columns:
+        return draw_numbers(table.frame)
     metric = str(table["metric"][0])
     convert = None
     if metric == "aligned" and coverage:
         metric, convert = "aligned_coverage", per_query
     unit = "attention" if metric == "aligned_coverage" else "share of attention"
     midlines = metric.startswith("aligned")
-    draw = draw_models if len(table.unique("store")) > 1 else draw_grid
+    draw = draw_models if several else draw_grid
     return draw(table, TITLES[metric], scale, unit, midlines=midlines, convert=convert)

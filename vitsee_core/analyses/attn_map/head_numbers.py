@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.figures.head_tiles import NOT_FROM_ZERO, colour_range
 from vitsee_core.figures.panels import colour_bar, handles_of, legend_below, note_count, panels
@@ -16,14 +17,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitsee_core.tables.results import Table
 
-
-def draw_numbers(table: Table) -> Figure:
+def draw_numbers(every_row: pl.DataFrame) -> Figure:
     """One line of panels per store. Left: every head with its 95 % interval against depth, the
     layers' means as a line. Right: the same by layer and head. Both start at 0, or at the least
     value where all are nearly equal. Call it inside a function decorated with `styled`."""
-    stores = [rows for _, rows in table.groups("store")]
+    stores = every_row.partition_by("store", maintain_order=True)
     figure, every = panels(2 * len(stores), most=2, width=18, widest=28, height=16)
     for left, right, rows in zip(every[::2], every[1::2], stores, strict=True):
         _draw_store(left, right, rows)
@@ -31,27 +30,27 @@ def draw_numbers(table: Table) -> Figure:
     return figure
 
 
-def _draw_store(left: Axes, right: Axes, table: Table) -> None:
-    metric = str(table["metric"][0])
-    depths = np.unique(table["depth"])
-    error = np.abs(np.stack([table["value"] - table["low"], table["high"] - table["value"]]))
+def _draw_store(left: Axes, right: Axes, rows: pl.DataFrame) -> None:
+    metric = rows["metric"][0]
+    depths = rows["depth"].unique().sort().to_numpy()
+    y = rows["value"].to_numpy()
+    error = np.abs(np.stack([y - rows["low"].to_numpy(), rows["high"].to_numpy() - y]))
     look: dict[str, Any] = {
         "color": colour(0),
         "elinewidth": 0.8,
         "alpha": 0.7,
         "label": "head, 95 % interval",
     }
-    x, y = beside_each_other(table), table["value"]
-    left.errorbar(x, y, yerr=np.nan_to_num(error), fmt="o", **look)
-    draw_layer_means(left, table)
+    left.errorbar(beside_each_other(rows), y, yerr=np.nan_to_num(error), fmt="o", **look)
+    draw_layer_means(left, rows)
     integer_ticks(left, depths)
     left.set_xlabel("block")
     left.set_ylabel(metric_words(metric))
-    left.set_title(shorten(str(table["store"][0]), 24))
-    note_count(left, table)
-    n_heads = int(table["head"].max()) + 1
+    left.set_title(shorten(rows["store"][0], 24))
+    note_count(left, rows)
+    n_heads = rows["head"].to_numpy().max() + 1
     values = np.full((len(depths), n_heads), np.nan)
-    values[np.searchsorted(depths, table["depth"]), table["head"]] = table["value"]
+    values[np.searchsorted(depths, rows["depth"]), rows["head"]] = y
     lowest, highest = colour_range(values)
     if lowest == 0:
         left.set_ylim(bottom=0)
@@ -63,24 +62,24 @@ def _draw_store(left: Axes, right: Axes, table: Table) -> None:
     right.set_xticks(range(0, n_heads, -(-n_heads // most)))
     right.set_xlabel("head")
     right.set_ylabel("block")
-    note_count(right, table)
+    note_count(right, rows)
     unit = metric_words(metric)
     colour_bar(right, image, f"{unit} ({NOT_FROM_ZERO})" if lowest > 0 else unit)
 
 
-def beside_each_other(rows: Table) -> Any:
+def beside_each_other(rows: pl.DataFrame) -> pl.Series:
     """The x of every head: side by side within the block."""
-    n = int(rows["head"].max()) + 1
-    return rows["depth"] + (rows["head"] - (n - 1) / 2) * 0.6 / max(n, 1)
+    n = rows["head"].to_numpy().max(initial=0) + 1
+    return rows["depth"] + (rows["head"] - (n - 1) / 2) * 0.6 / n
 
 
-def layer_means(rows: Table, depths: Any, empty: float = np.nan) -> Any:
-    """(depths,) the mean value of each layer's heads, `empty` where none has one."""
-    values = rows["value"].astype(float)
-    known = [values[(rows["depth"] == depth) & ~np.isnan(values)] for depth in depths]
-    return np.array([own.mean() if len(own) else empty for own in known])
+def layer_means(rows: pl.DataFrame, depths: Any) -> pl.Series:
+    """(depths,) the mean value of each layer's heads, null where none has one."""
+    means = rows.group_by("depth").agg(pl.col("value").mean())
+    every = pl.DataFrame({"depth": depths})
+    return every.join(means, on="depth", how="left", maintain_order="left")["value"]
 
 
-def draw_layer_means(axes: Axes, rows: Table) -> None:
-    depths = np.unique(rows["depth"])
+def draw_layer_means(axes: Axes, rows: pl.DataFrame) -> None:
+    depths = rows["depth"].unique().sort()
     axes.plot(depths, layer_means(rows, depths), color=ink(), label="layer mean")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured, number, picked
 from vitsee_core.tables.results import Table
@@ -24,22 +25,22 @@ def headline(table: Table) -> list[Answer]:
     for metric, unit in of_heads.items():
         for store, rows in by_store(table, metric=metric, image=None, query=None):
             ends = dict.fromkeys((str(rows["site"][0]), str(rows["site"][-1])))
-            means = [float(picked(rows, site=site)["value"].mean()) for site in ends]
+            means = [picked(rows, site=site)["value"].to_numpy().mean() for site in ends]
             said = [f"{number(m)} at {site}" for m, site in zip(means, ends, strict=True)]
             found.append((store, f"{', '.join(said)} {unit}, mean over heads"))
     return found
 
 
-def _middle(rows: Table) -> str:
+def _middle(rows: pl.DataFrame) -> str:
     """The share of attention to patches that the middle half of rows and columns gets in the last
     block, mean over heads."""
     rows = picked(rows, site=str(rows["site"][-1]))
     inside = np.ones(len(rows), bool)
     for name in ("row", "col"):
-        cells = rows[name].astype(float)
+        cells = rows[name].to_numpy()
         size = cells.max() + 1
         inside &= (cells >= size / 4) & (cells + 1 <= size - size / 4)
-    values = rows["value"].astype(float)
+    values = rows["value"].to_numpy()
     share, even = values[inside].sum() / values.sum(), inside.mean()
     return (
         f"in {rows['site'][0]} the middle of the grid gets {number(float(share))} of the attention "

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from vitsee_core.figures.head_tiles import (
@@ -39,12 +41,12 @@ def draw_images(table: Table, scale: str) -> Figure:
     query (tiles; layers in rows and heads in columns where there are several layers, else the
     layer's heads wrapped). Of several stores see `draw_models_of_images`. Call it inside a function
     decorated with `styled`."""
-    store = table["store"][0]
+    store = table.frame["store"][0]
     lines = [
-        (picture_of(table, store, image), shorten(image, 26), own, _queries(own))
-        for image, own in table.groups("image")
+        (picture_of(table.notes, store, image), shorten(image, 26), own, _queries(own))
+        for (image,), own in table.frame.group_by("image", maintain_order=True)
     ]
-    rollouts = [m for m in ROLLOUTS if m in table.unique("metric")]
+    rollouts = [m for m in ROLLOUTS if m in table["metric"]]
     pictures = Grid(1 + len(rollouts), width=10, height=13, widest=13)
     grids = [g for *_, queries in lines for g in (pictures, *(tile_grid(q[1]) for q in queries))]
     figure, parts = stack(*grids)
@@ -53,8 +55,9 @@ def draw_images(table: Table, scale: str) -> Figure:
         every = pictures.axes(next(left))
         show_picture(every[0], picture, name)
         for axes, metric in zip(every[1:], rollouts, strict=True):
-            if metric in own.unique("metric"):
-                show_rollout(axes, own.where(metric=metric), picture, ROLLOUTS[metric])
+            rolled = own.filter(metric=metric)
+            if len(rolled):
+                show_rollout(axes, rolled, picture, ROLLOUTS[metric])
             else:
                 axes.set_axis_off()
         for token, tiles, numbered in queries:
@@ -71,14 +74,15 @@ def draw_images(table: Table, scale: str) -> Figure:
     return figure
 
 
-def _queries(own: Table) -> list[tuple[str, Tiles, list[int]]]:
+def _queries(own: pl.DataFrame) -> list[tuple[str, Tiles, list[int]]]:
     """(token, its tiles, the heads' numbers where one layer's heads are wrapped) of one image."""
-    heads = own.where(metric="attention")
-    if len(heads.unique("depth")) > 1:
-        return [(t, tiles, []) for t, maps in heads.groups("token") for tiles in tile_table(maps)]
+    heads = own.filter(metric="attention")
+    by_token = heads.partition_by("token", maintain_order=True, as_dict=True).items()
+    if heads["depth"].n_unique() > 1:
+        return [(token, tiles, []) for (token,), maps in by_token for tiles in tile_table(maps)]
     return [
-        (token, _wrapped(tile_table(maps)[0]), maps.unique("head"))
-        for token, maps in heads.groups("token")
+        (token, _wrapped(tile_table(maps)[0]), maps["head"].unique(maintain_order=True).to_list())
+        for (token,), maps in by_token
     ]
 
 
@@ -89,10 +93,10 @@ def _wrapped(tiles: Tiles) -> Tiles:
     return Tiles(placed, [""] * -(-len(placed) // n_columns), [""] * n_columns)
 
 
-def picture_of(table: Table, store: str, image: str) -> NDArray[np.uint8] | None:
+def picture_of(notes: Mapping[str, Any], store: str, image: str) -> NDArray[np.uint8] | None:
     """The image as a store's model saw it, from the notes; None where it could not be read."""
-    own = table.notes.get("stores", {}).get(store, {})
-    encoded = own.get("pictures", table.notes.get("pictures", {})).get(image)
+    own = notes.get("stores", {}).get(store, {})
+    encoded = own.get("pictures", notes.get("pictures", {})).get(image)
     return None if encoded is None else decode(encoded)
 
 
@@ -111,7 +115,9 @@ def show_picture(axes: Axes, picture: NDArray[np.uint8] | None, title: str) -> N
     axes.imshow(picture, origin="upper")
 
 
-def show_rollout(axes: Axes, rows: Table, picture: NDArray[np.uint8] | None, title: str) -> None:
+def show_rollout(
+    axes: Axes, rows: pl.DataFrame, picture: NDArray[np.uint8] | None, title: str
+) -> None:
     """The rollout over the grey picture, enlarged smoothly: its smallest value dark, its largest
     bright."""
     _plain(axes, title)

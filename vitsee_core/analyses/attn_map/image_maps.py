@@ -95,7 +95,7 @@ def map_images(
         store, rows, take, blocks=blocks, origin=origin, device=execution.device,
         progress=execution.progress,
     )  # fmt: skip
-    by_row: dict[int, list[dict[str, Array]]] = {}
+    by_row: dict[int, list[dict[str, Any]]] = {}
     for some in found:
         for i, row in enumerate(some.rows.tolist()):
             name = str(store.samples.id[row])
@@ -122,7 +122,7 @@ def map_images(
             for row, pixels in model_inputs(store, rows.tolist(), origin.data).items()
         },
     }
-    return Table({name: np.concatenate([p[name] for p in parts]) for name in COLUMNS}, notes)
+    return Table.concat(parts, COLUMNS, notes)
 
 
 def mean_rollout(
@@ -181,11 +181,11 @@ def _columns(
     heads: NDArray[np.int64] | None,
     values: Array,
     metric: str = "attention",
-) -> dict[str, Array]:
+) -> dict[str, Any]:
     """The rows of one block's maps of one token; `values`: (heads, keys), or (1, keys) of no
     head."""
     maps = spatial(values if heads is None else values[heads], block.layout)
     numbers = np.array([None] if heads is None else heads.tolist(), object)
     uncounted = np.zeros(len(maps), np.int64)
     columns = map_columns(store, block, numbers, maps.astype(np.float64), uncounted, metric)
-    return columns | {"image": np.full(maps.size, image), "token": np.full(maps.size, token)}
+    return columns | {"image": image, "token": token}

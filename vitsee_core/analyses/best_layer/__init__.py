@@ -30,15 +30,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+import polars as pl
 
 from vitsee_core.analyses.best_layer.best_layers import draw_best_layers
 from vitsee_core.analyses.best_layer.best_table import CONTROLS
 from vitsee_core.analyses.best_layer.layer_tasks import (
+    ABOUT_PATCHES,
     BEST,
     COLUMNS,
     OPTIONAL,
-    about_patches,
+    PENALTIES,
     known_metrics,
     tasks,
 )
@@ -46,9 +47,10 @@ from vitsee_core.analyses.best_layer.paired import COLUMNS as PAIRED
 from vitsee_core.analyses.best_layer.paired import METHOD, differences, with_replicates
 from vitsee_core.analyses.best_layer.paired_differences import draw_differences
 from vitsee_core.analyses.best_layer.redundancy import PAIRS, to_last
+from vitsee_core.figures.curve_looks import of_models
 from vitsee_core.figures.plotting import styled
 from vitsee_core.runtime.machine import counted
-from vitsee_core.tables.columns import is_given
+from vitsee_core.tables.columns import REPLICATES, is_given
 from vitsee_core.tables.headlines import Answer, picked
 from vitsee_core.tables.metrics import direction
 from vitsee_core.tables.results import ResultFile, Table, read_result
@@ -73,7 +75,7 @@ RESULT = ("store", "site", "depth", "metric", "value")
 TOKENS = ("store", "site", "token", "row")
 AMONG = ("layers", "models")
 PLACE = (
-    *("depth", "rel_depth", "head", "token", "row", "col", "l2"),
+    *("depth", "rel_depth", "head", "token", "row", "col", *PENALTIES),
     *("std", "low", "high", "n_images"),
 )
 RULE = (
@@ -156,7 +158,8 @@ def run(
     files = tell_apart(_opened(files))
     remarks = []
     found = tasks(files, metrics, best_token)
-    left = sum(int(about_patches(f.table).sum()) for f in files if f.has(TOKENS))
+    single = [f.table.frame.filter(ABOUT_PATCHES) for f in files if f.has(TOKENS)]
+    left = sum(map(len, single))
     if left and not best_token:
         remarks.append(
             f"left out: {counted(left, 'rows')} about single tokens, as their mean stands for the "
@@ -165,13 +168,13 @@ def run(
     if not metrics and (others := [m for m in known_metrics(files) if direction(m) == "none"]):
         remarks.append(f"left out, as neither side is better: {', '.join(others)}")
     rows = []
-    for task, table in found.items():
-        for store, of_store in table.groups("store"):
-            for baseline, part in of_store.groups("baseline"):
+    for task, scores in found.items():
+        for of_store in scores.partition_by("store", maintain_order=True):
+            for part in of_store.partition_by("baseline", maintain_order=True):
                 row = _best(task, part)
                 rows.append(row)
-                if not is_given(baseline):
-                    remarks += [f"{task}, {store}: {said}" for said in _remarks(row, part)]
+                if row["baseline"] is None:
+                    remarks += [f"{task}, {row['store']}: {said}" for said in _remarks(row, part)]
     for remark in remarks:
         log.info("%s", remark)
     names = [name for name in COLUMNS if name not in OPTIONAL or _filled(rows, name)]
@@ -209,15 +212,16 @@ def compare(
     scored = tell_apart(with_replicates([file for file in files if not file.has(PAIRS)]))
     notes = {str(file.path): file.table.notes for file in scored}
     rows = []
-    for task, table in tasks(scored, metrics).items():
-        table = table.take(np.array([not is_given(b) for b in table["baseline"].tolist()], bool))
-        stores = [(of, _best_place(of)) for _, of in table.groups("store")]
+    for task, scores in tasks(scored, metrics).items():
+        own = of_models(scores).partition_by("store", maintain_order=True)
+        stores = [(of, _best_place(of)) for of in own]
         for number, (of_store, best) in enumerate(stores):
             others, chosen_from = stores[number + 1 :], [of for of, _ in stores]
             if among == "layers":
                 chosen_from = [of_store]
-                sites, own = of_store.groups("site"), str(of_store["site"][best])
-                others = [(of, _best_place(of)) for name, of in sites if name != own]
+                rest = of_store.filter(pl.col("site").ne_missing(of_store["site"][best]))
+                sites = rest.partition_by("site", maintain_order=True)
+                others = [(of, _best_place(of)) for of in sites]
             rows += differences((of_store, best), others, chosen_from, task, notes)
     if not rows:
         one = among.removesuffix("s")
@@ -231,11 +235,11 @@ def _filled(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
     return any(is_given(row.get(name)) for row in rows)
 
 
-def _remarks(row: dict[str, Any], rows: Table) -> Iterator[str]:
-    missing = int((~np.isfinite(rows["value"].astype(float))).sum())
+def _remarks(row: dict[str, Any], rows: pl.DataFrame) -> Iterator[str]:
+    missing = len(rows) - len(picked(rows))
     if missing:
         yield f"{missing} of {len(rows)} rows have no value"
-    if is_given(row["ties"]):
+    if row["ties"]:
         yield f"{_place(row)} is the first of equal ones: {row['ties']}"
     if row["n_overlap"]:
         yield (
@@ -244,34 +248,30 @@ def _remarks(row: dict[str, Any], rows: Table) -> Iterator[str]:
         )
 
 
-def _order(rows: Table) -> NDArray[np.float64]:
-    """(rows,) larger is better; -inf without a value."""
-    values = rows["value"].astype(float)
+def _order(rows: pl.DataFrame) -> pl.Series:
+    """(rows,) larger is better; null without a finite value."""
     sign = -1 if direction(str(rows["metric"][0])) == "lower" else 1
-    return np.where(np.isfinite(values), sign * values, -np.inf)
+    value = pl.col("value")
+    return rows.select(pl.when(value.is_finite()).then(sign * value)).to_series()
 
 
-def _best_place(rows: Table) -> int:
-    """Index of the best row; the first of ties."""
-    return int(np.argmax(_order(rows)))
+def _best_place(rows: pl.DataFrame) -> int:
+    """Index of the best row; the first of ties, or of all if none has a value."""
+    return _order(rows).arg_max() or 0
 
 
-def _best(task: str, rows: Table) -> dict[str, Any]:
-    values, order = rows["value"].astype(float), _order(rows)
-    finite = np.isfinite(values)
-    place = int(np.argmax(order))
-    cells = {name: column.tolist() for name, column in rows.columns.items()}
-    row = {name: column[place] for name, column in cells.items()}
-    row |= {"task": task, "ties": None, "n_overlap": None}
-    row["n_layers"] = len({*rows["site"][finite].tolist()})
-    if not finite.any():
+def _best(task: str, rows: pl.DataFrame) -> dict[str, Any]:
+    best = rows.drop(REPLICATES, strict=False).row(_best_place(rows), named=True)
+    scores = picked(rows)
+    row = best | {"task": task, "ties": None, "n_overlap": None}
+    row["n_layers"] = scores["site"].n_unique()
+    if not len(scores):
         # What is left is who it is.
         return row | dict.fromkeys(PLACE) | {"site": "", "block": "", "value": np.nan}
-    equal = np.flatnonzero(finite & (values == values[place]))
+    equal = scores.filter(value=best["value"])
     if len(equal) > 1:
-        others = [{name: column[i] for name, column in cells.items()} for i in equal[1:]]
-        row["ties"] = "; ".join(dict.fromkeys(map(_place, others)))
-    row["n_overlap"] = _overlapping(rows, order, place)
+        row["ties"] = "; ".join(dict.fromkeys(map(_place, equal[1:].rows(named=True))))
+    row["n_overlap"] = _overlapping(scores, best)
     return row
 
 
@@ -283,19 +283,16 @@ def _place(row: Mapping[str, Any]) -> str:
     return " ".join([str(row["site"]), *named])
 
 
-def _overlapping(rows: Table, order: NDArray[np.float64], place: int) -> int | None:
+def _overlapping(rows: pl.DataFrame, best: Mapping[str, Any]) -> int | None:
     """How many other sites' best rows have an interval that overlaps that of the best one; None
     where it has none."""
-    low, high = (rows[name].astype(float) for name in ("low", "high"))
-    sites = rows["site"].tolist()
-    if not np.isfinite(low[place]) or not np.isfinite(high[place]):
+    low, high = best["low"], best["high"]
+    if low is None or high is None or not np.isfinite([low, high]).all():
         return None
-    best: dict[str, int] = {}
-    for i in np.flatnonzero(np.isfinite(order)).tolist():
-        if sites[i] not in best or order[i] > order[best[sites[i]]]:
-            best[sites[i]] = i
-    others = np.array([i for site, i in best.items() if site != sites[place]], np.int64)
-    return int(((low[others] <= high[place]) & (high[others] >= low[place])).sum())
+    of_sites = rows.with_columns(order=_order(rows)).filter(pl.col("site") != best["site"])
+    of_sites = of_sites.sort("order", descending=True, maintain_order=True)
+    others = of_sites.unique("site", keep="first")
+    return len(others.filter(pl.col("low") <= high, pl.col("high") >= low))
 
 
 @styled
@@ -308,24 +305,24 @@ def plot(table: Table, files: Sequence[ResultFile] = (), metrics: Sequence[str] 
     Raises:
         VitseeError: the files are missing.
     """
-    if "store_a" in table.columns:
-        return draw_differences(table)
+    if "store_a" in table.frame.columns:
+        return draw_differences(table.frame)
     if not files:
         raise VitseeError(
             "best-layer draws the curves of the results that it compared: give them too, as "
             "plot(table, files=read(paths))"
         )
     files = tell_apart(files)
-    redundancy = [part for file in files if file.has(PAIRS) for part in to_last(file.table)]
-    best_token = any(task.endswith(f"token = {BEST}") for task in table.unique("task"))
+    redundancy = [part for file in files if file.has(PAIRS) for part in to_last(file.table.frame)]
+    best_token = any(task.endswith(f"token = {BEST}") for task in table.frame["task"].unique())
     return draw_best_layers(table, tasks(files, metrics, best_token), redundancy)
 
 
 def headline(table: Table) -> list[Answer]:
     """The layers that are best at most tasks."""
     found = []
-    for store, rows in picked(table, baseline=None).groups("store"):
-        sites = Counter(map(str, rows["site"].tolist())).most_common()
+    for (store,), rows in picked(table, baseline=None).group_by("store", maintain_order=True):
+        sites = Counter(rows["site"]).most_common()
         first, *others = [f"{site} {n}" for site, n in sites[:3]]
         text = f"best at {counted(len(rows), 'tasks')}: {first} times"
         found.append((str(store), ", ".join([text, *others])))

@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 
-from vitsee_core.figures.curve_looks import site_kind
+from vitsee_core.figures.curve_looks import baselines_of, of_models, site_kind
 from vitsee_core.figures.panels import Grid, room, small, stack
 from vitsee_core.figures.plotting import (
     GREY,
     figure_bytes,
     styled,
 )
-from vitsee_core.tables.columns import is_given
 from vitsee_core.tables.formats import FIGURE_ENDINGS, ending_of
+from vitsee_core.tables.headlines import picked
 from vitsee_core.tables.metrics import direction
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import figure_text, shorten, visible
@@ -81,33 +82,31 @@ class BestTable:
     @classmethod
     def of(cls, table: Table) -> BestTable:
         """A table of `best_layer.run`."""
-        tasks = table.unique("task")
-        real = table.where(baseline="")
+        tasks = table.frame["task"].unique(maintain_order=True).to_list()
+        real, controlled = of_models(table.frame), baselines_of(table.frame)
         header, winners, unclear = ["model"], {}, []
         for task in tasks:
-            rows = real.where(task=task)
+            rows = real.filter(task=task)
             way = direction(str(rows["metric"][0]))
             header.append(f"{task_words(task)} {ARROWS[way]}")
             near = _nearest(rows, way)
-            several = np.isfinite(rows["value"].astype(float)).sum() > 1
+            several = len(picked(rows)) > 1
             winners[task] = near[0] if len(near) == 1 and several else None
             if len(near) > 1:
                 unclear.append(f"{task_words(task)}: {', '.join(near)}")
         models = []
-        for store in real.unique("store"):
+        for store in real["store"].unique(maintain_order=True):
             row = [Cell(str(store))]
             for task in tasks:
-                rows = real.where(task=task, store=store)
-                value = float(rows["value"][0]) if len(rows) else np.nan
-                row.append(Cell(_entry(rows, value), winners[task] == store))
+                rows = real.filter(task=task, store=store)
+                row.append(Cell(_entry(rows), winners[task] == store))
             models.append(row)
-        names = [name for name in table.unique("baseline") if name]
         controls = [
-            [Cell(name), *(Cell(_range(table.where(task=t, baseline=name))) for t in tasks)]
-            for name in names
+            [Cell(name), *(Cell(_range(rows.filter(task=task))) for task in tasks)]
+            for name, rows in controlled.items()
         ]
-        known = [f"{name}: {CONTROLS[name]}" for name in names if name in CONTROLS]
-        if "iou" in table["metric"].tolist() and "random" in names:
+        known = [f"{name}: {CONTROLS[name]}" for name in controlled if name in CONTROLS]
+        if "iou" in table.frame["metric"] and "random" in controlled:
             known.append("of saliency, random: a map of noise")
         if unclear:
             known.append(f"not told apart by 95 % intervals: {'; '.join(unclear)}")
@@ -257,35 +256,33 @@ def _short(cell: Cell) -> str:
     return shorten(cell.text, 32)
 
 
-def _nearest(rows: Table, way: str) -> list[str]:
+def _nearest(rows: pl.DataFrame, way: str) -> list[str]:
     """The stores that may be the best: the best one, and those whose intervals reach its own, all
     others where one of both has none."""
     sign = -1 if way == "lower" else 1
-    value = sign * rows["value"].astype(float)
+    value = sign * rows["value"].to_numpy()
     if np.isnan(value).all():
         return []
-    nothing = np.full(len(rows), np.nan)
-    ends = [sign * rows.columns.get(name, nothing).astype(float) for name in ("low", "high")]
-    low, high = ends[::sign]
+    nothing = pl.Series([np.nan] * len(rows))
+    ends = [rows.get_column(name, default=nothing).to_numpy() for name in ("low", "high")]
+    low, high = [sign * end for end in ends][::sign]
     best = int(np.nanargmax(value))
     apart = (high < low[best]) | np.isnan(value)
-    near = [str(store) for store, far in zip(rows["store"].tolist(), apart, strict=True) if not far]
+    near = rows["store"].filter(~apart).to_list()
     return sorted(near, key=lambda store: store != str(rows["store"][best]))
 
 
-def _entry(rows: Table, value: float) -> str:
+def _entry(rows: pl.DataFrame) -> str:
     """`0.372 (12)`; the site's name where it is no block's output."""
-    if value != value:
-        return _NONE
-    site, depth = str(rows["site"][0]), rows["depth"][0]
-    counted = site_kind(site) == "out" and is_given(depth)
-    return f"{value:.3f} ({int(depth) if counted else site})"
+    for site, depth, value in rows.select("site", "depth", "value").drop_nulls("value").rows():
+        counted = site_kind(site) == "out" and depth is not None
+        return f"{value:.3f} ({int(depth) if counted else site})"
+    return _NONE
 
 
-def _range(rows: Table) -> str:
+def _range(rows: pl.DataFrame) -> str:
     """A control's value, or its range over stores."""
-    values = rows["value"].astype(float)
-    values = values[np.isfinite(values)]
+    values = picked(rows)["value"].to_numpy()
     if not len(values):
         return _NONE
     low, high = f"{values.min():.3f}", f"{values.max():.3f}"

@@ -4,41 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
+import polars as pl
 
 from vitsee_core.analyses.best_layer.redundancy import PAIRS
-from vitsee_core.tables.columns import PARTS, SITE, is_given
+from vitsee_core.tables.columns import PARTS, SITE
 from vitsee_core.tables.metrics import direction
 from vitsee_core.tables.results import ResultFile, Table
 from vitsee_stores.errors import VitseeError
 
-SETTINGS = ("k", "shots", "class")  # with the metric they make the task
+SETTINGS = ("k", "shots", "class")
+PENALTIES = ("l2", "l2_relative")  # of probe and of dense-probe
 COLUMNS = (
     *(*SITE, "token", "row", "col", "head", "class"),
-    *("task", "k", "shots", "l2", "ties", "file"),
+    *("task", "k", "shots", *PENALTIES, "ties", "file"),
     *("metric", "value", "std", "low", "high", "n_images", "n_layers", "n_overlap", "baseline"),
 )
 OPTIONAL = frozenset(
     (
         *("model", "weights", "block", "token", "row", "col", "head"),
-        *(*SETTINGS, "l2", "ties", "std", "low", "high", "n_images", "n_overlap"),
+        *(*SETTINGS, *PENALTIES, "ties", "std", "low", "high", "n_images", "n_overlap"),
     )
 )
 MEANS = ("each", "patches")  # tokens of rows about the mean over a site's tokens: probe, lens
 BEST = "best"
+NAMED = (*SETTINGS, "token", *PENALTIES)  # with the metric they make the task
+TOLD_APART = ("metric", *SETTINGS, *PENALTIES)
+# Rows about one token of a site that also has a row for the mean over tokens.
+AVERAGED = pl.col("token").is_in(MEANS).any().over("store", "site")
+ABOUT_PATCHES = pl.col("row").is_not_null() & AVERAGED
 MADE = frozenset(("task", "ties", "n_layers", "n_overlap"))
 
 
 def known_metrics(files: Sequence[ResultFile]) -> list[str]:
     """The metrics of the files."""
-    results = [file.table for file in files if not file.has(PAIRS)]
-    return list(dict.fromkeys(metric for table in results for metric in table.unique("metric")))
+    results = [file.table.frame["metric"] for file in files if not file.has(PAIRS)]
+    return pl.concat(results).unique(maintain_order=True).to_list()
 
 
 def tasks(
     files: Sequence[ResultFile], metrics: Sequence[str] = (), best_token: bool = False
-) -> dict[str, Table]:
+) -> dict[str, pl.DataFrame]:
     """Task -> its rows in the files' order, with those of `COLUMNS` that stand in files.
 
     Where two files have the same task for the same store, the later one's is a task of its own.
@@ -47,7 +52,7 @@ def tasks(
         files: result files; CKA's are passed over.
         metrics: as for `best_layer.run`.
         best_token: a task of its own for rows about single tokens, which are left out otherwise
-            where their site has a row for the mean over tokens (see `about_patches`).
+            where their site has a row for the mean over tokens (see `ABOUT_PATCHES`).
 
     Raises:
         VitseeError: none of the files has such a metric, the metric has no direction, or no rows
@@ -66,92 +71,68 @@ def tasks(
             "no result has a metric of which one side is better (accuracies, purity, iou, ...); "
             f"they have {', '.join(known)}"
         )
-    parts: dict[str, list[Table]] = {}
+    parts: dict[str, list[pl.DataFrame]] = {}
     for file in files:
         if file.has(PAIRS):
             continue
-        table = _uniform(file)
+        rows = _uniform(file)
         if not best_token:
-            table = table.take(~about_patches(table))
-        columns = [table[name].tolist() for name in ("metric", *SETTINGS)]
-        poolings, l2s = _poolings(table), _l2s(table)
-        keys = list(zip(*columns, poolings, l2s, strict=True))
-        # A baseline without a token is that of every token.
-        of_all = [
-            any(poolings) and not word and is_given(baseline)
-            for word, baseline in zip(poolings, table["baseline"].tolist(), strict=True)
-        ]
-        for key in dict.fromkeys(k for k, every in zip(keys, of_all, strict=True) if not every):
-            metric, settings = key[0], dict(zip((*SETTINGS, "token", "l2"), key[1:], strict=True))
-            if metric not in metrics and (metrics or is_given(settings["class"])):
+            rows = rows.filter(~ABOUT_PATCHES)
+        keys = _keys(rows)
+        for key in keys.filter(~pl.col("of_all")).unique(maintain_order=True).rows(named=True):
+            metric, settings = key["metric"], {name: key[name] for name in NAMED}
+            if metric not in metrics and (metrics or settings["class"] is not None):
                 continue
             if direction(metric) == "none":
                 continue
-            named = [f"{name} = {value}" for name, value in settings.items() if is_given(value)]
+            named = [f"{name} = {value}" for name, value in settings.items() if value is not None]
             task = ", ".join([f"{file.command} {metric}".strip(), *named])
-            same = [
-                other == key or (every and (*other[:-2], key[-2], other[-1]) == key)
-                for other, every in zip(keys, of_all, strict=True)
-            ]
-            rows = table.take(np.array(same, bool))
-            taken = {store for part in parts.get(task, ()) for store in part.unique("store")}
-            if taken & {*rows.unique("store")}:
+            same = pl.all_horizontal(pl.col(name).eq_missing(key[name]) for name in TOLD_APART)
+            same &= pl.col("of_all") | pl.col("token").eq_missing(key["token"])
+            own = rows.filter(keys.select(same).to_series())
+            taken = {store for part in parts.get(task, ()) for store in part["store"].unique()}
+            if taken & {*own["store"].unique()}:
                 task = f"{task} ({file.path})"
-            parts.setdefault(task, []).append(rows)
+            parts.setdefault(task, []).append(own)
     if not parts:
         raise VitseeError(
             "no result has rows about whole layers: all are about parts of the images"
         )
-    return {task: Table.concat(some) for task, some in parts.items()}
+    return {task: Table.concat(some).frame for task, some in parts.items()}
 
 
-def _uniform(file: ResultFile) -> Table:
+def _uniform(file: ResultFile) -> pl.DataFrame:
     """A result's rows about whole layers, with all columns that a best row takes over."""
-    given = file.table
-    for name in PARTS:
-        if name in given.columns:
-            given = given.take(np.array([not is_given(v) for v in given[name].tolist()], bool))
-    if "best" in given.columns:
-        given = given.take(given["best"] != "image")
-    n, columns = len(given), given.columns
-    nothing = dict.fromkeys(COLUMNS, np.full(n, None, object))
-    nothing["baseline"] = np.full(n, "", object)
-    own = {**nothing, **columns, "file": np.full(n, str(file.path), object)}
-    kept = {name: own[name] for name in COLUMNS if name not in MADE}
-    return Table(kept, replicates=given.replicates)
+    rows = file.table.frame
+    whole = [pl.col(name).is_null() for name in PARTS if name in rows.columns]
+    if "best" in rows.columns:
+        whole.append(pl.col("best").ne_missing("image"))
+    own = rows.filter(*whole).with_columns(file=pl.lit(str(file.path)))
+    return Table.concat([own], [name for name in COLUMNS if name not in MADE]).frame
 
 
-def about_patches(table: Table) -> NDArray[np.bool_]:
-    """(rows,) which are about one token of a site that also has a row for the mean over tokens."""
-    sites = list(zip(table["store"].tolist(), table["site"].tolist(), strict=True))
-    words = table["token"].tolist()
-    averaged = {site for site, word in zip(sites, words, strict=True) if word in MEANS}
-    cells = zip(sites, table["row"].tolist(), strict=True)
-    return np.array([is_given(row) and site in averaged for site, row in cells], bool)
+def _keys(rows: pl.DataFrame) -> pl.DataFrame:
+    """What makes each row's task: its metric and `NAMED`, in which `token` is its pooling and a
+    penalty stands where the file reports the same probe at several; and `of_all`, whether it is a
+    baseline without a token, which is that of every token."""
+    probe = ("store", "site", "head", "token", "row", "col", "metric", *SETTINGS, "baseline")
+    repeated = rows.select(probe).n_unique() < len(rows)
+    penalties = [pl.col(name) if repeated else pl.lit(None).alias(name) for name in PENALTIES]
+    keys = rows.select("metric", *SETTINGS, *penalties, _poolings(rows).alias("token"), "baseline")
+    no_token = pl.col("token").is_null() & pl.col("token").is_not_null().any()
+    of_all = no_token & pl.col("baseline").is_not_null()
+    return keys.select("metric", *NAMED, of_all=of_all)
 
 
-def _poolings(table: Table) -> list[str]:
+def _poolings(rows: pl.DataFrame) -> pl.Series:
     """What stands for an image in each row (`cls`, `each`, `0,4`), where the file compares several
-    or a site is measured by a token and without; `best` for all rows of `about_patches`."""
-    columns = [table[name].tolist() for name in ("token", "row", "col")]
-    words = [
-        str(token) if is_given(token) else f"{row},{col}" if is_given(row) else ""
-        for token, row, col in zip(*columns, strict=True)
-    ]
-    words = [BEST if one else word for one, word in zip(about_patches(table), words, strict=True)]
-    if len({*words} - {""}) > 1:
+    or a site is measured by a token and without; `best` for all rows of `ABOUT_PATCHES`."""
+    word = pl.coalesce(pl.col("token").cast(pl.String), pl.format("{},{}", "row", "col"))
+    word = pl.when(ABOUT_PATCHES).then(pl.lit(BEST)).otherwise(word)
+    words = rows.select(word.alias("token")).to_series()
+    if words.drop_nulls().n_unique() > 1 or MEANS[0] in words:
         return words
-    real = [not is_given(baseline) for baseline in table["baseline"].tolist()]
-    places = zip(table["store"].tolist(), table["site"].tolist(), strict=True)
-    cells = {(*place, word) for place, word, own in zip(places, words, real, strict=True) if own}
-    several = len({cell[:2] for cell in cells}) < len(cells)
-    return words if several or MEANS[0] in words else [""] * len(words)
-
-
-def _l2s(table: Table) -> list[str]:
-    """Each row's l2, where the file reports the same probe at several of them; else ""."""
-    names = ("store", "site", "head", "token", "row", "col", "metric", *SETTINGS, "baseline")
-    cells = (map(str, table[name].tolist()) for name in names)
-    repeated = len({*zip(*cells, strict=True)}) < len(table)
-    l2s = table["l2"].tolist()
-    return [str(value) if repeated and is_given(value) else "" for value in l2s]
+    real = rows.with_columns(words).filter(pl.col("baseline").is_null())
+    real = real.select("store", "site", "token")
+    several = real.n_unique() > real.select("store", "site").n_unique()
+    return words if several else pl.Series([None] * len(words), dtype=pl.String)

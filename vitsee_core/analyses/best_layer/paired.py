@@ -20,19 +20,22 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import polars as pl
 
+from vitsee_core.analyses.best_layer.layer_tasks import PENALTIES
 from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.simultaneous import METHOD as SIMULTANEOUS
 from vitsee_core.statistics.simultaneous import largest_t
 from vitsee_core.tables.columns import PAIR, SITE, VALUES
-from vitsee_core.tables.results import ResultFile, Table, read_replicates
+from vitsee_core.tables.replicates import array_of
+from vitsee_core.tables.results import ResultFile, read_replicates
 from vitsee_stores.errors import StoreMismatch, VitseeError
 
 PLACE = ("token", "row", "col", "head")
 COLUMNS = (
     *PAIR,
     *(f"{name}_{side}" for side in "ab" for name in PLACE),
-    *("task", "k", "shots", "l2", "class", *VALUES, "n_images", "n_blocks"),
+    *("task", "k", "shots", *PENALTIES, "class", *VALUES, "n_images", "n_blocks"),
 )
 METHOD = (
     "value: row a less row b; std: standard error of a delete-a-block jackknife over the blocks of "
@@ -48,7 +51,7 @@ def with_replicates(files: Sequence[ResultFile]) -> list[ResultFile]:
     """
     found = []
     for file in files:
-        table = Table(file.table.columns, file.table.notes, read_replicates(file))
+        table = read_replicates(file)
         if not isinstance(table.notes.get("replicates"), dict):
             raise VitseeError(
                 f"{file.path} does not say over which images its replicates are; expected the "
@@ -59,13 +62,13 @@ def with_replicates(files: Sequence[ResultFile]) -> list[ResultFile]:
 
 
 def differences(
-    a: tuple[Table, int],
-    others: Sequence[tuple[Table, int]],
-    among: Sequence[Table],
+    a: tuple[pl.DataFrame, int],
+    others: Sequence[tuple[pl.DataFrame, int]],
+    among: Sequence[pl.DataFrame],
     task: str,
     notes: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Rows about the differences of one row to others: a table with replicates, and which of its
+    """Rows about the differences of one row to others: a frame with replicates, and which of its
     rows. among: all rows of which they were chosen; notes: of each file's table.
 
     Raises:
@@ -74,7 +77,8 @@ def differences(
     rows = [_difference(a, b, task, notes) for b in others]
     if rows:
         m = min(row["n_blocks"] for row in rows)
-        chosen_from = [of.replicates[:, :m] for of in among if of.replicates is not None]
+        found = [array_of(of) for of in among]
+        chosen_from = [each[:, :m] for each in found if each is not None]
         reach = largest_t(np.concatenate(chosen_from)) if m > 1 else np.nan
         for row in rows:
             row["low"], row["high"] = (row["value"] + sign * reach * row["std"] for sign in (-1, 1))
@@ -82,10 +86,10 @@ def differences(
 
 
 def _difference(
-    a: tuple[Table, int], b: tuple[Table, int], task: str, notes: Mapping[str, Any]
+    a: tuple[pl.DataFrame, int], b: tuple[pl.DataFrame, int], task: str, notes: Mapping[str, Any]
 ) -> dict[str, Any]:
     (of_a, i), (of_b, j) = a, b
-    first, second = ({name: v[k] for name, v in of.columns.items()} for of, k in (a, b))
+    first, second = of_a.row(i, named=True), of_b.row(j, named=True)
     blocks = [_blocks(notes[row["file"]], row["store"]) for row in (first, second)]
     if blocks[0]["digest"] != blocks[1]["digest"]:
         raise StoreMismatch(
@@ -94,13 +98,15 @@ def _difference(
             "with the same --images and --seed"
         )
     m = int(blocks[0]["n_blocks"])
-    value = float(first["value"]) - float(second["value"])
-    assert of_a.replicates is not None and of_b.replicates is not None
-    std = float(standard_error(of_a.replicates[i, :m] - of_b.replicates[j, :m]))
+    value = float(of_a["value"].to_numpy()[i] - of_b["value"].to_numpy()[j])
+    without = [array_of(of) for of in (of_a, of_b)]
+    assert without[0] is not None and without[1] is not None
+    std = float(standard_error(without[0][i, :m] - without[1][j, :m]))
     row: dict[str, Any] = {}
     for side, cells in (("a", first), ("b", second)):
         row |= {f"{name}_{side}": cells[name] for name in (*SITE, *PLACE)}
-    settings = {name: first[name] for name in ("k", "shots", "l2", "class", "metric", "n_images")}
+    names = ("k", "shots", *PENALTIES, "class", "metric", "n_images")
+    settings = {name: first[name] for name in names}
     numbers = {"value": value, "std": std}
     return row | settings | numbers | {"task": task, "spread": "jackknife", "n_blocks": m}
 

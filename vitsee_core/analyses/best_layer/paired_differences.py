@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import polars as pl
 
 from vitsee_core.figures.panels import handles_of, legend_below, panels
 from vitsee_core.figures.plotting import GREY, colour
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitsee_core.tables.results import Table
 
 LINE, MARGINS = 1.7, 7.0  # ems: of a line, above and below them
 MOST_LETTERS = 44
 CLEAR, UNCLEAR, ALONE = "95 % interval excludes 0", "95 % interval includes 0", "no interval"
 
 
-def draw_differences(table: Table) -> Figure:
+def draw_differences(rows: pl.DataFrame) -> Figure:
     """One panel per task of `best_layer.compare`; below the name of what is compared a line for
     each difference to it, from the largest on."""
-    tasks = [(task, _lines(rows)) for task, rows in table.groups("task")]
+    by_task = rows.partition_by("task", maintain_order=True)
+    tasks = [(str(own["task"][0]), _lines(own)) for own in by_task]
     most = max(len(lines) for _, lines in tasks)
     letters = max(len(text) for _, lines in tasks for text, _ in lines)
     width = 12 + 0.56 * letters
@@ -38,32 +38,25 @@ def draw_differences(table: Table) -> Figure:
     return figure
 
 
-def _lines(rows: Table) -> list[tuple[str, dict[str, Any] | None]]:
+def _lines(rows: pl.DataFrame) -> list[tuple[str, dict[str, Any] | None]]:
     """(text, row) from top to bottom; None for the row of a text that names the larger part."""
     lines: list[tuple[str, dict[str, Any] | None]] = []
-    for store, of_store in rows.groups("store_a"):
-        for site, part in of_store.groups("site_a"):
-            minuend = f"{store}: {site_words(site)}{_detail(part, 0, 'a')} less"
-            lines.append((shorten(minuend, MOST_LETTERS), None))
-            values = part["value"].astype(float)
-            nothing = np.full(len(part), np.nan)  # columns that no row fills are left out
-            numbers = {name: part.columns.get(name, nothing) for name in ("value", "low", "high")}
-            for i in sorted(range(len(part)), key=lambda i: -values[i]):
-                other = site_words(part["site_b"][i]) + _detail(part, i, "b")
-                if part["store_b"][i] != store:
-                    other = f"{part['store_b'][i]}: {other}"
-                row = {name: float(of[i]) for name, of in numbers.items()}
-                lines.append((shorten(other, MOST_LETTERS), row | {"metric": part["metric"][i]}))
+    for (store, site), part in rows.group_by("store_a", "site_a", maintain_order=True):
+        ordered = part.sort("value", descending=True, nulls_last=True, maintain_order=True)
+        minuend = f"{store}: {site_words(site)}{_detail(part.row(0, named=True), 'a')} less"
+        lines.append((shorten(minuend, MOST_LETTERS), None))
+        for row in ordered.rows(named=True):
+            other = site_words(row["site_b"]) + _detail(row, "b")
+            if row["store_b"] != store:
+                other = f"{row['store_b']}: {other}"
+            lines.append((shorten(other, MOST_LETTERS), row))
     return lines
 
 
-def _detail(part: Table, i: int, side: str) -> str:
+def _detail(row: dict[str, Any], side: str) -> str:
     """Which head or token it is, where the rows are of one."""
-    found = []
-    for name in ("head", "token"):
-        values = part.columns.get(f"{name}_{side}", part.columns.get(name))
-        if values is not None and str(values[i]) not in ("", "nan", "None"):
-            found.append(f"{name} {values[i]}")
+    cells = ((name, row.get(f"{name}_{side}", row.get(name))) for name in ("head", "token"))
+    found = [f"{name} {value}" for name, value in cells if value is not None]
     return f" ({', '.join(found)})" if found else ""
 
 
@@ -73,8 +66,9 @@ def _draw(axes: Axes, task: str, lines: list[tuple[str, dict[str, Any] | None]])
     for y, (_, row) in enumerate(lines):
         if row is None:
             continue
-        low, high = row["low"], row["high"]
-        known, clear = low == low, low > 0 or high < 0
+        low, high = row.get("low"), row.get("high")  # columns that no row fills are left out
+        known = low is not None and high is not None
+        clear = known and (low > 0 or high < 0)
         ink = colour(0) if clear else GREY
         if known:
             axes.plot([low, high], [y, y], color=ink, solid_capstyle="butt")

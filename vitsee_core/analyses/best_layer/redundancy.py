@@ -7,9 +7,9 @@ accuracy of a linear probe against depth: where both are flat, layers could be l
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
+import polars as pl
 
 from vitsee_core.figures.curve_looks import site_kind
 from vitsee_core.figures.depth_curves import DEPTH_LABEL
@@ -18,7 +18,6 @@ from vitsee_core.figures.plotting import (
     ink,
     marker,
 )
-from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import site_words, task_words
 
@@ -28,39 +27,30 @@ if TYPE_CHECKING:
 PAIRS = ("store_a", "site_a", "depth_a", "store_b", "site_b", "depth_b", "metric", "value")
 
 
-def to_last(table: Table) -> Iterator[tuple[str, str, Table]]:
+def to_last(rows: pl.DataFrame) -> Iterator[tuple[str, str, pl.DataFrame]]:
     """(store, last site, rows) of a CKA self-comparison: each site's CKA with the last one of its
     kind, as columns store, site, rel_depth, value (and low, high)."""
-    for store in table.unique("store_a"):
-        own = table.where(store_a=store, store_b=store, metric="cka")
-        sides = [("site_a", "depth_a", "site_b"), ("site_b", "depth_b", "site_a")]
-        depths = {
-            site: depth
-            for name, depth_name, _ in sides
-            for site, depth in zip(own[name].tolist(), own[depth_name].tolist(), strict=True)
-        }
-        kinds = [site_kind(site) for site in depths]
-        kind = "out" if "out" in kinds else kinds[0]
-        layers = {site: d for site, d in depths.items() if site_kind(site) == kind}
-        last = max(layers, key=layers.__getitem__)
-        found: dict[str, dict[str, Any]] = {}
+    numbers = [name for name in ("value", "low", "high") if name in rows.columns]
+    selves = rows.filter(pl.col("store_a") == pl.col("store_b"), metric="cka")
+    for (store,), own in selves.group_by(store="store_a", maintain_order=True):
         # Comparisons may contain each pair once, in either order.
-        for name, _, other in sides:
-            part = own.where(**{other: last})
-            kept = [end for end in ("value", "low", "high") if end in part.columns]
-            for i, site in enumerate(part[name].tolist()):
-                if site in layers:
-                    found[site] = {end: part[end][i] for end in kept}
-        top = max(layers[last], 1)
-        rows = (
-            {"store": store, "site": site, "rel_depth": layers[site] / top, **found[site]}
-            for site in sorted(found, key=layers.__getitem__)
+        pairs = pl.concat(
+            own.select(*numbers, site=f"site_{x}", depth=f"depth_{x}", other=f"site_{y}")
+            for x, y in ("ab", "ba")
         )
-        yield store, last, Table.from_rows(rows)
+        kinds = {site: site_kind(site) for site in pairs["site"].unique(maintain_order=True)}
+        kind = "out" if "out" in kinds.values() else next(iter(kinds.values()))
+        pairs = pairs.filter(pl.col("site").is_in([site for site in kinds if kinds[site] == kind]))
+        at = pairs["depth"].arg_max() or 0
+        last, top = pairs["site"][at], max(pairs["depth"][at], 1)
+        found = pairs.filter(other=last).unique("site", keep="last", maintain_order=True)
+        place = {"store": pl.lit(store), "rel_depth": pl.col("depth") / top}
+        layers = found.sort("depth", maintain_order=True).with_columns(**place)
+        yield store, last, layers.select("store", "site", "rel_depth", *numbers)
 
 
 def draw_redundancy(
-    axes: Axes, store: str, last: str, cka: Table, scores: Mapping[str, Table]
+    axes: Axes, store: str, last: str, cka: pl.DataFrame, scores: Mapping[str, pl.DataFrame]
 ) -> None:
     """Draw one store's CKA to its last layer (from `to_last`), and its scores: task -> columns
     site, rel_depth, value."""
@@ -71,11 +61,12 @@ def draw_redundancy(
             cka["rel_depth"], cka["low"], cka["high"], color=ink(), alpha=0.15, linewidth=0
         )
     for i, (task, rows) in enumerate(scores.items()):
-        own = rows.take(np.array([site_kind(s) == "out" for s in rows["site"].tolist()], bool))
+        outs = [site for site in rows["site"].unique() if site_kind(site) == "out"]
+        own = rows.filter(pl.col("site").is_in(outs))
         if len(own) == 0:
             continue
         axes.plot(
-            own["rel_depth"], own["value"].astype(float), color=colour(7 + i), marker=marker(i + 1),
+            own["rel_depth"], own["value"], color=colour(7 + i), marker=marker(i + 1),
             label=shorten(task_words(task), 44),
         )  # fmt: skip
     axes.set_ylim(min(0.0, axes.dataLim.y0), max(1.02, axes.dataLim.y1))

@@ -53,7 +53,7 @@ from vitsee_core.statistics.shares import jackknife_share
 from vitsee_core.statistics.value_columns import jackknife_cells
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.files import check_new_files
-from vitsee_core.tables.headlines import Answer, by_store, measured
+from vitsee_core.tables.headlines import Answer, by_store, measured, picked
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Integers
@@ -210,7 +210,7 @@ def headline(table: Table) -> list[Answer]:
     for store, rows in by_store(table, metric="r2"):
         last = len(rows) - 1
         site = str(rows["site"][last])
-        stable = table.where(store=store, site=site, metric="stability", baseline="")
+        stable = picked(table, store=store, site=site, metric="stability", baseline=None)
         text = f"{rows['k'][last]} concepts of {site}: r2 {measured(rows, last)}"
         answers.append((store, f"{text}, stability {measured(stable)}"))
     return answers

@@ -177,7 +177,7 @@ def run(
         "sheet": describe_sheet(everything, None if origin is None else origin.data),
         **selected.notes(),
     }
-    return Table.concat(tables, notes)
+    return Table.concat(tables, notes=notes)
 
 
 def plot(
@@ -272,11 +272,12 @@ class _Store:
                     ]
                 # Where the query has no length every patch that counts has an empty value.
                 counts = self.view.on_image(layout, np.array([other]))[0]
-                maps.append(
-                    _cells(about | {"image": str(ids[other])}, cosines, counts, layout.grid)
-                )
+                cells = np.flatnonzero(counts)
+                on_grid = dict(zip(("row", "col"), np.divmod(cells, layout.grid[1]), strict=True))
+                of_map = {"image": str(ids[other]), "metric": "cosine", "value": cosines[cells]}
+                maps.append({**about, **on_grid, **of_map})
             self.execution.progress.advance(1 + len(self.targets.rows))
-        return Table.concat([*maps, Table.from_rows(numbers, COLUMNS)])
+        return Table.concat([*maps, Table.from_rows(numbers)], COLUMNS)
 
     def _units(self, site: SiteSpec, row: int) -> Float:
         features = self.features[site.name]
@@ -288,18 +289,6 @@ class _Store:
                 f"{row} (look at it with vitsee validate)"
             )
         return unit_vectors(x, self.view.on_image(features.layout, np.array([row]))[0])
-
-
-def _cells(about: dict[str, Any], values: Float, counts: Any, grid: tuple[int, int]) -> Table:
-    cells = np.flatnonzero(counts)
-    constants = about | {"metric": "cosine"}
-    columns: dict[str, Any] = {
-        name: np.full(len(cells), constants.get(name), object if name in ("row", "col") else None)
-        for name in COLUMNS
-    }
-    columns["row"], columns["col"] = (index.astype(object) for index in np.divmod(cells, grid[1]))
-    columns["value"] = values[cells]
-    return Table(columns)
 
 
 def _offsets(
@@ -323,18 +312,14 @@ def _offsets(
         "images": {part.store.label: own.describe() for part, own in zip(parts, rows, strict=True)},
         **selected.notes(),
     }
-    return Table.concat(tables, notes)
+    return Table.concat(tables, notes=notes)
 
 
 def _offset_table(place: dict[str, Any], summary: Summary) -> Table:
     down, across = (np.arange(n) - n // 2 for n in summary.mean.shape)
-    size = summary.mean.size
-    columns: dict[str, Any] = {
-        name: np.full(size, place.get(name)) for name in OFFSET_COLUMNS if name in place
-    }
-    columns["row"], columns["col"] = np.repeat(down, len(across)), np.tile(across, len(down))
-    columns["value"] = summary.mean.ravel()
-    for name in ("std", "low", "high"):
-        columns[name] = getattr(summary, name).ravel()
-    columns["n_images"] = summary.n.ravel()
-    return Table({name: columns[name] for name in OFFSET_COLUMNS})
+    rows, cols = np.meshgrid(down, across, indexing="ij")
+    spread = {name: getattr(summary, name).ravel() for name in ("std", "low", "high")}
+    values = {"value": summary.mean.ravel(), **spread, "n_images": summary.n.ravel()}
+    return Table.concat(
+        [{**place, "row": rows.ravel(), "col": cols.ravel(), **values}], OFFSET_COLUMNS
+    )

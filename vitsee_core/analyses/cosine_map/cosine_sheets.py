@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.figures.patch_sheets import (
     Map,
@@ -35,59 +36,61 @@ def draw_cosines(table: Table, scale: str) -> Figure:
     layer, models below one another, the patch framed; then the same patch in the other images. Of
     offsets: one tile per layer, the query in the middle."""
     if "token" not in table.columns:
-        return _draw_offsets(table, scale)
-    cosines = table.where(metric="cosine")
+        return _draw_offsets(table.frame, scale)
+    cosines = table.frame.filter(metric="cosine")
     sheet = table.notes.get("sheet", {})
     places = {(m["query"], m["at"]): m["place"] for m in table.notes.get("marks", ())}
-    sites = {store: shown_sites(rows) for store, rows in cosines.groups("store")}
+    sites = shown_sites(cosines)
+    cells = cosines.partition_by("query", "at", "image", "store", "site", as_dict=True)
+    shown = cosines.select("query", "at", "image").unique(maintain_order=True)
     lines = []
-    for query, of_query in cosines.groups("query"):
-        for at, of_spot in of_query.groups("at"):
-            own = [(image, rows) for image, rows in of_spot.groups("image")]
-            for image, rows in own:
-                mark = places.get((query, at)) if image == query else None
-                title = image if image == query else f"in {image}"
-                maps = []
-                for store, of_store in rows.groups("store"):
-                    tiles = []
-                    for site in sites[store]:
-                        of_site = of_store.where(site=site)
-                        shape, edges = grid_of(of_site, sheet, site, image)
-                        values = place_values(of_site, shape)
-                        cell = parse_cell(str(of_site["token"][0])) if image == query else None
-                        if scale == "map":
-                            values = _stretched(values, cell)
-                        tiles.append(Map(layer_name(site), values, edges, cell))
+    for query, at in shown.select("query", "at").unique(maintain_order=True).rows():
+        for image in shown.filter(query=query, at=at)["image"]:
+            mark = places.get((query, at)) if image == query else None
+            title = image if image == query else f"in {image}"
+            maps = []
+            for store in sites:
+                tiles = []
+                for site in sites[store]:
+                    if (own := cells.get((query, at, image, store, site))) is None:
+                        continue
+                    shape, edges = grid_of(own, sheet, site, image)
+                    values = place_values(own, shape)
+                    cell = parse_cell(own["token"][0]) if image == query else None
+                    if scale == "map":
+                        values = _stretched(values, cell)
+                    tiles.append(Map(layer_name(site), values, edges, cell))
+                if tiles:
                     maps.append((store, tiles))
-                lines.append(SheetLine(image, title, maps, mark))
+            lines.append(SheetLine(image, title, maps, mark))
     return Sheet(
-        lines, sheet.get("images", {}), _caption(table, sites), *_look(lines, scale)
+        lines, sheet.get("images", {}), _caption(table.frame, sites), *_look(lines, scale)
     ).draw()
 
 
-def _draw_offsets(table: Table, scale: str) -> Figure:
-    sites = {store: shown_sites(rows) for store, rows in table.groups("store")}
+def _draw_offsets(rows: pl.DataFrame, scale: str) -> Figure:
+    sites = shown_sites(rows)
+    cells = rows.partition_by("store", "site", as_dict=True)
     maps = []
     shape = (1, 1)
-    for store, rows in table.groups("store"):
+    for store in sites:
         tiles = []
         for site in sites[store]:
-            own = rows.where(site=site)
-            at = [own[name].astype(np.int64) for name in ("row", "col")]
-            shape = (2 * int(at[0].max()) + 1, 2 * int(at[1].max()) + 1)
-            values = np.full(shape, np.nan)
-            values[at[0] + shape[0] // 2, at[1] + shape[1] // 2] = own["value"].astype(float)
-            middle = (shape[0] // 2, shape[1] // 2)
+            own = cells[store, site]
+            middle = own.select("row", "col").max().row(0)
+            shape = (2 * middle[0] + 1, 2 * middle[1] + 1)
+            whole = own.with_columns(pl.col("row") + middle[0], pl.col("col") + middle[1])
+            values = place_values(whole, shape)
             if scale == "map":
                 values = _stretched(values, middle)
             tiles.append(Map(layer_name(site), values, (0.0, 0.0, 1.0, 1.0), None))
         maps.append((store, tiles))
-    n = sorted({int(v) for v in table["n_images"].tolist() if v})
-    counts = f"{n[-1]} images" if len(n) == 1 else f"up to {n[-1]} images"
+    n = rows.filter(pl.col("n_images") > 0)["n_images"]
+    counts = f"{n.max()!s} images" if n.n_unique() == 1 else f"up to {n.max()!s} images"
     caption = [f"mean cosine by offset from the query (middle), {counts}"]
     lines = [SheetLine("", "", maps)]
     about: dict[str, Any] = {"": {"aspect": shape[0] / shape[1]}}
-    caption += _caption(table, sites)[1:]
+    caption += _caption(rows, sites)[1:]
     return Sheet(lines, about, caption, *_look(lines, scale), photos=False).draw()
 
 
@@ -111,10 +114,10 @@ def _look(lines: Sequence[SheetLine], scale: str) -> tuple[dict[str, Any], str]:
     return {"vmin": min(low, 0.99), "vmax": 1.0, "cmap": "viridis"}, "cosine"
 
 
-def _caption(table: Table, sites: dict[str, list[str]]) -> list[str]:
+def _caption(rows: pl.DataFrame, sites: dict[str, list[str]]) -> list[str]:
     lines = ["cosine of the framed patch with every patch"]
-    if "query" in table.columns and (table["query"] != table["image"]).any():
+    if "query" in rows.columns and (rows["query"] != rows["image"]).any():
         lines.append("in ...: the patch above with those of another image")
-    lines += thinned(table, sites)
-    names = [str(name) for name in table.unique("store")]
+    lines += thinned(rows, sites)
+    names = list(sites)
     return lines if len(names) > 1 else [f"{shorten(names[0], 24)}: {lines[0]}", *lines[1:]]

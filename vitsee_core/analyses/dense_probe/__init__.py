@@ -103,7 +103,7 @@ Linear probes do not represent fine-tuning (Kerssies et al. 2024).
 MEANING = {
     "store": "the one that tests",
     "class": "with --per-class",
-    "l2": "as used",
+    "l2_relative": "penalty over the number of pixels and the mean variance of a feature",
     "k": "neighbours",
     "high": "95 % interval over blocks of test images",
     "n_images": "test images with a map",
@@ -132,7 +132,7 @@ headline = partial(
 )
 
 COLUMNS = (
-    *(*SITE, "class", "l2", "k", "metric", "value", "low", "high", "n_images", "baseline"),
+    *(*SITE, "class", "l2_relative", "k", "metric", "value", "low", "high", "n_images", "baseline"),
 )  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def run(
     solver: Annotated[str | None, options.SOLVER] = None,
     preset: Annotated[str | None, options.PRESET] = None,
     resolution: Annotated[str | None, options.RESOLUTION] = None,
-    l2: Annotated[Sequence[float | str], options.L2] = (),
+    l2_relative: Annotated[Sequence[float | str], options.L2_RELATIVE] = (),
     balanced: Annotated[bool, options.BALANCED] = False,
     ks: Annotated[Sequence[int], options.K] = (),
     distance: Annotated[str | None, options.DISTANCE] = None,
@@ -171,7 +171,7 @@ def run(
         Execution, Offers("images seed device jobs memory", dask="slabs")
     ] = DEFAULT,
 ) -> Table:
-    """One row per site, l2 or k, and metric, then those of the baselines.
+    """One row per site, l2_relative or k, and metric, then those of the baselines.
 
     Columns: `COLUMNS`, `class` only with `per_class`. NaN: no class occurs, or an interval of a
     class that is missing without one of the blocks.
@@ -198,7 +198,7 @@ def run(
     task = _task(masks, ignore, depth, depth_scale, max_depth, eigen_crop, per_class)
     wanted = asked_for(metrics or task.metrics, task.metrics, f"dense-probe of a {task.label}")
     how = choose_solver(
-        solver, preset, task.label, l2s=_given_l2(l2), ks=ks, distance=distance, bank=bank,
+        solver, preset, task.label, l2s=_given_l2(l2_relative), ks=ks, distance=distance, bank=bank,
         resolution=resolution, balanced=balanced, steps=steps,
     )  # fmt: skip
     trained_and_tested = pairs(train, tests, split, holdout, execution)
@@ -277,10 +277,12 @@ def _given_l2(l2: Sequence[float | str]) -> tuple[float, ...]:
     """The l2 values to report; empty if one is to be chosen."""
     words = [value for value in l2 if isinstance(value, str)]
     if words not in ([], [CHOOSE]) or (words and len(l2) > 1):
-        raise VitseeError(f"--l2 {words[0]} chooses the value; give numbers or {CHOOSE} alone")
+        raise VitseeError(
+            f"--l2-relative {words[0]} chooses the value; give numbers or {CHOOSE} alone"
+        )
     numbers = sorted({float(value) for value in l2 if not isinstance(value, str)})
     if numbers and not 0 < numbers[0] <= numbers[-1] < float("inf"):
-        raise VitseeError("--l2: expected finite numbers above 0")
+        raise VitseeError("--l2-relative: expected finite numbers above 0")
     return tuple(numbers)
 
 

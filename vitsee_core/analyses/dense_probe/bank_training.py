@@ -61,7 +61,7 @@ def train_from_bank(part: Part, solver: Solver, execution: Execution) -> Trained
         notes["patches"] = n
         if solver.name == LOGISTIC:
             of_l2 = _logistic(part, bank, solver, held_out, site)
-            notes.setdefault("l2", {})[site] = list(of_l2)
+            notes.setdefault("l2_relative", {})[site] = list(of_l2)
             heads |= {HeadKey(site, l2=l2): head for l2, head in of_l2.items()}
             continue
         if n < max(solver.ks):
@@ -133,7 +133,7 @@ def _logistic(
             raise VitseeError(
                 f"{site}: l2 cannot be chosen, as the training images that fit have "
                 f"{len(parts[0].z)} patches with a class and those held out {len(parts[1].z)}; "
-                "give it with --l2, or more images"
+                "give it with --l2-relative, or more images"
             )
         l2s = (logistic.choose_l2(parts[0], parts[1], solver.grid),)
     found = logistic.fit(logistic.Targets.of(z, counts), l2s)

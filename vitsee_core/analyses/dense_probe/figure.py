@@ -63,9 +63,9 @@ def _draw_shown(part: Any, grid: Grid, one: Mapping[str, Any]) -> None:
 
 
 def _settings(rows: Table) -> list[str]:
-    """The columns, among l2 and k, in which several rows of one probe differ."""
+    """The columns, among l2_relative and k, in which several rows of one probe differ."""
     found = []
-    for name in ("l2", "k"):
+    for name in ("l2_relative", "k"):
         names = ("store", "site", "metric", "baseline", name)
         columns = (rows[c].tolist() if c in rows.columns else [None] * len(rows) for c in names)
         cells = {cell for cell in zip(*columns, strict=True) if is_given(cell[-1])}

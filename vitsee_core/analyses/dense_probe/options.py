@@ -86,10 +86,10 @@ RESOLUTION = Option(
     choices=RESOLUTIONS,
     default="label; of presets capi and hummingbird input",
 )
-L2 = Option(
-    f"holdout: of a grid, the least error on {CHOOSING:.0%} of the training images, then fitted to "
-    "all; or numbers (of ridge in units of the mean variance of a feature), all of them reported. "
-    "Numbers: repeatable.",
+L2_RELATIVE = Option(
+    "The penalty over the number of pixels and the mean variance of a feature (that of probe --l2 "
+    f"is over neither). holdout: of a grid, the least error on {CHOOSING:.0%} of the training "
+    "images, then fitted to all; or numbers, all of them reported. Numbers: repeatable.",
     metavar="L2",
     parse=partial(word_or_number, words=(CHOOSE,), expected=f"a number above 0 or {CHOOSE}"),
     default=CHOOSE,

@@ -46,7 +46,7 @@ class Solver:
     """How probes are fitted.
 
     Attributes:
-        l2s: those to report; empty to choose one.
+        l2s: the l2_relative values to report; empty to choose one.
         ks: numbers of neighbours.
         bank: patches per site, None for what fits into memory.
         resolution: of the pixels that are scored, and for ridge of those that are fitted.
@@ -98,10 +98,11 @@ class Solver:
         if self.name in (RIDGE, LOGISTIC):
             grid = f"of {self.grid[0]:g} to {self.grid[-1]:g} ({len(self.grid)} values)"
             how = "squared error" if self.name == RIDGE else "cross-entropy"
-            found["l2"] = "given" if self.l2s else (
+            found["l2_relative"] = "given" if self.l2s else (
                 f"{grid}, by {CHOOSING:.0%} of the training images: least {how} of a pixel, then "
                 "fitted to all training images"
             )  # fmt: skip
+            found["penalty"] = _PENALTIES[self.name]
             found["intercept"] = "not penalised"
         if self.balanced:
             found["classes"] = "balanced: weighted by the inverse of their pixels"
@@ -120,6 +121,10 @@ class Solver:
         return found
 
 
+_PENALTIES = {
+    RIDGE: "l2_relative x pixels x mean variance of a feature is scikit-learn's alpha",
+    LOGISTIC: "l2_relative x pixels is 1 / C of scikit-learn; features are standardised",
+}
 _KINDS = {
     RIDGE: "ridge: least squares on pixels through bilinear interpolation, in float64",
     LOGISTIC: "logistic: cross-entropy of each patch's pixels, L-BFGS in float64",
@@ -170,7 +175,7 @@ def choose_solver(
         if resolution == "patch":
             raise VitseeError("--resolution patch has no --depth; expected label or input")
     for option, given, solvers in (
-        ("--l2", l2s, (RIDGE, LOGISTIC)), ("--k", ks, (KNN, HUMMINGBIRD)),
+        ("--l2-relative", l2s, (RIDGE, LOGISTIC)), ("--k", ks, (KNN, HUMMINGBIRD)),
         ("--distance", distance, (KNN,)), ("--bank", bank, (LOGISTIC, KNN, HUMMINGBIRD)),
         ("--balanced", balanced, (RIDGE,)), ("--steps", steps, (SGD,)),
     ):  # fmt: skip

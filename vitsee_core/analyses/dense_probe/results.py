@@ -205,7 +205,7 @@ class Found:
             place = site_columns(self.work.test.store, one)
             for own in self._keys(one):
                 # Beside each row that they are compared with.
-                of = place | {"k": own.k, "l2": own.l2 if several else None}
+                of = place | {"k": own.k, "l2_relative": own.l2 if several else None}
                 for name in self.work.settings.task.baselines:
                     yield from self._cells(HeadKey(grid, baseline=name), of | {"baseline": name})
 
@@ -232,7 +232,8 @@ class Found:
     ) -> Iterator[dict[str, Any]]:
         place = place or site_columns(self.work.test.store, one)
         for key in self._keys(one):
-            yield from self._cells(key, {**place, "baseline": baseline, "l2": key.l2, "k": key.k})
+            about = {**place, "baseline": baseline, "l2_relative": key.l2, "k": key.k}
+            yield from self._cells(key, about)
 
     def _keys(self, one: Patches) -> list[HeadKey]:
         return [key for key in self.trained.heads if key.of == one.name and not key.baseline]

@@ -4,8 +4,8 @@
 
 over the n pixels that count of all images: U interpolates tokens bilinearly, Y is 1 for a pixel's
 class and 0 for the others, or its depth; v is the mean variance of a feature over pixels, so that
-l2 has no unit. The intercept b is not penalised. With tokens about a fixed `shift`, the sums of
-`cells` make
+l2, the analysis's `l2_relative`, has no unit: l2 n v is scikit-learn's alpha. The intercept b is
+not penalised. With tokens about a fixed `shift`, the sums of `cells` make
 
     A = Z'SZ - n m m',  B = Z'T - m (sum Y)',  m = Z'S1 / n,   W = (A + l2 n v I)^-1 B
 

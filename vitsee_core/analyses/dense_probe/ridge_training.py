@@ -57,7 +57,7 @@ def train_ridge(part: Part, solver: Solver, execution: Execution) -> Trained:
         chosen[site] = values
         notes["training_pixels"] = round(whole.n)
         notes["n_trained"] = len(solutions.classes)
-    notes["l2"] = chosen
+    notes["l2_relative"] = chosen
     if not solver.l2s:
         notes["held_out_images"] = int(held_out.sum())
     return Trained(heads | blind_heads(task, sums.places), notes)
@@ -88,7 +88,8 @@ def _chosen(fitted: PixelSums, held: PixelSums, site: str) -> float:
     if not fitted.n or not held.n:
         raise VitseeError(
             f"{site}: l2 cannot be chosen, as the training images that fit have {fitted.n:.0f} "
-            f"pixels that count and those held out {held.n:.0f}; give it with --l2, or more images"
+            f"pixels that count and those held out {held.n:.0f}; give it with --l2-relative, or "
+            "more images"
         )
     return choose_l2(fitted, held, GRID)
 

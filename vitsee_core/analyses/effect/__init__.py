@@ -42,7 +42,7 @@ from vitsee_core.labels.changed_outputs import (
 from vitsee_core.labels.own_classes import why_not_own
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.options import FLOW, SITES, Offers
+from vitsee_core.runtime.options import FLOW, SITES, Offers, metrics_option
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.similarity import Estimator, GramOptions, Representation, hsic, summarise
@@ -54,11 +54,13 @@ from vitsee_core.statistics.paired_shares import TEST
 from vitsee_core.statistics.value_columns import Cells
 from vitsee_core.tables.columns import SITE, VALUES, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured
+from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_stores import require_paired
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
 from vitsee_stores.manifest import few
+from vitsee_stores.weights_names import weights_name
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Store
@@ -101,6 +103,7 @@ COLUMNS = (
     *(*SITE, "base", *VALUES, "p"),
     *("n_images", "n_only_base", "n_only_changed"),
 )
+METRICS = ("top1", "top1_difference", AGREEMENT, "kl", "cka", COSINE)
 LOGITS = "logits"
 COSINES = (-1.0, 1.0)
 OUTPUTS_OF = "extract with --sites head, or a model with a classifier"
@@ -114,6 +117,9 @@ def run(
         Sequence[str],
         replace(SITES, help=f"{SITES.help} none: outputs alone.", or_none=True),
     ] = ("blocks",),
+    metrics: Annotated[
+        Sequence[str], metrics_option(METRICS, "all that can be had", "What is compared.")
+    ] = (),
     tokens: Annotated[str, pairwise.TOKENS] = "all",
     estimator: Annotated[str | None, pairwise.ESTIMATOR] = None,
     cache: Annotated[Path | None, pairwise.CACHE] = None,
@@ -140,31 +146,41 @@ def run(
         StoreMismatch: other images, another order, or outputs of another number of classes.
         MissingInput: a store lacks the tokens, or nothing can be compared.
         SiteError: no such site, or none that both stores hold.
-        VitseeError: no changed store, or too few images.
+        VitseeError: no changed store, one store twice, or too few images.
     """
     if not changed:
         raise VitseeError("no changed store to compare with the base; expected one or more")
+    _check_distinct((base, *changed))
+    wanted = asked_for(metrics or METRICS, METRICS, "effect")
+    of_outputs = [metric for metric in wanted if metric not in ("cka", COSINE)]
     chosen = execution.rows(base)
     mask = chosen.mask & base.valid
     for store in changed:
         mask = mask & require_paired(base, store)
     images = replace(chosen, mask=mask)
     blocks = Blocks.of(base, mask, execution.seed)
-    remarks: list[str] = []
-    pairs = _pairs((base, *changed), sites)
-    outputs = {store.label: _outputs(base, store, remarks) for store in changed}
+    remarks = _changed_base(base)
+    pairs = _pairs((base, *changed), sites if len(wanted) > len(of_outputs) else ())
+    outputs = {
+        store.label: _outputs(base, store, remarks) if of_outputs else None for store in changed
+    }
     if not pairs and not any(outputs.values()):
-        raise MissingInput(f"nothing to compare: {'; '.join(remarks)}")
+        raise MissingInput(f"nothing to compare: {'; '.join(remarks) or 'no sites'}")
     reason = next((why_not_own(base, mask, own[0].dim) for own in outputs.values() if own), "")
     if reason:
         remarks.append(f"no top1: {reason}")
     works = [
-        ReadChange(outputs[store.label], not reason, _alike(base, store, pairs, tokens, remarks))
+        ReadChange(
+            outputs[store.label],
+            not reason,
+            _alike(base, store, pairs if COSINE in wanted else {}, tokens, remarks),
+        )
         for store in changed
     ]
     grams = GramOptions(cache, not no_cache, execution.device, execution.memory, execution.map)
     how = Estimator(estimator or "auto")
-    cka, notes = _cka(base, changed, pairs, tokens, execution, remarks, how, grams)
+    of_cka = pairs if "cka" in wanted else {}
+    cka, notes = _cka(base, changed, of_cka, tokens, execution, remarks, how, grams)
     for remark in remarks:
         log.info("%s", remark)
     rows: list[Cells] = []
@@ -174,19 +190,22 @@ def run(
             total = execution.fold((base, store), make, images, slab_bytes=work.slab_bytes)
             found = total.result()
             about = {"base": base.label}
-            of_outputs = {metric: mean for (metric, site), mean in found.items() if not site}
-            if RIGHT_BASE in of_outputs and not rows:
+            answers = {metric: mean for (metric, site), mean in found.items() if not site}
+            if RIGHT_BASE in answers and not rows:
                 place = site_columns(base, base.sites[LOGITS])
-                rows.append(place | top1_cells(of_outputs[RIGHT_BASE]))
-            if of_outputs:
+                rows.append(place | top1_cells(answers[RIGHT_BASE]))
+            if answers:
                 place = site_columns(store, store.sites[LOGITS])
-                rows += [about | place | row for row in output_rows(of_outputs)]
+                rows += [about | place | row for row in output_rows(answers)]
             rows += [about | row for row in cka.get(store.label, ())]
             rows += [
                 about | site_columns(store, store.sites[site]) | {"metric": COSINE}
                 | mean.cells(COSINES)
                 for (metric, site), mean in found.items() if metric == COSINE
             ]  # fmt: skip
+    rows = [row for row in rows if row["metric"] in wanted]
+    if not rows:
+        raise MissingInput(f"no {' or '.join(wanted)}: {'; '.join(remarks) or 'no sites'}")
     notes = {
         "base": base.label,
         "interval": {
@@ -206,6 +225,29 @@ def run(
 
 
 plot = draw_effect
+
+
+def _check_distinct(stores: Sequence[Store]) -> None:
+    """Refuse one store, or a copy of it, twice. Raises VitseeError: names both places."""
+    seen: dict[str, Store] = {}
+    for store in stores:
+        other = seen.setdefault(store.manifest.store_id, store)
+        if other is not store:
+            raise VitseeError(
+                f"{other.place} and {store.place} are one store, so nothing changed between them; "
+                "expected a store of the unchanged model, then stores of changed ones"
+            )
+
+
+def _changed_base(base: Store) -> list[str]:
+    """A remark on a base without some skips or with interventions."""
+    record = base.manifest.model
+    if not record.get("ablate_skip") and not record.get("interventions"):
+        return []
+    return [
+        f"the base {base.label} is itself a changed model ({weights_name(record)}): effects are "
+        "differences from it, not from the whole model"
+    ]
 
 
 def _pairs(stores: Sequence[Store], sites: Sequence[str]) -> dict[str, list[SiteSpec]]:

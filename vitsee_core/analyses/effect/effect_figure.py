@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.figures.curve_looks import store_looks
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
@@ -34,27 +35,27 @@ def draw_effect(table: Table) -> Figure:
     """One panel per metric of the outputs, a line for each changed store with its 95 % interval,
     the unchanged model dashed; below, one panel each for CKA and cosine over depth, one curve per
     changed store. What the table does not contain is left out."""
-    table = table.take(table.given("base"))
-    outputs = [metric for metric in OUTPUTS if metric in table.unique("metric")]
-    layers = [metric for metric in LAYERS if metric in table.unique("metric")]
-    of_outputs, of_layers = (table.where(metric=some) for some in (outputs, layers))
-    n_stores = len(of_outputs.unique("store"))
+    rows = table.frame.filter(pl.col("base").is_not_null())
+    outputs = [metric for metric in OUTPUTS if metric in rows["metric"]]
+    layers = [metric for metric in LAYERS if metric in rows["metric"]]
+    of_outputs, of_layers = (rows.filter(pl.col("metric").is_in(m)) for m in (outputs, layers))
+    n_stores = of_outputs["store"].n_unique()
     beside = Grid(len(outputs), height=LINE * n_stores + MARGINS)
     below = CurveGrid.of(len(layers), of_layers)
     figure, parts = stack(*([beside] if outputs else []), *([below] if layers else []))
     every: list[Axes] = []
     if outputs:
-        looks = store_looks(table)
+        looks = store_looks(rows)
         for axes, metric in zip(beside.axes(parts[0]), outputs, strict=True):
-            _draw_outputs(axes, table.where(metric=metric), metric, looks)
+            _draw_outputs(axes, rows.filter(metric=metric), metric, looks)
             every.append(axes)
         for number, axes in enumerate(every):
             if number % beside.across:
                 axes.tick_params(axis="y", labelleft=False)
     if layers:
         panels = below.panels(parts[-1], of_metrics(of_layers, layers))
-        for axes, _, rows in panels:
-            draw_depth_curves(axes, rows, among=of_layers)
+        for axes, _, own in panels:
+            draw_depth_curves(axes, own, among=of_layers)
             low = min(axes.dataLim.y0, 0.98)
             # From 0 on, unless that would hide what there is to see.
             axes.set_ylim(
@@ -67,10 +68,10 @@ def draw_effect(table: Table) -> Figure:
 
 
 def _draw_outputs(
-    axes: Axes, rows: Table, metric: str, looks: dict[str, dict[str, object]]
+    axes: Axes, rows: pl.DataFrame, metric: str, looks: dict[str, dict[str, object]]
 ) -> None:
-    stores = rows.unique("store")
-    value, low, high = (rows[name].astype(float) for name in ("value", "low", "high"))
+    stores = rows["store"].unique(maintain_order=True)
+    value, low, high = rows.select("value", "low", "high").to_numpy().T
     axes.axvline(UNCHANGED[metric], color=GREY, linestyle=(0, (5, 3)), linewidth=1, zorder=1,
                  label="unchanged")  # fmt: skip
     axes.plot([], [], color=GREY, solid_capstyle="butt", label=f"bars: {INTERVAL}")
@@ -78,7 +79,7 @@ def _draw_outputs(
         look = looks[store]
         axes.plot([low[y], high[y]], [y, y], color=look["color"], solid_capstyle="butt")
         axes.plot([value[y]], [y], color=look["color"], marker=look["marker"], linestyle="none")
-    axes.set_yticks(np.arange(len(stores)), [shorten(str(s), MOST_LETTERS) for s in stores])
+    axes.set_yticks(np.arange(len(stores)), [shorten(s, MOST_LETTERS) for s in stores])
     axes.set_ylim(len(stores) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(False, axis="y")

@@ -48,7 +48,7 @@ from vitsee_core.statistics.jackknife import Blocks, interval
 from vitsee_core.statistics.paired_shares import TEST
 from vitsee_core.statistics.value_columns import Cells
 from vitsee_core.tables.columns import SITE, VALUES, site_columns
-from vitsee_core.tables.headlines import Answer, measured, picked
+from vitsee_core.tables.headlines import Answer, extremes, measured, picked
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, Integers
@@ -282,8 +282,8 @@ def rank_correlation(x: Float, y: Float, blocks: Integers | None = None) -> Floa
 def headline(table: Table) -> list[Answer]:
     """The head that the answer needs most, and the rank correlation with distance."""
     answers = []
-    for store, rows in picked(table, metric=KL).groups("store"):
-        i = int(rows["value"].astype(float).argmax())
+    for (store,), rows in picked(table, metric=KL).group_by("store", maintain_order=True):
+        i = extremes(rows)[1]
         text = f"KL is largest without head {int(rows['head'][i])} of {rows['block'][i]}: "
         text += f"{measured(rows, i)} nats"
         for metric, words in (("spearman_kl", ""), ("spearman_kl_within", ", within blocks ")):

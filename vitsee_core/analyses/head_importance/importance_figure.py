@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import polars as pl
 
 from vitsee_core.figures.panels import Grid, colour_bar, note_count, stack
 from vitsee_core.figures.plotting import GREY, styled
@@ -29,50 +29,44 @@ def draw_importance(table: Table) -> Figure:
     correlations."""
     from matplotlib.ticker import MaxNLocator
 
-    metrics = [metric for metric in SHOWN if metric in table.unique("metric")]
-    stores = list(table.groups("store"))
+    metrics = [metric for metric in SHOWN if metric in table.frame["metric"]]
+    stores = table.frame.partition_by("store", maintain_order=True)
     grid = Grid(len(stores) * len(metrics), width=24, widest=36, height=17, most=2)
     figure, (box,) = stack(grid)
     every = iter(grid.axes(box))
-    for store, rows in stores:
+    for rows in stores:
         for metric in metrics:
             axes = next(every)
-            if len(own := rows.where(metric=metric)):
+            if len(own := rows.filter(metric=metric)):
                 image = _draw(axes, own, rows)
                 _explain(axes, rows, SHOWN[metric])
-                axes.set_title(shorten(str(store), 24))
+                axes.set_title(shorten(rows["store"][0], 24))
                 colour_bar(axes, image, "block", ticks=MaxNLocator(5, integer=True))
             else:
                 axes.set_visible(False)
     return figure
 
 
-def _draw(axes: Axes, own: Table, rows: Table) -> Any:
-    far = rows.where(metric="distance_px")
-    places = {_key(far, i): float(far["value"][i]) for i in range(len(far))}
-    x = np.array([places[_key(own, i)] for i in range(len(own))])
+def _draw(axes: Axes, own: pl.DataFrame, rows: pl.DataFrame) -> Any:
+    far = rows.filter(metric="distance_px").select("site", "head", x="value")
+    own = own.join(far, on=["site", "head"], how="left", maintain_order="left")
     metric = str(own["metric"][0])
     sign = 1 if metric == "kl" else -1
-    value, low, high = (sign * own[name].astype(float) for name in ("value", "low", "high"))
-    depth = own["depth"].astype(float)
+    x, value, low, high = own.select("x", pl.col("value", "low", "high") * sign).to_numpy().T
     axes.axhline(0, color=GREY, linestyle=(0, (5, 3)), linewidth=1, zorder=1)
     axes.vlines(x, low, high, color=GREY, linewidth=0.7, zorder=2)
-    image = axes.scatter(x, value, c=depth, cmap="viridis", s=14, zorder=3)
+    image = axes.scatter(x, value, c=own["depth"].to_numpy(), cmap="viridis", s=14, zorder=3)
     axes.set_ylabel(metric_words(metric) if sign > 0 else LOST)
     note_count(axes, own)
     return image
 
 
-def _key(rows: Table, i: int) -> tuple[str, int]:
-    return str(rows["site"][i]), int(float(rows["head"][i]))
-
-
-def _explain(axes: Axes, rows: Table, metric: str) -> None:
+def _explain(axes: Axes, rows: pl.DataFrame, metric: str) -> None:
     """The x axis with the rank correlations below it."""
     lines = [metric_words("distance_px")]
     for name, words in ((metric, "rank correlation"), (f"{metric}_within", "within blocks")):
-        own = rows.where(metric=name)
-        if len(own):
-            value, low, high = (float(own[n].astype(float)[0]) for n in ("value", "low", "high"))
-            lines.append(f"{words} {value:.2f} ({low:.2f} to {high:.2f})")
+        known = rows.filter(pl.col("value").is_not_null(), metric=name)
+        for value, low, high in known.select("value", "low", "high").rows()[:1]:
+            spread = "" if low is None else f" ({low:.2f} to {high:.2f})"
+            lines.append(f"{words} {value:.2f}{spread}")
     axes.set_xlabel("\n".join(lines))

@@ -311,8 +311,8 @@ def headline(table: Table) -> list[Answer]:
     """How many heads are of which type, and how many stay so whatever the threshold."""
     found = []
     for store, rows in by_store(table, metric="same_type_thresholds"):
-        types = Counter(map(str, rows["type"].tolist())).most_common()
-        firm = int((rows["value"].astype(float) >= 1).sum())
+        types = Counter(rows["type"]).most_common()
+        firm = int((rows["value"] >= 1).sum())
         said = ", ".join(f"{n} {kind}" for kind, n in types)
         text = f"of {len(rows)} heads {said}"
         found.append((store, f"{text}; {firm} keep their type at every threshold tried"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.analyses.head_types.head_geometry import TYPES, UNDEFINED
 from vitsee_core.attention.head_maps import per_query
@@ -32,34 +33,34 @@ def draw_types(table: Table) -> Figure:
     hatched that change type when some threshold moves by x 0.8 or x 1.25; and the aligned map of
     the clearest head of each type, corrected for coverage, over the range written below it,
     midlines in red."""
-    labels = table.unique("store")
-    grids = [g for _ in labels for g in (Grid(1, widest=60, height=11), _EXAMPLES)]
+    stores = table.frame.partition_by("store", maintain_order=True)
+    grids = [g for _ in stores for g in (Grid(1, widest=60, height=11), _EXAMPLES)]
     figure, parts = stack(*grids)
-    for label, above, below in zip(labels, parts[::2], parts[1::2], strict=True):
-        rows = table.where(store=label)
-        examples = rows.where(metric="aligned")
-        _draw_counts(Grid(1).axes(above)[0], rows, label)
+    for rows, above, below in zip(stores, parts[::2], parts[1::2], strict=True):
+        examples = rows.filter(metric="aligned")
+        _draw_counts(Grid(1).axes(above)[0], rows)
         for axes, kind in zip(_EXAMPLES.axes(below), TYPES, strict=True):
-            _draw_example(axes, examples.where(type=kind), kind)
+            _draw_example(axes, examples.filter(type=kind), kind)
     from matplotlib.patches import Patch
 
     found = {UNSTEADY: Patch(facecolor="white", edgecolor=GREY, hatch="//////")}
-    if UNDEFINED in table.unique("type"):
+    if UNDEFINED in table.frame["type"]:
         found["no type"] = Patch(facecolor=TINTS[UNDEFINED])
     legend_below(figure, found)
     return figure
 
 
-def _draw_counts(axes: Axes, rows: Table, label: str) -> None:
+def _draw_counts(axes: Axes, rows: pl.DataFrame) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    steady = rows.where(metric="same_type_thresholds")
-    depths = np.unique(steady["depth"])
+    steady = rows.filter(metric="same_type_thresholds")
+    steady = steady.with_columns(sure=pl.col("value").eq_missing(1))
+    depths = steady["depth"].unique().sort().to_numpy()
     base = np.zeros(len(depths))
     for kind in (*TYPES, UNDEFINED):
         for sure in (True, False):
-            of_kind = (steady["type"] == kind) & ((steady["value"] == 1) == sure)
-            counts = np.array([(of_kind & (steady["depth"] == d)).sum() for d in depths])
+            own = steady.filter(type=kind, sure=sure)
+            counts = (own["depth"].to_numpy() == depths[:, np.newaxis]).sum(1)
             if not counts.any():
                 continue
             hatch = "" if sure else "//////"
@@ -68,7 +69,7 @@ def _draw_counts(axes: Axes, rows: Table, label: str) -> None:
                 linewidth=0.4,
             )  # fmt: skip
             base += counts
-    axes.set_title(shorten(label, 28))
+    axes.set_title(shorten(rows["store"][0], 28))
     note_count(axes, steady)
     axes.grid(False, axis="x")
     integer_ticks(axes, depths, 13)
@@ -77,7 +78,7 @@ def _draw_counts(axes: Axes, rows: Table, label: str) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
-def _draw_example(axes: Axes, rows: Table, kind: str) -> None:
+def _draw_example(axes: Axes, rows: pl.DataFrame, kind: str) -> None:
     map_axes(axes)
     axes.set_title(kind)
     for spine in axes.spines.values():

@@ -41,17 +41,18 @@ from vitsee_core.analyses.keypoints.protocol import (
     Protocol,
     choose_protocol,
 )
-from vitsee_core.analyses.keypoints.scoring import INTERVAL_METHOD, KeypointScorer
+from vitsee_core.analyses.keypoints.scoring import INTERVAL_METHOD, METRICS, KeypointScorer
 from vitsee_core.analyses.keypoints.spair import VARIATIONS, draw_pairs, read_pairs
 from vitsee_core.figures.plotting import styled
 from vitsee_core.labels.options import RANDOM_BASELINE
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.options import KNOWLEDGE, SITES, Offers, Option
+from vitsee_core.runtime.options import KNOWLEDGE, SITES, Offers, Option, metrics_option
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import best_layers
+from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, Mask
@@ -176,6 +177,10 @@ def run(
             default="none",
         ),
     ] = None,
+    metrics: Annotated[
+        Sequence[str],
+        metrics_option(METRICS, "all of them", "The mean over classes, points or pairs."),
+    ] = (),
     baselines: Annotated[Sequence[str], RANDOM_BASELINE] = (),
     execution: Annotated[Execution, Offers("seed device", dask="sites and images")] = DEFAULT,
 ) -> Table:
@@ -204,6 +209,7 @@ def run(
     )  # fmt: skip
     if unknown := {*baselines} - {RANDOM}:
         raise VitseeError(f"no baseline {min(unknown)!r}; expected {RANDOM}")
+    wanted = asked_for(metrics or METRICS, METRICS, "keypoints")
     execution.check_device()
     selected = select_each(stores, sites, _with_grid)
     drawn = draw_pairs(read_pairs(pairs, split), protocol.pairs_per_class, execution.seed)
@@ -230,7 +236,9 @@ def run(
     )
     rows: list[dict[str, Any]] = []
     blind: list[dict[str, Any]] = []
-    scorers = {s.label: KeypointScorer.of(w) for s, w in zip(selected.stores, located, strict=True)}
+    scorers = {
+        s.label: KeypointScorer.of(w, wanted) for s, w in zip(selected.stores, located, strict=True)
+    }
     with counting(execution.progress, total):
         for (store, own), where, some in zip(selected.members, located, parts, strict=True):
             known: dict[Any, dict[str, Float]] = {}
@@ -316,7 +324,8 @@ def _groups(located: Located, protocol: Protocol) -> Iterator[tuple[dict[str, st
 
 @styled
 def plot(table: Table) -> Figure:
-    """PCK (mean over classes) against relative depth, a panel per alpha and a curve per store, with
-    the 95 % interval as a band; the ceiling of the grid and chance dashed (Walmer et al. 2023,
-    Figs. 10 right, 31). A ceiling far above the curves is given in words."""
+    """PCK (mean over classes, else the first metric there is) against relative depth, a panel per
+    alpha and a curve per store, with the 95 % interval as a band; the ceiling of the grid and
+    chance dashed (Walmer et al. 2023, Figs. 10 right, 31). A ceiling far above the curves is given
+    in words."""
     return draw_keypoints(table)

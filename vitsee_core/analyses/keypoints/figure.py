@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,7 +33,8 @@ def draw_keypoints(table: Table) -> Figure:
             cells = rows[column].tolist()
             rows = rows.take(np.array([not cell for cell in cells], bool))
     models = rows.where(baseline="")
-    metrics = [m for m in rows.unique("metric") if re.match(r"pck@", m)]
+    kinds = [metric.partition("@")[0] for metric in rows.unique("metric")]
+    metrics = [m for m in rows.unique("metric") if m.startswith(f"{kinds[0]}@")]
 
     def finish(axes: Axes, curves: Table, metric: str) -> None:
         lines = rows.where(metric=metric, baseline=list(LINES))

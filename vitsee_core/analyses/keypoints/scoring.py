@@ -54,6 +54,7 @@ class KeypointScorer:
         image_category: (images,).
         names: of the categories.
         digest: equal for equal pairs.
+        metrics: some of `METRICS`, to make rows of.
     """
 
     pair: Integers
@@ -63,9 +64,10 @@ class KeypointScorer:
     image_category: Integers
     names: list[str]
     digest: str
+    metrics: Sequence[str] = METRICS
 
     @classmethod
-    def of(cls, located: Located) -> KeypointScorer:
+    def of(cls, located: Located, metrics: Sequence[str] = METRICS) -> KeypointScorer:
         names = sorted({pair.category for pair in located.pairs})
         category = np.array([names.index(pair.category) for pair in located.pairs], np.int64)
         both = np.concatenate([located.source_row, located.target_row])
@@ -75,7 +77,7 @@ class KeypointScorer:
         source, target = numbers.reshape(2, -1)
         words = [f"{pair.source} {pair.target} {pair.category}" for pair in located.pairs]
         digest = hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
-        return cls(located.pair, category, source, target, images[:, 0], names, digest)
+        return cls(located.pair, category, source, target, images[:, 0], names, digest, metrics)
 
     @property
     def n_images(self) -> int:
@@ -95,7 +97,7 @@ class KeypointScorer:
             among: (pairs,) these pairs only.
         """
         scores = self.scores(found, among)
-        for name in METRICS:
+        for name in self.metrics:
             score = scores[name]
             for i, alpha in enumerate(alphas):
                 yield {

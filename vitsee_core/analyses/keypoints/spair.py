@@ -13,16 +13,17 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta, Struct
 
 from vitsee_core.types import Float
 from vitsee_stores.disk import read_regular
 from vitsee_stores.errors import VitseeError, reason
-from vitsee_stores.json_schema import Fields, integer, items, number, unexpected
+from vitsee_stores.plan import Side
+from vitsee_stores.schema import check_name, checked
 
 # Variations of pairs, and their names in the files.
 VARIATIONS = {
@@ -36,11 +37,31 @@ ANNOTATIONS = "PairAnnotation"
 LAYOUT = "SPair-71k/PairAnnotation/SPLIT/*.json"
 MOST_BYTES = 1 << 20  # of one annotation; the published ones have about 2000
 MOST_LIST_BYTES = 1 << 28
-MOST_SIDE, MOST_COORDINATE, MOST_POINTS, MOST_VARIATION = 1 << 20, 1e7, 10_000, 1000
+MOST_POINTS = 10_000
 RIM = 1.0  # pixels beyond the border that a keypoint may have: counting may begin at 0 or at 1
 
-_side = partial(integer, low=1, high=MOST_SIDE)
-_coordinate = partial(number, low=-MOST_COORDINATE, high=MOST_COORDINATE)
+Coordinate = Annotated[float, Meta(ge=-1e7, le=1e7)]
+Variation = Annotated[int, Meta(ge=0, le=1000)] | None
+Lengths = Annotated[list[Side], Meta(min_length=2, max_length=3)]  # width, height, channels
+Points = list[tuple[Coordinate, Coordinate]]
+
+
+class Annotation(Struct):
+    """The fields of an annotation that are used, as the files have them."""
+
+    category: str
+    src_imname: str
+    trg_imname: str
+    src_imsize: Lengths
+    trg_imsize: Lengths
+    src_kps: Points
+    trg_kps: Points
+    trg_bndbox: list[Coordinate]
+    mirror: Any = 0
+    viewpoint_variation: Variation = None
+    scale_variation: Variation = None
+    truncation: Variation = None
+    occlusion: Variation = None
 
 
 @dataclass(frozen=True)
@@ -167,7 +188,7 @@ def _plain(text: str) -> str:
 def _read(path: Path) -> Pair:
     try:
         document = json.loads(read_regular(path, MOST_BYTES))
-        return _pair(path.stem, Fields(document))
+        return _pair(path.stem, checked(document, Annotation))
     except OSError as error:
         raise VitseeError(f"cannot read {path}: {reason(error)}") from None
     except RecursionError:
@@ -180,51 +201,38 @@ def _line(error: Exception) -> str:
     return re.sub(r"\s+", " ", str(error))[:200]
 
 
-def _pair(stem: str, data: Fields) -> Pair:
-    if "mirror" in data and data.get("mirror") != 0:
+def _pair(stem: str, data: Annotation) -> Pair:
+    if data.mirror not in (0, None):
         raise ValueError("mirror is set; expected pairs of images as they are (mirror 0)")
-    sizes = [_size(data, f"{side}_imsize") for side in ("src", "trg")]
-    points = [
-        _points(data, f"{side}_kps", size) for side, size in zip(("src", "trg"), sizes, strict=True)
-    ]
-    if len(points[0]) != len(points[1]):
+    for key in ("category", "src_imname", "trg_imname"):
+        check_name(getattr(data, key), key)
+    sizes = [(height, width) for width, height, *_ in (data.src_imsize, data.trg_imsize)]
+    if len(data.src_kps) != len(data.trg_kps):
         raise ValueError(
-            f"src_kps has {len(points[0])} keypoints and trg_kps {len(points[1])}; expected "
+            f"src_kps has {len(data.src_kps)} keypoints and trg_kps {len(data.trg_kps)}; expected "
             "those seen in both images"
         )
-    box = data.list("trg_bndbox", _coordinate)
+    box = data.trg_bndbox
     if len(box) != 4 or box[0] >= box[2] or box[1] >= box[3]:
-        raise ValueError(f"trg_bndbox is {list(box)}; expected [x0, y0, x1, y1] with an area")
+        raise ValueError(f"trg_bndbox is {box}; expected [x0, y0, x1, y1] with an area")
     x0, y0, x1, y1 = box
+    variations = {word: getattr(data, key) for word, key in VARIATIONS.items()}
     return Pair(
         name=stem,
-        category=data.name("category"),
-        source=data.name("src_imname"),
-        target=data.name("trg_imname"),
+        category=data.category,
+        source=data.src_imname,
+        target=data.trg_imname,
         source_size=sizes[0],
         target_size=sizes[1],
         box=(x0, y0, x1, y1),
-        source_xy=points[0],
-        target_xy=points[1],
-        variations={
-            word: data.integer(key, 0, MOST_VARIATION)
-            for word, key in VARIATIONS.items()
-            if key in data
-        },
+        source_xy=_points("src_kps", data.src_kps, sizes[0]),
+        target_xy=_points("trg_kps", data.trg_kps, sizes[1]),
+        variations={word: value for word, value in variations.items() if value is not None},
     )
 
 
-def _size(data: Fields, key: str) -> tuple[int, int]:
-    """(height, width) of [width, height, channels]."""
-    lengths = data.list(key, _side)
-    if len(lengths) not in (2, 3):
-        raise ValueError(f"{key} is {list(lengths)}; expected [width, height, channels]")
-    return lengths[1], lengths[0]
-
-
-def _points(data: Fields, key: str, size: tuple[int, int]) -> Float:
+def _points(key: str, points: Points, size: tuple[int, int]) -> Float:
     """(points, 2) x, y, all of them in the image."""
-    points = data.list(key, _point)
     if len(points) > MOST_POINTS:
         raise ValueError(f"{key} has {len(points)} keypoints; expected at most {MOST_POINTS}")
     for i, (x, y) in enumerate(points):
@@ -234,10 +242,3 @@ def _points(data: Fields, key: str, size: tuple[int, int]) -> Float:
                 "pixels"
             )
     return np.array(points, np.float64).reshape(-1, 2)
-
-
-def _point(value: Any, where: str) -> tuple[float, float]:
-    xy = items(value, where, _coordinate)
-    if len(xy) != 2:
-        raise unexpected(where, value, "[x, y]")
-    return xy[0], xy[1]

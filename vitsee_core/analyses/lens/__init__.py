@@ -314,10 +314,10 @@ def headline(table: Table) -> list[Answer]:
     """How often the classifier is right on the first and the last block, and from where on nearly
     as often as on the last; without labels, how often it agrees with the model's output."""
     shares = {"lens_top1": "right", "lens_agreement": "as the model's output"}
-    metric = next((m for m in shares if m in table.unique("metric")), None)
+    metric = next((m for m in shares if m in table["metric"]), None)
     answers = []
     for store, rows in by_store(table, metric=metric, token=None, row=None) if metric else []:
-        values = rows["value"].astype(float)
+        values = rows["value"].to_numpy()
         i = int((values >= NEARLY * values[-1]).argmax())
         text = f"share of images {shares[str(metric)]}: {first_and_last(rows)}"
         first = f"{rows['site'][i]} is the first with {NEARLY:g} of the last"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import polars as pl
 
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
@@ -14,12 +14,14 @@ from vitsee_core.figures.panels import (
     Grid,
     bars_at_ends,
     count,
+    evenly,
     map_axes,
     map_title,
     name_part,
     small_maps,
     stack,
 )
+from vitsee_core.figures.patch_sheets import place_values
 from vitsee_core.figures.plotting import GREY, styled
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
@@ -39,56 +41,44 @@ def draw_lens(table: Table) -> Figure:
     dashed what patches say alone; below, where the table has single patches, for each store the
     share of images in which a patch alone has the right class (or the output's), at up to seven
     depths, on one scale of colours."""
-    metrics = [metric for metric in METRICS if metric in table.unique("metric")]
-    mapped = next((m for m in METRICS if len(_cells(table, m)) and m != "lens_rank"), None)
-    of_cells = _cells(table, str(mapped)) if mapped else table.take(np.zeros(len(table), bool))
+    rows = table.frame
+    metrics = [metric for metric in METRICS if metric in rows["metric"]]
+    cells = rows.filter(pl.col("row").is_not_null())
+    mapped = next((m for m in METRICS if m in cells["metric"] and m != "lens_rank"), "")
+    stores = cells.filter(metric=mapped).partition_by("store", maintain_order=True)
     # A grid of one cell is no map.
-    stores = [store for store, own in of_cells.groups("store") if len({*_places(own)}) > 1]
-    shown = {store: _picked(of_cells.where(store=store)) for store in stores}
-    curves = CurveGrid.of(len(metrics), table)
-    maps = [small_maps(len(sites), 2) for sites in shown.values()]
+    stores = [own for own in stores if own.select("row", "col").n_unique() > 1]
+    shown = [_picked(own) for own in stores]
+    curves = CurveGrid.of(len(metrics), rows)
+    maps = [small_maps(len(sites), 2) for sites in shown]
     figure, parts = stack(curves, *maps)
-    pooled = table.take(~table.given("row") & ~table.given("token"))
+    pooled = rows.filter(pl.col("row").is_null(), pl.col("token").is_null())
     panels = curves.panels(parts[0], of_metrics(pooled, metrics))
-    for axes, metric, rows in panels:
-        draw_depth_curves(axes, rows, among=pooled)
-        own = table.where(metric=metric, token="patches", store=rows.unique("store"))
-        _draw_patches(axes, own, pooled)
+    for axes, metric, own in panels:
+        draw_depth_curves(axes, own, among=pooled)
+        of_stores = pl.col("store").is_in([*own["store"]])
+        _draw_patches(axes, rows.filter(of_stores, metric=metric, token="patches"), pooled)
         if metric == "lens_rank":
             axes.set_yscale("log")
             axes.set_ylim(0.9, 1.2 * max(2.0, axes.dataLim.y1))
             plain_log_ticks(axes.yaxis)
     curves.finish(panels)
     add_curve_legend(figure, [axes for axes, *_ in panels])
-    drawn = of_cells.take(np.isin(of_cells["store"], stores))
-    top = float(np.nanmax(drawn["value"].astype(float), initial=0)) or 1.0
-    for part, grid, (store, sites) in zip(parts[1:], maps, shown.items(), strict=True):
-        rows = of_cells.where(store=store)
-        name_part(
-            part,
-            f"{shorten(str(store), 28)}: {metric_words(str(mapped))}, by patch (n = {count(rows)})",
-        )
-        _draw_maps(grid, part, rows, sites, top)
+    tops = (own["value"].fill_null(0).to_numpy().max(initial=0) for own in stores)
+    top = max(tops, default=0) or 1.0
+    for part, grid, own, sites in zip(parts[1:], maps, stores, shown, strict=True):
+        who = f"{shorten(own['store'][0], 28)}: {metric_words(mapped)}"
+        name_part(part, f"{who}, by patch (n = {count(own)})")
+        _draw_maps(grid, part, own, sites, top)
     return figure
 
 
-def _picked(rows: Table) -> list[str]:
+def _picked(rows: pl.DataFrame) -> list[str]:
     """The sites whose maps are drawn, evenly over depth."""
-    sites = rows.unique("site")
-    picks = np.unique(np.round(np.linspace(0, len(sites) - 1, TILES)).astype(int))
-    return [sites[i] for i in picks]
+    return evenly(rows["site"].unique(maintain_order=True).to_list(), TILES)
 
 
-def _cells(table: Table, metric: str) -> Table:
-    rows = table.where(metric=metric)
-    return rows.take(rows.given("row"))
-
-
-def _places(rows: Table) -> list[tuple[Any, Any]]:
-    return list(zip(rows["row"].tolist(), rows["col"].tolist(), strict=True))
-
-
-def _draw_patches(axes: Axes, rows: Table, among: Table) -> None:
+def _draw_patches(axes: Axes, rows: pl.DataFrame, among: pl.DataFrame) -> None:
     from vitsee_core.figures.depth_marks import draw_marks
 
     if len(rows):
@@ -97,14 +87,12 @@ def _draw_patches(axes: Axes, rows: Table, among: Table) -> None:
         axes.plot([], [], color=GREY, **look, label="patches alone")
 
 
-def _draw_maps(grid: Grid, part: Any, rows: Table, sites: list[str], top: float) -> None:
+def _draw_maps(grid: Grid, part: Any, rows: pl.DataFrame, sites: list[str], top: Any) -> None:
     panels = grid.axes(part)
     for axes, site in zip(panels, sites, strict=True):
-        own = rows.where(site=site)
-        at = [np.array([int(float(v)) for v in own[name].tolist()]) for name in ("row", "col")]
-        values = np.full((at[0].max() + 1, at[1].max() + 1), np.nan)
-        values[at[0], at[1]] = own["value"].astype(float)
-        image = axes.imshow(values, vmin=0, vmax=top, origin="upper")
+        own = rows.filter(site=site)
+        shape = [largest + 1 for largest in own.select("row", "col").max().row(0)]
+        image = axes.imshow(place_values(own, shape), vmin=0, vmax=top, origin="upper")
         map_axes(axes)
         map_title(axes, grid, site_words(site))
     bars_at_ends(grid, panels, image, "share of images")

@@ -26,6 +26,10 @@ Of a grid token the own patch is the one in its place. Summaries compare it with
 - `own_top1`, of a site: the fraction of tokens whose own patch ranks first, beside what chance
   gives. Tokens without a value, and grids of a single patch, are left out.
 
+Unless tokens are asked for, a grid finer than 38 x 38 (early sites of CNNs) is thinned: tokens of
+every s-th row and column, in the middle of equal parts of the grid, are compared, each with all
+patches.
+
 Cost: n (n + 1) (channels of all tokens + pixels of all patches + tokens x patches)
 multiplications for n images, four times as many for twice the images; logged before the work where
 it takes more than seconds.
@@ -102,8 +106,9 @@ them, otherwise the images are loaded again from the data and checked.
 With --summary token the metrics own_cka, own_rank (1: no patch is more similar), own_rank_relative
 (0 first, 1 last), own_margin (own minus best other), peak_distance_px (from the own to the most
 similar patch); with --summary site also own_top1, the fraction of tokens whose own patch is first,
-n_tokens, and baseline rows with what chance gives. Exact over all images, or over a sample of 16384
-where there are more; --images N takes fewer or more.
+n_tokens, and baseline rows with what chance gives. Of grids finer than 38 x 38 tokens of every s-th
+row and column are compared, which is logged; --tokens each takes all. Exact over all images, or
+over a sample of 16384 where there are more; --images N takes fewer or more.
 """
 MEANING = {"token": "ROW,COL or cls", "col": "row, col of the patch", "high": ""}
 NEEDS = ("grid",)
@@ -124,7 +129,10 @@ SITE_COLUMNS = (*SITE, *VALUES, "n_images", "n_tokens", "baseline")
 def run(
     *stores: Store,
     sites: Annotated[Sequence[str], sites_option("the last block; with --summary blocks")] = (),
-    tokens: Annotated[Sequence[str], tokens_option(("each", "cls"))] = ("each",),
+    tokens: Annotated[
+        Sequence[str],
+        tokens_option(("each", "cls"), "each, thinned where the grid is finer than 38 x 38"),
+    ] = (),
     summary: Annotated[
         str | None,
         Option(
@@ -153,6 +161,11 @@ def run(
     different images.
 
     Args:
+        tokens: "each" (all of the grid), "cls", or cells of the grid; by default each, of finer
+            grids than 38 x 38 (`site_maps.MOST_PAIRS` pairs of a token and a patch), or where the
+            maps do not fit the memory, those of every s-th row and column, s the least that fits
+            (see `localisation.every_nth`): the notes name them, and `n_tokens` counts them. Each is
+            compared with all patches.
         stores: with their pixels, or whose data can be loaded again.
 
     Raises:
@@ -185,7 +198,7 @@ def run(
         for store, of_store in zip(selected.stores, chosen, strict=True)
     ]
     notes: dict[str, Any] = {"seed": execution.seed, "stores": {}}
-    notes["compared"] = compared(stores, ", ".join(tokens))
+    notes["compared"] = compared(stores, ", ".join(tokens or ("each",)))
     if preset is not None:
         notes["preset"] = f"{preset}: {PRESETS[preset].source}"
     tables: list[Table] = []
@@ -193,6 +206,8 @@ def run(
     left_out = dict(selected.left_out)
     for work in works:
         images, about = _rows(work.store, execution, how)
+        if thinned := work.thin(how, execution.budget):
+            about["tokens"] = thinned
         for site, reason in work.leave_out_large(how, execution.budget).items():
             left_out[f"{work.store.label} {site}"] = reason
         of_store = how
@@ -222,7 +237,7 @@ def run(
     notes["remarks"] = remarks
     if left_out:
         notes["left_out"] = left_out
-    return Table.concat(tables, notes)
+    return Table.concat(tables, notes=notes)
 
 
 def _rows(store: Store, execution: Execution, how: Estimator) -> tuple[Integers, dict[str, Any]]:
@@ -328,11 +343,13 @@ def _table(maps: Maps, store: Store, summary: str | None) -> Table:
         }
         names = SITE_COLUMNS
     length = len(next(iter(columns.values())))
-    columns |= {name: np.full(length, value) for name, value in alike.items()}
+    columns |= alike
     own = replicates_of(maps, summary)
     if own is not None and len(own) < length:  # what chance gives has none
         own = np.pad(own, ((0, length - len(own)), (0, 0)), constant_values=np.nan)
-    return Table({name: columns[name] for name in names}, replicates=own)
+    if own is not None:
+        columns["replicates"] = own
+    return Table.concat([columns], names)
 
 
 @styled

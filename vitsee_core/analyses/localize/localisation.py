@@ -62,6 +62,13 @@ class Maps:
         return self.layout.grid[1]
 
 
+def every_nth(n: int, every: int) -> Integers:
+    """Every so many of n rows, n // every of them (at least one), as far from the first as from
+    the last: the middle of each part, so that the border counts neither more nor less."""
+    count = max(1, n // every)
+    return (n - 1 - (count - 1) * every) // 2 + every * np.arange(count)
+
+
 def own_patch(cka: Float, own: Integers | Sequence[int]) -> Float:
     """(metrics, ..., tokens): `OWN_METRICS` of maps (..., tokens, patches), `own` (tokens,) the own
     patches. NaN if a token has no value at its own patch, or at no other. Equally similar patches

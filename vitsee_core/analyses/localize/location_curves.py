@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.analyses.localize.localisation import OWN_METRICS, own_patch
+from vitsee_core.analyses.localize.localisation import OWN_METRICS, every_nth, own_patch
 from vitsee_core.figures.curve_panels import CurveGrid, draw_depth_panels, of_metrics
 from vitsee_core.figures.depth_curves import draw_depth_curves
 from vitsee_core.figures.plotting import GREY
@@ -43,17 +42,38 @@ class TokenMaps:
 
     @property
     def complete(self) -> bool:
-        """Whether every cell of the grid is among the tokens."""
-        return bool(len(self.placed()) == math.prod(self.maps.shape[1:]))
+        """Whether every cell of the grid is among the tokens, or those of every s-th row and
+        column (see `every_nth`)."""
+        return self.apart > 0
+
+    @property
+    def apart(self) -> int:
+        """From one token to the next: 1 for every cell of the grid, 0 for tokens as chosen."""
+        rows, cols = (np.array(of) for of in self.lattice())
+        if len(self.placed()) < len(rows) * len(cols):
+            return 0
+        step = int(np.diff(rows)[0]) if len(rows) > 1 else 1
+        grid = zip((rows, cols), self.maps.shape[1:], strict=True)
+        return step if all(np.array_equal(of, every_nth(n, step)) for of, n in grid) else 0
 
     def placed(self) -> dict[int, tuple[int, int]]:
         """The indices and places of the tokens on the grid."""
         cells = enumerate(map(parse_cell, self.tokens))
         return {k: cell for k, cell in cells if cell is not None}
 
+    def lattice(self) -> tuple[list[int], list[int]]:
+        """The rows and the columns that its tokens are in: all, unless they are every s-th."""
+        places = [*self.placed().values()]
+        rows, cols = (sorted({place[axis] for place in places}) for axis in (0, 1))
+        if len(rows) * len(cols) == len(places) > 0:
+            return rows, cols
+        n_rows, n_cols = self.maps.shape[1:]
+        return list(range(n_rows)), list(range(n_cols))
+
 
 def derived_curves(panels: Sequence[TokenMaps]) -> Table | None:
-    """The summaries computed from maps of all tokens; None unless a store has several sites."""
+    """The summaries computed from maps of all tokens, or of evenly spaced ones; None unless a store
+    has several sites."""
     complete = [panel for panel in panels if panel.complete]
     stores = [panel.store for panel in complete]
     if len(set(stores)) == len(stores):
@@ -85,7 +105,7 @@ def draw_curves(table: Table) -> Figure:
     return draw_depth_panels(table, CURVES, _draw_zero)
 
 
-def _draw_zero(axes: Axes, rows: Table, metric: str) -> None:
+def _draw_zero(axes: Axes, rows: Any, metric: str) -> None:
     axes.axhline(0, color=GREY, linewidth=0.6)
 
 

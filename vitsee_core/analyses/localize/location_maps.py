@@ -129,8 +129,8 @@ def _draw_mosaics(panels: Sequence[TokenMaps], table: Table) -> Figure:
 
 def _step(panel: TokenMaps) -> int:
     """Draw one of this many tokens along a side, so that the maps are legible."""
-    longest = int(max(panel.maps.shape[1:]))
-    return math.ceil(longest * (longest + 1) / MOST_CELLS)
+    longest, most = int(max(panel.maps.shape[1:])), max(map(len, panel.lattice()))
+    return math.ceil(most * (longest + 1) / MOST_CELLS)
 
 
 def _draw_mosaic(axes: Axes, panel: TokenMaps, top: float, side: float) -> AxesImage:
@@ -138,8 +138,10 @@ def _draw_mosaic(axes: Axes, panel: TokenMaps, top: float, side: float) -> AxesI
     its own above. side: inches."""
     step, (rows, cols) = _step(panel), panel.maps.shape[1:]
     places = panel.placed()
+    order = [{place: k for k, place in enumerate(of)} for of in panel.lattice()]
+    n_lines, n_across = map(len, order)
     others = [k for k in range(len(panel.tokens)) if k not in places]
-    lines, across = -(-rows // step) + bool(others), max(-(-cols // step), len(others))
+    lines, across = -(-n_lines // step) + bool(others), max(-(-n_across // step), len(others))
     shape = (lines * (rows + 1) - 1, across * (cols + 1) - 1)
     whole = np.ma.array(np.zeros(shape), mask=np.ones(shape, bool))
     marks = []
@@ -148,8 +150,9 @@ def _draw_mosaic(axes: Axes, panel: TokenMaps, top: float, side: float) -> AxesI
         x = (i + 1) * (cols + 1) - 0.5
         axes.text(x, (rows - 1) / 2, token_words(panel.tokens[k]), va="center", fontsize=small())
     for k, (row, col) in places.items():
-        if row % step == 0 and col % step == 0:
-            y, x = (row // step + bool(others)) * (rows + 1), col // step * (cols + 1)
+        i, j = order[0][row], order[1][col]
+        if i % step == 0 and j % step == 0:
+            y, x = (i // step + bool(others)) * (rows + 1), j // step * (cols + 1)
             whole[y : y + rows, x : x + cols] = panel.maps[k]
             marks.append((y + row, x + col))
     image = _show(axes, whole, top)
@@ -157,6 +160,7 @@ def _draw_mosaic(axes: Axes, panel: TokenMaps, top: float, side: float) -> AxesI
     axes.set(xticks=[], yticks=[])
     for spine in axes.spines.values():
         spine.set_visible(False)
+    step *= max(1, panel.apart)
     skipped = f", every {_ordinal(step)} token" if step > 1 else ""
     axes.set_title(f"{panel.title}{skipped}")
     return image
@@ -257,13 +261,16 @@ def draw_token_summary(table: Table) -> Figure:
         scale = {
             "own_cka": Normalize(0, reach),
             # From first to last of a token's patches, so that ranks are comparable between figures.
-            "own_rank": LogNorm(1, max(2, _most_tokens(table.where(metric=metric)))),
+            "own_rank": LogNorm(1, max(2, _most_tokens(table.where(metric=metric)), reach)),
             "own_margin": Normalize(-reach, reach),
         }[metric]
         colours = {"own_margin": "RdBu_r", "own_rank": f"{COLOUR_MAP}_r"}.get(metric, COLOUR_MAP)
         every = grid.axes(part)
         for axes, (site, own) in zip(every, rows.groups("site"), strict=True):
             row, col = (own[name].astype(int) for name in ("row", "col"))
+            lattice = [np.unique(of) for of in (row, col)]
+            if math.prod(map(len, lattice)) == len(own):  # all tokens, or of every s-th row, column
+                row, col = (np.searchsorted(*of) for of in zip(lattice, (row, col), strict=True))
             cells = np.full((row.max() + 1, col.max() + 1), np.nan)
             cells[row, col] = own["value"]
             image = _show(axes, cells, scale, colours)

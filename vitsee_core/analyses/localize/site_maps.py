@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.analyses.localize.localisation import Maps
+from vitsee_core.analyses.localize.localisation import Maps, every_nth
 from vitsee_core.features import choose_features
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.machine import human_bytes
@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 
 
 WORDS = ("each", "cls")
+# Tokens times patches of a site of which all tokens are compared unless they are asked for: grids
+# of up to 38 x 38. Not the memory alone, so that machines give the same table.
+MOST_PAIRS = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class _Tokens:
     stacks: list[Stack]
     names: list[str]
     cells: Integers
+    thinned: dict[str, Any] = field(default_factory=dict)  # which tokens, where not as asked
 
     def map_bytes(self, how: Estimator) -> int:
         """Bytes of its maps and their replicates."""
@@ -57,8 +61,9 @@ class SiteMaps:
     def __init__(
         self, store: Store, sites: Sequence[SiteSpec], tokens: Sequence[str], summary: str | None
     ) -> None:
-        words = [word for word in tokens if word != "cls"] if summary else list(tokens)
+        words = [word for word in tokens or ("each",) if word != "cls" or not summary]
         self.store = store
+        self.thins = not tokens
         self.sites = [_tokens(store, site, words) for site in _with_grid(store, sites)]
 
     def say_cost(self, n_images: int) -> None:
@@ -128,6 +133,31 @@ class SiteMaps:
                 left -= size
         return together
 
+    def thin(self, how: Estimator, memory: int) -> dict[str, Any]:
+        """Without tokens asked for, compare only every s-th row and column of grids that are too
+        fine, s the least for which tokens times patches are `MOST_PAIRS` at most and the maps fit
+        into a quarter of the memory; returns which of what was thinned."""
+        for k, site in enumerate(self.sites if self.thins else ()):
+            assert site.layout.grid is not None
+            whole = len(site.names)
+            for every in range(1, max(site.layout.grid) + 1):
+                if every > 1:
+                    site = _every(site, every)
+                n_pairs = len(site.names) * site.layout.n_body
+                if n_pairs <= MOST_PAIRS and site.map_bytes(how) <= memory // 4:
+                    break
+            if len(site.names) < whole:
+                self.sites[k] = site
+        found = {site.site.name: site.thinned for site in self.sites if site.thinned}
+        texts = {
+            name: "{n_tokens} of its {of} tokens are compared, every {every}th row and column; "
+            "--tokens each takes all".format(**which)
+            for name, which in found.items()
+        }
+        for line in by_reason(texts):
+            log.warning("%s: %s", self.store.label, line)
+        return found
+
     def leave_out_large(self, how: Estimator, memory: int) -> dict[str, str]:
         """Leave out the sites whose maps exceed the memory; returns the reason for each. Raises
         VitseeError: all are too large."""
@@ -175,6 +205,21 @@ def _tokens(store: Store, site: SiteSpec, words: Sequence[str]) -> _Tokens:
         names += [grid.features.tokens[cell].name for cell in cells]
     places = [-1] * ("cls" in chosen) + list(cells)
     return _Tokens(site, layout, stacks, names, np.array(places))
+
+
+def _every(site: _Tokens, every: int) -> _Tokens:
+    """Of a site with all tokens of its grid, those of every so many rows and columns."""
+    assert site.layout.grid is not None
+    rows, cols = (every_nth(n, every) for n in site.layout.grid)
+    cells = (rows[:, np.newaxis] * site.layout.grid[1] + cols).ravel()
+    grid = site.stacks[-1]
+    assert isinstance(grid, TokenStack)
+    names = [grid.features.tokens[cell].name for cell in cells]
+    which = {
+        "every": every, "rows": rows.tolist(), "cols": cols.tolist(),
+        "n_tokens": len(cells), "of": site.layout.n_body,
+    }  # fmt: skip
+    return _Tokens(site.site, site.layout, [TokenStack(grid.features, cells)], names, cells, which)
 
 
 def _some_rows(h: Hsic, rows: slice) -> Hsic:

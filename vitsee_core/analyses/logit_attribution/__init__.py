@@ -37,7 +37,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
+import polars as pl
 
 from vitsee_core.analyses.logit_attribution.attribution_figure import draw_attributions
 from vitsee_core.analyses.logit_attribution.contributions import (
@@ -65,7 +65,7 @@ from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.statistics.moments import INTERVAL_METHOD
 from vitsee_core.tables.columns import SITE
-from vitsee_core.tables.headlines import Answer, by_store, measured
+from vitsee_core.tables.headlines import Answer, by_store, extremes, measured
 from vitsee_core.tables.results import Table
 from vitsee_stores.errors import VitseeError
 
@@ -250,15 +250,13 @@ def headline(table: Table) -> list[Answer]:
     """The sublayer that writes most, and how much of the logit the last third of them."""
     answers = []
     for store, rows in by_store(table, metric=METRIC, head=None, **{"class": None}):
-        parts = rows["part"].astype(str)
-        inner = ~np.isin(parts, ("input", HEAD, PROJECTION_BIAS, BIAS, RESIDUE, LOGIT))
-        whole = rows["value"][parts == LOGIT].astype(float)
-        own = rows.take(inner)
+        outer = ["input", HEAD, PROJECTION_BIAS, BIAS, RESIDUE, LOGIT]
+        whole = rows.filter(part=LOGIT)["value"]
+        own = rows.filter(~pl.col("part").is_in(outer))
         if not len(own) or not len(whole):
             continue
-        values = own["value"].astype(float)
-        i = int(values.argmax())
-        late = values[own["rel_depth"].astype(float) >= 2 / 3].sum()
+        i = extremes(own)[1]
+        late = own.filter(pl.col("rel_depth") >= 2 / 3)["value"].sum()
         text = (
             f"of a logit of {whole[0]:.3g}, {own['site'][i]} writes most: {measured(own, i)}; the "
             f"last third of the sublayers {late:.3g}"

@@ -46,7 +46,7 @@ from vitsee_core.statistics.skip_branch import (
     missing_tokens,
     places_of,
 )
-from vitsee_core.statistics.value_columns import cells_of
+from vitsee_core.statistics.value_columns import columns_of
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured
 from vitsee_core.tables.metrics import asked_for
@@ -161,7 +161,7 @@ def run(
     stores, plans = tuple(selected.stores), selected.chosen
     _check_tokens(stores, plans, tokens)
     chosen = [execution.rows(store) for store in stores]
-    rows: list[dict[str, Any]] = []
+    blocks: list[dict[str, Any]] = []
     zero: dict[str, dict[str, str]] = {}
     total = sum(r.n * len(plan) for r, plan in zip(chosen, plans, strict=True))
     with counting(execution.progress, total, SITE_IMAGES) as progress:
@@ -172,8 +172,14 @@ def run(
                 places = places_of(sublayer.layout, tokens)
                 if places:
                     statistics, counts[sublayer.site] = measure(sublayer, places, wanted)
-                    for metric in wanted:
-                        rows += _rows(store, sublayer, metric, places, statistics[metric])
+                    at = {
+                        name: [getattr(place, name) for place in places]
+                        for name in ("token", "row", "col")
+                    }
+                    blocks += [
+                        {**site_columns(store, sublayer), **at, "metric": metric, **columns_of(of)}
+                        for metric, of in statistics.items()
+                    ]
                 progress.advance(picked.n)
             zero[store.label] = _report_zeros(store.label, counts)
     notes = {
@@ -187,7 +193,7 @@ def run(
         "images": {s.label: r.describe() for s, r in zip(stores, chosen, strict=True)},
         **selected.notes(),
     }
-    return Table.from_rows(rows, COLUMNS, notes)
+    return Table.concat(blocks, COLUMNS, notes)
 
 
 def _check_tokens(
@@ -258,17 +264,6 @@ def _pieces(items: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
         yield items[first : first + size]
 
 
-def _rows(
-    store: Store, sublayer: StoredSublayer, metric: str, places: Sequence[TokenPlace], of: Estimates
-) -> list[dict[str, Any]]:
-    return [
-        site_columns(store, sublayer)
-        | {"token": place.token, "row": place.row, "col": place.col, "metric": metric}
-        | cells_of(of, i)
-        for i, place in enumerate(places)
-    ]
-
-
 def _report_zeros(label: str, counts: dict[str, tuple[int, int]]) -> dict[str, str]:
     """Name the sublayers with f(z) = 0 on stderr; site -> where, for the sidecar."""
     whole = [site for site, (zero, of) in counts.items() if zero == of]
@@ -293,7 +288,7 @@ def headline(table: Table) -> list[Answer]:
     """Where the skip dominates most and least, by kind of token."""
     answers = []
     for store, rows in by_store(table, metric="norm_ratio", row=None):
-        for token, own in rows.groups("token"):
+        for (token,), own in rows.group_by("token", maintain_order=True):
             low, high = (f"{measured(own, i)} at {own['site'][i]}" for i in extremes(own))
             who = f"{store}, {token}" if token else store
             answers.append((who, f"skip over branch: from {low} to {high}"))

@@ -60,7 +60,7 @@ from vitsee_core.statistics.image_statistics import METHODS, block_labels, stati
 from vitsee_core.statistics.shares import METHOD as SHARES
 from vitsee_core.statistics.shares import as_share
 from vitsee_core.statistics.skip_branch import TokenPlace, places_of
-from vitsee_core.statistics.value_columns import Cells, cells_of, jackknife_cells, mean_cells
+from vitsee_core.statistics.value_columns import Cells, columns_of, jackknife_cells, mean_cells
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured
 from vitsee_core.tables.metrics import asked_for
@@ -175,14 +175,14 @@ def run(
         TokenSelection.parse(word, TOKENS)
     selected = select_each(stores, sites, partial(_sites, metrics=metrics))
     chosen = [execution.rows(store) for store in selected.stores]
-    rows: list[dict[str, Any]] = []
+    parts: list[Table] = []
     sources: dict[str, dict[str, str]] = {}
     total = sum(r.n * len(own) for r, own in zip(chosen, selected.chosen, strict=True))
     with counting(execution.progress, total, SITE_IMAGES):
         for (store, own), picked in zip(selected.members, chosen, strict=True):
             work = _Site(store, picked, execution, tokens, threshold, metrics)
             for site in own:
-                rows += work(site)
+                parts.append(work(site))
             sources[store.label] = {site.name: norm_source(store, site).describe() for site in own}
     notes = {
         "interval": {
@@ -200,7 +200,7 @@ def run(
         "images": {s.label: r.describe() for s, r in zip(selected.stores, chosen, strict=True)},
         **selected.notes(),
     }
-    return Table.from_rows(rows, COLUMNS, notes)
+    return Table.concat(parts, COLUMNS, notes)
 
 
 def _sites(store: Store, patterns: Sequence[str], metrics: Sequence[str]) -> list[SiteSpec]:
@@ -248,7 +248,7 @@ class _Site:
         self.n = int((rows.mask & store.valid).sum())
         self.labels = block_labels(self.n, None if store.shuffled else execution.seed)
 
-    def __call__(self, site: SiteSpec) -> list[Cells]:
+    def __call__(self, site: SiteSpec) -> Table:
         spec = self.store.site(site.name)
         layout = spec.layout
         assert layout is not None
@@ -256,15 +256,17 @@ class _Site:
         source = norm_source(self.store, site)
         with_acts = spec.tokens == "all" and bool({*self.metrics} & {*OF_ACTIVATIONS})
         statistics = self._read(spec, layout, source, with_acts)
-        rows = self._of_norms(statistics.norms, layout)
+        blocks = self._of_norms(statistics.norms, layout)
         if with_acts:
-            rows += self._of_activations(statistics, layout)
+            blocks += self._of_activations(statistics, layout)
         place = site_columns(self.store, site)
-        return [
-            place | (as_share(row) if "share" in row["metric"] else row)
-            for row in rows
-            if row["metric"] in self.metrics
-        ]
+        return Table.concat(
+            [
+                place | (as_share(block) if "share" in block["metric"] else block)
+                for block in blocks
+                if block["metric"] in self.metrics
+            ]
+        )
 
     def _check_memory(self, name: str, layout: TokenLayout) -> None:
         need, budget = BYTES_A_TOKEN * self.n * layout.n_tokens, self.execution.budget
@@ -291,34 +293,33 @@ class _Site:
         above = norms > self.threshold
         body = norms[:, layout.n_prefix :]
         above_mad = norms > mad_threshold(body)
-        rows: list[Cells] = []
+        blocks: list[Cells] = []
         for place in kinds:
             own = _columns(norms, place.members)
-            rows.append(_about(place, "norm") | mean_cells(own.mean(1), self.labels))
+            blocks.append(_about(place, "norm") | mean_cells(own.mean(1), self.labels))
             if "norm_median" in self.metrics:
                 median = jackknife_cells(*pooled_median(own, self.labels), self.n)
-                rows.append(_about(place, "norm_median") | median)
-            if place.token != "patches":
-                continue
-            rows += self._of_patches(place, own, above[:, place.members])
+                blocks.append(_about(place, "norm_median") | median)
+            if place.token == "patches":
+                blocks += self._of_patches(place, own, above[:, place.members])
         singles = [place for place in singles if place not in kinds]
-        rows += _of_tokens(singles, "norm", norms, self.labels)
+        blocks += _of_tokens(singles, "norm", norms, self.labels)
         patches = [place for place in singles if min(place.members) >= layout.n_prefix]
-        rows += _of_tokens(patches, "outlier_share", above, self.labels)
-        rows += _of_tokens(patches, "outlier_share_mad", above_mad, self.labels)
-        return rows
+        blocks += _of_tokens(patches, "outlier_share", above, self.labels)
+        blocks += _of_tokens(patches, "outlier_share_mad", above_mad, self.labels)
+        return blocks
 
     def _of_patches(self, place: TokenPlace, norms: Float, above: Any) -> list[Cells]:
-        rows = [_about(place, "outlier_share") | mean_cells(above.mean(1), self.labels)]
+        blocks = [_about(place, "outlier_share") | mean_cells(above.mean(1), self.labels)]
         for metric, measure in (("outlier_share_mad", share_above_mad), ("bimodality", bimodality)):
             if metric in self.metrics:
                 estimate = measure(norms, self.labels)
-                rows.append(_about(place, metric) | jackknife_cells(*estimate, self.n))
-        bins = histogram(norms) if "norm_histogram" in self.metrics else []
-        about = _about(place, "norm_histogram") | {"n_images": self.n}
-        return rows + [
-            about | {"norm_from": low, "norm_to": high, "value": share} for low, high, share in bins
-        ]
+                blocks.append(_about(place, metric) | jackknife_cells(*estimate, self.n))
+        if "norm_histogram" in self.metrics and (bins := histogram(norms)):
+            low, high, share = (np.array(of) for of in zip(*bins, strict=True))
+            edges = {"norm_from": low, "norm_to": high, "value": share, "n_images": self.n}
+            blocks.append(_about(place, "norm_histogram") | edges)
+        return blocks
 
     def _of_activations(self, of: TokenStatistics, layout: TokenLayout) -> list[Cells]:
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -358,15 +359,16 @@ def _of_tokens(
     places: Sequence[TokenPlace], metric: str, values: Any, labels: Integers
 ) -> list[Cells]:
     """Means over images of single tokens; a few at a time, which need little memory."""
-    rows: list[Cells] = []
+    blocks: list[Cells] = []
     at_once = max(1, PIECE_BYTES // (8 * len(values)))
     for first in range(0, len(places), at_once):
         some = places[first : first + at_once]
         columns = [place.members[0] for place in some]
         x = np.ascontiguousarray(values[:, columns].T, dtype=np.float64)
         estimates = statistic(x, "mean", labels).estimates()
-        rows += [_about(place, metric) | cells_of(estimates, i) for i, place in enumerate(some)]
-    return rows
+        about = {name: [getattr(place, name) for place in some] for name in ("token", "row", "col")}
+        blocks.append(about | {"metric": metric} | columns_of(estimates))
+    return blocks
 
 
 def _commonest(of_images: Integers) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.figures.curve_panels import CurveGrid, Panel
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
@@ -24,6 +25,7 @@ from vitsee_core.figures.panels import (
     small_maps,
     stack,
 )
+from vitsee_core.figures.patch_sheets import place_values
 from vitsee_core.figures.plotting import styled
 from vitsee_core.figures.site_axes import SiteAxis
 from vitsee_core.tables.results import Table
@@ -55,181 +57,162 @@ def draw_norms(table: Table) -> Figure:
 
     Maps are of `outlier_share` where a store has any, else of `outlier_share_mad`.
     """
-    with_histogram = "norm_histogram" in table.unique("metric")
-    with_maps = any(np.nansum(_cells(table, m)["value"].astype(float)) > 0 for m in MAPS)
-    curves = [metric for metric in CURVES if len(_of_sites(table, metric))]
+    rows = table.frame
+    by_metric = {str(own["metric"][0]): own for own in rows.partition_by("metric")}
+    with_histogram = "norm_histogram" in by_metric
+    with_maps = any((_cells(rows, metric)["value"] > 0).any() for metric in MAPS)
+    of_sites = {m: _of_sites(by_metric[m]) for m in CURVES if m in by_metric}
+    curves = [metric for metric, own in of_sites.items() if len(own)]
     # A curve that is 0 everywhere says less than the next one.
-    curves.sort(key=lambda metric: not np.nansum(_of_sites(table, metric)["value"].astype(float)))
+    curves.sort(key=lambda metric: not of_sites[metric]["value"].sum())
     curves = curves[:MOST_CURVES]
-    if curves and len(table.unique("store")) > MOST_STORES:
+    stores = rows.partition_by("store", maintain_order=True)
+    if curves and len(stores) > MOST_STORES:
         with_histogram = with_maps = False
     if not (with_histogram or with_maps or curves):
-        return _draw_kinds(table)
-    stores = list(table.groups("store"))
-    tiles = [_tiles(own) for _, own in stores] if with_maps else []
+        return _draw_kinds(rows)
+    tiles = [_tiles(own) for own in stores] if with_maps else []
     histograms = [Grid(len(stores), width=28, widest=44, height=17)] if with_histogram else []
     maps = [small_maps(len(sites), 3) if sites else Grid(1, height=2.5) for *_, sites in tiles]
-    below = [CurveGrid.of(len(curves), table)] if curves else []
+    below = [CurveGrid.of(len(curves), rows)] if curves else []
     figure, parts = stack(*histograms, *maps, *below)
     left, of_histograms, curves_of = iter(parts), {}, {}
     if with_histogram:
         every = histograms[0].axes(next(left))
-        _draw_histograms(histograms[0], every, table)
+        _draw_histograms(histograms[0], every, stores)
         of_histograms = handles_of(every)
-    for (store, own), grid, (metric, rows, sites) in zip(stores, maps, tiles, strict=False):
-        _draw_maps(grid, next(left), store, own, metric, rows, sites)
+    for own, grid, (metric, cells, sites) in zip(stores, maps, tiles, strict=False):
+        _draw_maps(grid, next(left), own, metric, cells, sites)
     if curves:
-        panels = below[0].panels(next(left), [(m, _of_sites(table, m)) for m in curves])
-        _draw_curves(panels, table)
+        panels = below[0].panels(next(left), [(m, of_sites[m]) for m in curves])
+        among = pl.concat([of_sites[metric] for metric in of_sites])
+        _draw_curves(panels, among, table.notes.get("threshold"))
         below[0].finish(panels)
         curves_of = handles_of([axes for axes, *_ in panels])
     legend_below(figure, curves_of | of_histograms)
     return figure
 
 
-def _draw_kinds(table: Table) -> Figure:
+def _draw_kinds(rows: pl.DataFrame) -> Figure:
     """Norms of the other tokens over depth, of a table without patches."""
-    norms = table.where(metric=["norm", "norm_median"])
-    norms = norms.take(~norms.given("row"))
+    norms = rows.filter(pl.col("metric").is_in(["norm", "norm_median"]), pl.col("row").is_null())
     grid = CurveGrid.of(1, norms)
     figure, (box,) = stack(grid)
     panels = grid.panels(box, [("norm", norms)])
-    for axes, _, rows in panels:
+    for axes, _, own in panels:
         by = ["token", "metric"]
-        draw_depth_curves(axes, rows, by=by, ylabel="norm of a token", among=norms)
+        draw_depth_curves(axes, own, by=by, ylabel="norm of a token", among=norms)
     grid.finish(panels)
     add_curve_legend(figure, [axes for axes, *_ in panels])
     return figure
 
 
-def _of_sites(table: Table, metric: str) -> Table:
+def _of_sites(rows: pl.DataFrame) -> pl.DataFrame:
     """A metric's rows about all patches, or the whole site."""
-    rows = table.where(metric=metric)
-    named = rows["token"] == "patches"
-    whole = ~rows.given("token") & ~rows.given("row")
-    return rows.take(named | whole)
+    whole = pl.col("token").is_null() & pl.col("row").is_null()
+    return rows.filter((pl.col("token") == "patches").fill_null(False) | whole)
 
 
-def _cells(table: Table, metric: str) -> Table:
-    rows = table.where(metric=metric)
-    return rows.take(rows.given("row"))
+def _cells(rows: pl.DataFrame, metric: str) -> pl.DataFrame:
+    return rows.filter(pl.col("row").is_not_null(), metric=metric)
 
 
 # ------------------------------------------------------------------------------------ histograms
 
 
-def _draw_histograms(grid: Grid, every: Sequence[Axes], table: Table) -> None:
+def _draw_histograms(grid: Grid, every: Sequence[Axes], stores: Sequence[pl.DataFrame]) -> None:
     from matplotlib.colors import LogNorm
 
-    shares = table.where(metric="norm_histogram")["value"].astype(float)
+    shares = pl.concat([own.filter(metric="norm_histogram")["value"] for own in stores]).to_numpy()
     scale = LogNorm(float(shares.min()), max(float(shares.max()), 1.01 * float(shares.min())))
-    for axes, (store, own) in zip(every, table.groups("store"), strict=True):
+    for axes, own in zip(every, stores, strict=True):
         image = _draw_histogram(axes, own, scale)
-        axes.set_title(shorten(str(store), 28))
+        axes.set_title(shorten(own["store"][0], 28))
         axes.set_ylabel("norm of a token")
         note_count(axes, own)
     bars_at_ends(grid, every, image, "share of patch tokens")
 
 
-def _draw_histogram(axes: Axes, table: Table, scale: Any) -> Any:
-    rows = table.where(metric="norm_histogram")
-    sites = rows.unique("site")
-    places = {site: i for i, site in enumerate(sites)}
-    low, high = (rows[name].astype(float) for name in ("norm_from", "norm_to"))
-    edges = np.unique(np.round(8 * np.log2([*low, *high])))
-    edges = np.arange(edges.min(), edges.max() + 1)
-    values = np.full((len(edges) - 1, len(sites)), np.nan)
-    bins = np.round(8 * np.log2(low) - edges[0]).astype(int)
-    values[bins, [places[site] for site in rows["site"].tolist()]] = rows["value"].astype(float)
-    x = np.arange(len(sites) + 1) - 0.5
+def _draw_histogram(axes: Axes, rows: pl.DataFrame, scale: Any) -> Any:
+    bins = rows.filter(metric="norm_histogram")
+    sites = bins["site"].unique(maintain_order=True).to_list()
+    places = pl.col("site").cast(pl.String).replace_strict({s: i for i, s in enumerate(sites)})
+    low, high = (8 * np.log2(bins[name].to_numpy()) for name in ("norm_from", "norm_to"))
+    first, last = np.round(low.min()), np.round(high.max())
+    values = np.full((int(last - first), len(sites)), np.nan)
+    columns = bins.select(places).to_series().to_numpy()
+    values[np.round(low - first).astype(int), columns] = bins["value"].to_numpy()
+    x, edges = np.arange(len(sites) + 1) - 0.5, np.arange(first, last + 1)
     image = axes.pcolormesh(x, 2.0 ** (edges / 8), values, norm=scale, cmap="viridis")
+    among = rows.filter(pl.col("site").is_in(sites))
     for kind, mark in KIND_LOOKS.items():
-        own = table.where(metric="norm", token=kind)
+        own = among.filter(metric="norm", token=kind).select(places, "value")
         if len(own):
-            at = [places[site] for site in own["site"].tolist()]
             axes.plot(
-                at, own["value"].astype(float), color="white", marker=mark, linewidth=1,
+                *own.get_columns(), color="white", marker=mark, linewidth=1,
                 label=token_words(kind), markeredgecolor="black", markeredgewidth=0.6,
             )  # fmt: skip
-    medians = table.where(metric="norm_median", token="patches")
+    medians = among.filter(metric="norm_median", token="patches").select(places, "value")
     if len(medians):
-        at = [places[site] for site in medians["site"].tolist()]
-        axes.plot(at, medians["value"].astype(float), color="white", linewidth=2.2)
-        axes.plot(
-            at, medians["value"].astype(float), color="black", linewidth=1.1, label="median patch"
-        )
+        axes.plot(*medians.get_columns(), color="white", linewidth=2.2)
+        axes.plot(*medians.get_columns(), color="black", linewidth=1.1, label="median patch")
     axes.set_yscale("log")
     plain_log_ticks(axes.yaxis)
     axes.grid(False)
-    ticks = SiteAxis.of([(str(table["store"][0]), site) for site in sites], _blocks(table))
+    blocks = dict(rows.select("site", pl.col("block").cast(pl.String).fill_null("")).iter_rows())
+    ticks = SiteAxis.of([(rows["store"][0], site) for site in sites], blocks)
     ticks.ticks(16).put_on(axes.xaxis)
     return image
-
-
-def _blocks(table: Table) -> dict[str, str]:
-    pairs = zip(table["site"].tolist(), table["block"].tolist(), strict=True)
-    return {site: block or "" for site, block in pairs}
 
 
 # ------------------------------------------------------------------------------------------- maps
 
 
-def _tiles(own: Table) -> tuple[str, Table, list[str]]:
-    """For a store: the metric of its maps, their rows, and the drawn sites: those with most
-    outliers, in their order."""
-    metric, rows = _mapped(own)
-    most = {site: np.nanmax(of["value"].astype(float)) for site, of in rows.groups("site")}
-    chosen = sorted((site for site in most if most[site] > 0), key=lambda site: -most[site])[:TILES]
-    return metric, rows, [site for site in most if site in chosen]
+def _tiles(own: pl.DataFrame) -> tuple[str, pl.DataFrame, list[str]]:
+    """For a store: the metric of its maps (of the fixed threshold if any patch is above it), their
+    rows, and the drawn sites: those with most outliers, in their order."""
+    fixed, relative = (_cells(own, metric) for metric in MAPS)
+    above = (fixed["value"] > 0).any() or not len(relative)
+    metric, cells = (MAPS[0], fixed) if above else (MAPS[1], relative)
+    most = cells.group_by("site", maintain_order=True).agg(pl.col("value").max())
+    chosen = most.filter(pl.col("value") > 0).sort("value", descending=True, maintain_order=True)
+    shown = {*chosen["site"].head(TILES)}
+    return metric, cells, [site for site in most["site"] if site in shown]
 
 
 def _draw_maps(
-    grid: Grid, part: Any, store: Any, own: Table, metric: str, rows: Table, sites: list[str]
+    grid: Grid, part: Any, own: pl.DataFrame, metric: str, cells: pl.DataFrame, sites: list[str]
 ) -> None:
-    name = f"{shorten(str(store), 28)}, n = {count(own)}"
+    name = f"{shorten(own['store'][0], 28)}, n = {count(own)}"
     if not sites:
         name_part(part, f"{name}: no patch is an outlier")
         return
     above = "norm is above the threshold" if metric == MAPS[0] else "norm is above median + 6 MAD"
     text = f"{name}: patches whose {above}, in the layers with most"
     name_part(part, text)
-    top = float(np.nanmax(rows["value"].astype(float)))
+    top: Any = cells["value"].max()
     every = grid.axes(part)
     for axes, site in zip(every, sites, strict=True):
-        image = _draw_tile(axes, rows.where(site=site), top)
+        of_site = cells.filter(site=site)
+        rows, cols = of_site.select("row", "col").max().row(0)
+        map_axes(axes)
+        look: dict[str, Any] = {"vmin": 0, "vmax": top, "cmap": "magma", "origin": "upper"}
+        image = axes.imshow(place_values(of_site, (rows + 1, cols + 1)), **look)
         map_title(axes, grid, site_words(site))
     bars_at_ends(grid, every, image, "share of images")
-
-
-def _mapped(rows: Table) -> tuple[str, Table]:
-    """The informative map: of the fixed threshold if any patch is above it."""
-    for metric in MAPS:
-        cells = _cells(rows, metric)
-        if len(cells) and (metric == MAPS[-1] or np.nanmax(cells["value"].astype(float)) > 0):
-            return metric, cells
-    return MAPS[0], _cells(rows, MAPS[0])
-
-
-def _draw_tile(axes: Axes, rows: Table, top: float) -> Any:
-    at = [np.array([int(float(v)) for v in rows[name].tolist()]) for name in ("row", "col")]
-    values = np.full((at[0].max() + 1, at[1].max() + 1), np.nan)
-    values[at[0], at[1]] = rows["value"].astype(float)
-    map_axes(axes)
-    return axes.imshow(values, vmin=0, vmax=top, cmap="magma", origin="upper")
 
 
 # ----------------------------------------------------------------------------------------- curves
 
 
-def _draw_curves(panels: Sequence[Panel], table: Table) -> None:
-    threshold = table.notes.get("threshold")
+def _draw_curves(panels: Sequence[Panel], among: pl.DataFrame, threshold: str | None) -> None:
     for axes, metric, rows in panels:
         named = metric == "outlier_share" and threshold is not None
         label = f"patches above {threshold}" if named else None
-        draw_depth_curves(axes, rows, ylabel=label, among=table)
-        values = rows["value"].astype(float)
+        draw_depth_curves(axes, rows, ylabel=label, among=among)
         if metric in ("massive_ratio", "massive_top1"):
-            low, high = np.nanmin(values, initial=np.inf), np.nanmax(values, initial=0)
+            values = rows["value"].drop_nulls().to_numpy()
+            low, high = values.min(initial=np.inf), values.max(initial=0)
             if 0 < 10 * low < high:
                 axes.set_yscale("log")
                 axes.set_ylim(0.8 * low, 1.3 * high)

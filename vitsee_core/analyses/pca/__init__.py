@@ -58,7 +58,7 @@ from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, first_and_last
 from vitsee_core.tables.results import Table
-from vitsee_core.types import Float, Integers
+from vitsee_core.types import Integers
 from vitsee_stores.errors import SiteError, VitseeError
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def run(
         "sheet": describe_sheet([part.shown for part in parts], data),
         **selected.notes(),
     }
-    return Table.concat(tables, notes)
+    return Table.concat(tables, notes=notes)
 
 
 def _reference(first: _Store, name: str | None) -> SiteSpec:
@@ -376,32 +376,20 @@ class _Site:
         return self.colours.describe() | side
 
     def table(self) -> Table:
-        place = site_columns(self.part.store, self.site)
-        tables = [Table.from_rows([place | row for row in self.of_axes], COLUMNS)]
-        names = {row: str(self.part.store.samples.id[row]) for row in self.part.shown.rows}
-        for row, name in names.items():
-            scores = self.found.of(row)
-            keep = ~np.isnan(scores[:, 0])
-            about = {**place, "image": name, "metric": METRICS[-1]}
-            tables.append(self._of_patches(about, np.flatnonzero(keep), scores[keep]))
-        return Table.concat(tables)
-
-    def _of_patches(self, about: dict[str, Any], cells: Integers, values: Float) -> Table:
-        """A row per component and patch; values: (patches, components)."""
+        """Rows about the axes, and a row per component and patch of each image that is shown."""
         assert self.layout.grid is not None
-        n, k = values.shape
-        columns: dict[str, Any] = {
-            name: np.full(n * k, about.get(name), None if name in about else object)
-            for name in COLUMNS
-        }
-        for name in ("half_a", "half_b", "std", "low", "high"):
-            columns[name] = np.full(n * k, np.nan)
-        columns["row"], columns["col"] = (
-            np.tile(of, k).astype(object) for of in np.divmod(cells, self.layout.grid[1])
-        )
-        columns["component"] = np.repeat(np.arange(1, k + 1), n)
-        columns["value"] = values.T.ravel()
-        return Table(columns)
+        place = site_columns(self.part.store, self.site)
+        parts: list[Any] = [Table.from_rows([place | row for row in self.of_axes])]
+        for image in self.part.shown.rows:
+            scores = self.found.of(image)
+            cells = np.flatnonzero(~np.isnan(scores[:, 0]))
+            n, k = len(cells), scores.shape[1]
+            row, col = np.divmod(np.tile(cells, k), self.layout.grid[1])
+            about = {"image": str(self.part.store.samples.id[image]), "row": row, "col": col}
+            component = np.repeat(np.arange(1, k + 1), n)
+            of_patches = {"component": component, "metric": METRICS[-1]}
+            parts.append({**place, **about, **of_patches, "value": scores[cells].T.ravel()})
+        return Table.concat(parts, COLUMNS)
 
 
 def headline(table: Table) -> list[Answer]:

@@ -222,8 +222,8 @@ def run(
         Sequence[float | str],
         Option(
             "holdout: chosen on 20 % of each class of the training images, from 2^-10 to 2^19; "
-            "loo: by exact leave-one-out; grid: report all of these; or a number. Numbers: "
-            "repeatable.",
+            "loo: by exact leave-one-out; grid: report all of these; or a number, scikit-learn's "
+            "alpha. Numbers: repeatable.",
             metavar="L2",
             parse=parse_l2,
             default="holdout",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 
+from vitsee_core.figures.curve_looks import of_models
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.figures.panels import (
@@ -20,6 +21,7 @@ from vitsee_core.figures.panels import (
     small_maps,
     stack,
 )
+from vitsee_core.figures.patch_sheets import place_values
 from vitsee_core.figures.plotting import marker, styled
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
@@ -44,25 +46,27 @@ def plot(table: Table) -> Figure:
     accuracy is drawn against l2 instead, one curve per site. Of responses: the median column's r
     and r2, the noise ceiling dashed.
     """
-    if "n_columns" in table.columns:
-        return _draw_responses(table)
-    curves = _with_vectors(table.take(~_cells(table)))
-    metrics = [metric for metric in DRAWN if metric in curves.unique("metric")]
-    maps = _maps(table)
+    rows = table.frame
+    if "n_columns" in rows.columns:
+        return _draw_responses(rows)
+    cells = _cells(rows)
+    curves = _with_vectors(rows.filter(~cells))
+    metrics = [metric for metric in DRAWN if metric in curves["metric"]]
+    maps = _maps(rows.filter(cells))
     above = CurveGrid.of(len(metrics), curves)
     grids = [small_maps(len(sites), 2) for _, sites in maps]
     figure, parts = stack(above, *grids)
     panels = above.panels(parts[0], of_metrics(curves, metrics))
-    segments = "n_segments" in table.columns
+    segments = "n_segments" in rows.columns
     counts = ("n_segments", "segments") if segments else ("n_images", "")
-    for axes, metric, rows in panels:
+    for axes, metric, own in panels:
         if _several_l2(curves):
-            _draw_l2(axes, rows, metric_words(metric))
-            note_count(axes, rows, *counts)
+            _draw_l2(axes, own, metric_words(metric))
+            note_count(axes, own, *counts)
         else:
             by = ["token", "shots"]
-            draw_depth_curves(axes, rows, by=by, among=curves, counts=counts)
-    if set(curves["token"].tolist()) == {EACH}:
+            draw_depth_curves(axes, own, by=by, among=curves, counts=counts)
+    if {*curves["token"].unique()} == {EACH}:
         panels[0][0].set_title("mean over tokens")
     above.finish(panels)
     add_curve_legend(figure, [axes for axes, *_ in panels])
@@ -72,10 +76,10 @@ def plot(table: Table) -> Figure:
     return figure
 
 
-def _draw_responses(table: Table) -> Figure:
-    medians = _with_vectors(table.where(metric=list(OF_RESPONSES)))
-    ceilings = medians.where(baseline=CEILING)
-    model = medians.take(~np.isin(np.array(_text(medians["baseline"]), object), [CEILING]))
+def _draw_responses(every_row: pl.DataFrame) -> Figure:
+    medians = _with_vectors(every_row.filter(pl.col("metric").is_in(OF_RESPONSES)))
+    ceilings = medians.filter(baseline=CEILING)
+    model = medians.filter(pl.col("baseline").ne_missing(CEILING))
     grid = CurveGrid.of(len(OF_RESPONSES), medians)
     figure, parts = stack(grid)
     panels = grid.panels(parts[0], of_metrics(medians, OF_RESPONSES))
@@ -84,68 +88,55 @@ def _draw_responses(table: Table) -> Figure:
             draw_depth_curves(axes, rows, by=["token"], among=medians)
             continue
         words = baseline_words(CEILING)
-        for value in ceilings.where(metric=metric).unique("value"):
+        for value in ceilings.filter(metric=metric)["value"].unique(maintain_order=True):
             axes.axhline(value, linestyle="--", color="grey", label=words)
-        shotless = {**model.columns, "shots": np.full(len(model), "")}
-        _draw_l2(axes, Table(shotless).where(metric=metric), metric_words(metric))
+        _draw_l2(axes, model.filter(metric=metric), metric_words(metric))
         note_count(axes, rows, "n_images", "")
     grid.finish(panels)
     add_curve_legend(figure, [axes for axes, *_ in panels])
     return figure
 
 
-def _text(values: Any) -> list[str]:
-    """A column's cells as text, empty for None and NaN."""
-    return ["" if v is None or v != v else str(v) for v in values.tolist()]
-
-
-def _with_vectors(table: Table) -> Table:
+def _with_vectors(rows: pl.DataFrame) -> pl.DataFrame:
     """Vectors have no token: they are drawn with the first kind of token in the table."""
-    tokens = _text(table["token"])
-    first = next((token for token in tokens if token), "")
-    token = np.array([token or first for token in tokens], object)
-    return Table({**table.columns, "token": token}, table.notes)
+    return rows.with_columns(pl.col("token").fill_null(pl.col("token").drop_nulls().first()))
 
 
-def _cells(table: Table) -> Any:
+def _cells(rows: pl.DataFrame) -> pl.Series:
     """(rows,) whether a row is one of the tokens of `each`, and so drawn in a map."""
-    token, site, store = (np.array(_text(table[c]), object) for c in ("token", "site", "store"))
-    out = np.zeros(len(table), bool)
-    each = token == EACH
-    for pair in set(zip(store[each], site[each], strict=True)):
-        out |= (store == pair[0]) & (site == pair[1]) & ~each
-    single = np.array([re.fullmatch(r"\d+(,\d+)?|cls|dist|reg\d+", t) is not None for t in token])
-    return out & single
+    token = pl.col("token").cast(pl.String).fill_null("")
+    single = token.str.contains(r"^(\d+(,\d+)?|cls|dist|reg\d+)$")
+    return rows.select(single & (token == EACH).any().over("store", "site")).to_series()
 
 
-def _several_l2(rows: Table) -> bool:
+def _several_l2(rows: pl.DataFrame) -> bool:
     """Whether one probe has several rows that differ in l2 only."""
     names = ("store", "site", "token", "shots", "metric", "baseline", "class")
-    columns = [name for name in names if name in rows.columns]
-    keys = list(zip(*(_text(rows[name]) for name in columns), strict=True))
-    return len(set(keys)) < len(keys)
+    return bool(rows.select(name for name in names if name in rows.columns).is_duplicated().any())
 
 
-def _draw_l2(axes: Any, rows: Table, ylabel: str) -> None:
+def _draw_l2(axes: Any, rows: pl.DataFrame, ylabel: str) -> None:
     """Accuracy against l2, a curve per site from dark (low) to light (high); other differences are
     shown by markers."""
     import matplotlib
 
     colours = matplotlib.colormaps["viridis"]
+    if "shots" not in rows.columns:
+        rows = rows.with_columns(shots=pl.lit(None))
     columns = ("store", "site", "token", "shots", "baseline")
-    keys = list(zip(*(_text(rows[name]) for name in columns), strict=True))
-    kinds = list(dict.fromkeys((key[0], *key[2:4]) for key in keys))
-    varied = [i for i in range(4) if len({key[i] for key in keys}) > 1]
-    for key in dict.fromkeys(keys):
-        own = rows.take(np.array([other == key for other in keys]))
-        own = own.take(np.argsort(own["l2"], kind="stable"))
-        parts = [f"shots = {key[i]}" if i == 3 else shorten(key[i], 24) for i in varied]
+    of_probes = rows.partition_by(*columns, maintain_order=True, as_dict=True)
+    kinds = list(dict.fromkeys((key[0], *key[2:4]) for key in of_probes))
+    varied = [i for i in range(4) if len({key[i] for key in of_probes}) > 1]
+    for key, own in of_probes.items():
+        own = own.sort("l2", maintain_order=True, nulls_last=True)
+        words = ["" if part is None else str(part) for part in key]
+        parts = [f"shots = {words[i]}" if i == 3 else shorten(words[i], 24) for i in varied]
         kind = kinds.index((key[0], *key[2:4]))
         axes.plot(
             own["l2"], own["value"], color=colours(0.92 * float(own["rel_depth"][0])),
             linestyle="--" if key[4] else "-",
             marker=marker(kind) if len(kinds) > 1 and not key[4] else None,
-            label="_nolegend_" if key[4] else ", ".join(parts) or key[1],
+            label="_nolegend_" if key[4] else ", ".join(parts) or words[1],
         )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set(xlabel="l2", ylabel=ylabel, ylim=(0, None))
@@ -154,30 +145,20 @@ def _draw_l2(axes: Any, rows: Table, ylabel: str) -> None:
 Site = tuple[str, Any]  # name, map
 
 
-def _maps(table: Table) -> list[tuple[str, list[Site]]]:
+def _maps(cells: pl.DataFrame) -> list[tuple[str, list[Site]]]:
     """(title, maps) of each store whose tokens were probed individually; for several numbers of
     shots, the largest."""
-    cells = table.take(_cells(table) & (table["metric"] == "top1"))
-    cells = cells.take(np.array([not text for text in _text(cells["baseline"])], bool))
+    cells = of_models(cells.filter(pl.col("row").is_not_null(), metric="top1"))
     out = []
-    for store in dict.fromkeys(_text(cells["store"])):
-        own = cells.where(store=store)
-        shots = _text(own["shots"])
-        most = max(shots, key=lambda text: float(text or "inf"), default="")
-        own = own.take(np.array([text == most for text in shots], bool))
+    for own in cells.partition_by("store", maintain_order=True):
+        most = None if own["shots"].has_nulls() else own["shots"].max()
+        own = own.filter(pl.col("shots").eq_missing(most))
         sites = []
-        for site, rows in own.groups("site"):
-            places = [re.fullmatch(r"(\d+),(\d+)", token) for token in _text(rows["token"])]
-            on_grid = [(int(p[1]), int(p[2]), i) for i, p in enumerate(places) if p]
-            if not on_grid:
-                continue
-            values = np.full([max(at) + 1 for at in list(zip(*on_grid, strict=True))[:2]], np.nan)
-            for row, col, i in on_grid:
-                values[row, col] = rows["value"][i]
-            sites.append((site, values))
-        if sites:
-            title = f"{shorten(store, 28)}: one probe for each token"
-            out.append((title + (f", {most} shots" if most else ""), sites))
+        for rows in own.partition_by("site", maintain_order=True):
+            shape = [largest + 1 for largest in rows.select("row", "col").max().row(0)]
+            sites.append((rows["site"][0], place_values(rows, shape)))
+        title = f"{shorten(own['store'][0], 28)}: one probe for each token"
+        out.append((title if most is None else f"{title}, {most!s} shots", sites))
     return out
 
 

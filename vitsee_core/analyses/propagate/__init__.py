@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,7 +38,7 @@ from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.progress import SILENT, counting
 from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.tables.columns import SITE, site_columns
-from vitsee_core.tables.files import check_place
+from vitsee_core.tables.files import check_place, hidden_name, remove_left
 from vitsee_core.tables.headlines import best_layers
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
@@ -237,7 +236,8 @@ def _saving(
             raise VitseeError(
                 f"--save makes folders called as the stores are; {store.label} cannot be one"
             )
-    partial = save.with_name(f".vitsee-{os.getpid()}-{secrets.token_hex(4)}.partial")
+    remove_left(save.parent)
+    partial = hidden_name(save)
     several = sum(map(len, sites)) > 1
     try:
         yield {

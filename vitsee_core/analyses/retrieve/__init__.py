@@ -44,6 +44,7 @@ from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.statistics.shares import METHOD as SHARES
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import best_layers
+from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float
@@ -89,6 +90,7 @@ def run(
     tokens: str | None = None,
     form: str | None = None,
     at: Sequence[int] = AT,
+    metrics: Sequence[str] = (),
     baselines: Sequence[str] = (),
     per_query: bool = False,
     execution: Execution = DEFAULT,
@@ -114,6 +116,7 @@ def run(
         form: of the average precision, "trapezoid" or "plain"; by default that of the ground truth:
             trapezoid for ROxford, RParis and Oxford5k, plain for the rest.
         at: the K of mp@K.
+        metrics: some of those that the ground truth gives, by default all.
         baselines: `random`: standard normal vectors in place of the features (Walmer et al. 2023,
             B.3), one draw for each number of channels.
         per_query: add the average precision of each query.
@@ -146,6 +149,10 @@ def run(
         Plan.of(search, chosen, tokens, form, at, seed)
         for search, chosen in zip(searches, selected.chosen, strict=True)
     ]
+    if metrics:
+        known_ = dict.fromkeys(metric for plan in plans for metric in plan.metrics)
+        wanted = asked_for(metrics, known_, "retrieve")
+        plans = [plan.only(wanted) for plan in plans]
     remarks = [remark for plan in plans for remark in plan.remarks]
     for remark in remarks:
         log.info("%s", remark)
@@ -314,6 +321,7 @@ def plot(table: Table) -> Figure:
     if ats:
         last = [m for m in metrics if m.partition("_")[0] == f"mp@{ats[-1]}"]
         lines = [[*lines[0], *last]] if len(lines[0]) == 1 else [*lines, last]
+    lines = [line for line in lines if line]
     drawn = table
     if "query" in table.columns:
         drawn = table.take(np.array([not query for query in table["query"].tolist()], bool))

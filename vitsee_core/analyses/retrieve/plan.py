@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,7 @@ class Plan:
     scored: list[tuple[Setting, Mask]]  # setting and its queries (queries,)
     blocks: Blocks
     remarks: list[str]
+    metrics: tuple[str, ...] = ()  # of the rows
 
     @classmethod
     def of(
@@ -73,7 +74,13 @@ class Plan:
             else:
                 remarks.append(f"{setting.map} is left out: no query has a right image for it")
         blocks = search.itself or _of_queries(search.names, seed)
-        return cls(search, read, form, tuple(dict.fromkeys(at)), scored, blocks, remarks)
+        plan = cls(search, read, form, tuple(dict.fromkeys(at)), scored, blocks, remarks)
+        return replace(plan, metrics=tuple(m for own in plan.chance.values() for m in own))
+
+    def only(self, metrics: Sequence[str]) -> Plan:
+        """The plan for some of its metrics; settings without any of them are not scored."""
+        scored = [one for one in self.scored if {*self.chance[one[0]]} & {*metrics}]
+        return replace(self, scored=scored, metrics=tuple(metrics))
 
     def compared(self, asked: str | None) -> dict[str, Any]:
         """What its stores have in common, for a sidecar; see `features.compared`."""
@@ -114,6 +121,8 @@ class Plan:
         """A row per metric, without intervals."""
         for setting, mask in self.scored:
             for metric, values in self.chance[setting].items():
+                if metric not in self.metrics:
+                    continue
                 counts = {"n_queries": int(mask.sum()), "n_images": self.search.n_images}
                 yield {"metric": metric, "value": float(values[mask].mean()), **counts}
 
@@ -128,6 +137,8 @@ class Plan:
         """
         for setting, mask in self.scored:
             for metric, values in scores[setting].items():
+                if metric not in self.metrics:
+                    continue
                 own = without[setting][metric] if self.search.itself else None
                 yield self._row(metric, values, own, mask)
         for setting, mask in self.scored if per_query else ():

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 
-from vitsee_core.figures.curve_looks import DASHES, store_looks
+from vitsee_core.figures.curve_looks import DASHES, baselines_of, of_models, store_looks
 from vitsee_core.figures.curve_panels import CurveGrid
 from vitsee_core.figures.depth_curves import DEPTH_LABEL, add_curve_legend, draw_depth_curves
 from vitsee_core.figures.panels import em, note_count, panels, stack
@@ -28,18 +29,19 @@ ALIKE = 0.01  # baselines this near to one another are drawn once, for all store
 
 
 def draw_saliency(table: Table) -> Figure:
-    tokens = [token for token in WHOSE if token in table.unique("token")]
-    if len(groups_of(table.unique("store"))) > 1:
-        return _draw_groups(table, tokens)
+    every_row = table.frame
+    tokens = [token for token in WHOSE if token in every_row["token"]]
+    if len(groups_of(every_row["store"].unique())) > 1:
+        return _draw_groups(every_row, tokens)
     figure, every = panels(2 * len(tokens), most=2, widest=26)
-    heads = table.where(baseline="")
+    heads = of_models(every_row)
     for left, right, token in zip(every[::2], every[1::2], tokens, strict=True):
-        rows = heads.where(token=token)
-        _draw_best(left, rows, table)
-        _draw_heads(right, rows, table)
+        rows = heads.filter(token=token)
+        _draw_best(left, rows, every_row)
+        _draw_heads(right, rows, every_row)
         left.set_title(f"{WHOSE[token]}: best head")
         right.set_title(f"{WHOSE[token]}: all heads")
-    if "image" in heads.unique("best"):
+    if "image" in heads["best"]:
         every[-2].plot(
             [], [], color=GREY, marker="o", markerfacecolor="white", linewidth=0.8, label=ORACLE
         )
@@ -50,14 +52,14 @@ def draw_saliency(table: Table) -> Figure:
     return figure
 
 
-def _draw_groups(table: Table, tokens: Sequence[str]) -> Figure:
+def _draw_groups(every_row: pl.DataFrame, tokens: Sequence[str]) -> Figure:
     """The best heads alone, a panel per group of stores and token."""
-    heads = table.where(baseline="")
-    grid = CurveGrid.of(len(tokens), table)
+    heads = of_models(every_row)
+    grid = CurveGrid.of(len(tokens), every_row)
     figure, (box,) = stack(grid)
-    panels = grid.panels(box, [(token, heads.where(token=token)) for token in tokens])
+    panels = grid.panels(box, [(token, heads.filter(token=token)) for token in tokens])
     for axes, token, rows in panels:
-        _draw_best(axes, rows, table)
+        _draw_best(axes, rows, every_row)
         axes.set_title(WHOSE[token])
     every = [axes for axes, *_ in panels]
     grid.finish(panels)
@@ -65,41 +67,41 @@ def _draw_groups(table: Table, tokens: Sequence[str]) -> Figure:
     return figure
 
 
-def _draw_best(axes: Axes, rows: Table, table: Table) -> None:
-    draw_depth_curves(axes, rows.where(best="head"), among=_curves(table))
-    for label, oracle in rows.where(best="image").groups("store"):
+def _draw_best(axes: Axes, rows: pl.DataFrame, every_row: pl.DataFrame) -> None:
+    best, looks = every_row.filter(best="head"), _looks(every_row)
+    draw_depth_curves(axes, rows.filter(best="head"), among=best)
+    for oracle in rows.filter(best="image").partition_by("store", maintain_order=True):
         axes.plot(
             oracle["rel_depth"], oracle["value"],
-            **_look(table, label), markerfacecolor="white", linewidth=0.8,
+            **looks[oracle["store"][0]], markerfacecolor="white", linewidth=0.8,
         )  # fmt: skip
-    _draw_blind(axes, rows, table)
+    _draw_blind(axes, rows, every_row)
 
 
-def _draw_heads(axes: Axes, rows: Table, table: Table) -> None:
-    stores = table.unique("store")
-    for i, (label, own) in enumerate(rows.where(best=["", "head"]).groups("store")):
-        aside = SPREAD * (i - (len(stores) - 1) / 2) / len(stores)
+def _draw_heads(axes: Axes, rows: pl.DataFrame, every_row: pl.DataFrame) -> None:
+    n, looks = every_row["store"].n_unique(), _looks(every_row)
+    heads = rows.filter(pl.col("best").is_null() | (pl.col("best") == "head"))
+    for i, own in enumerate(heads.partition_by("store", maintain_order=True)):
         axes.scatter(
-            own["rel_depth"] + aside, own["value"],
-            s=em(72) ** 2 * 0.2, **_look(table, label), alpha=0.5, linewidth=0,
+            own["rel_depth"] + SPREAD * (i - (n - 1) / 2) / n, own["value"],
+            s=em(72) ** 2 * 0.2, **looks[own["store"][0]], alpha=0.5, linewidth=0,
         )  # fmt: skip
-    _draw_blind(axes, rows, table)
+    _draw_blind(axes, rows, every_row)
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "0.25", "0.5", "0.75", "1"])
     axes.set_xlabel(DEPTH_LABEL)
     note_count(axes, rows)
 
 
-def _draw_blind(axes: Axes, drawn: Table, table: Table) -> None:
+def _draw_blind(axes: Axes, drawn: pl.DataFrame, every_row: pl.DataFrame) -> None:
     """Each baseline of the stores that are drawn, in grey where it is the same for all of them,
     else in their colours."""
-    own = table.where(store=drawn.unique("store"))
-    blind = [(name, rows) for name, rows in own.groups("baseline") if name]
-    for (name, rows), dashes in zip(blind, DASHES, strict=False):
-        values = rows["value"][~np.isnan(rows["value"])]
-        shared = len(values) == 0 or values.max() - values.min() < ALIKE
-        for label, own in rows.groups("store"):
-            own = own.take(np.argsort(own["rel_depth"], kind="stable"))
-            tint = GREY if shared else _look(table, label)["color"]
+    looks = _looks(every_row)
+    blind = baselines_of(every_row.filter(pl.col("store").is_in([*drawn["store"]])))
+    for (name, rows), dashes in zip(blind.items(), DASHES, strict=False):
+        shared = np.ptp(rows["value"].drop_nulls() if rows["value"].count() else [0]) < ALIKE
+        for own in rows.partition_by("store", maintain_order=True):
+            own = own.sort("rel_depth", maintain_order=True)
+            tint = GREY if shared else looks[own["store"][0]]["color"]
             axes.plot(
                 own["rel_depth"], own["value"], color=tint, linestyle=dashes, linewidth=1, zorder=1
             )
@@ -110,10 +112,9 @@ def _draw_blind(axes: Axes, drawn: Table, table: Table) -> None:
         )
 
 
-def _curves(table: Table) -> Table:
-    return table.where(best="head")
-
-
-def _look(table: Table, label: str) -> dict[str, Any]:
-    look = store_looks(_curves(table))[label]
-    return {"color": look["color"], "marker": look["marker"]}
+def _looks(every_row: pl.DataFrame) -> dict[str, dict[str, Any]]:
+    """Store -> colour and marker, those of its best heads' curve."""
+    found = store_looks(every_row.filter(best="head"))
+    return {
+        store: {name: look[name] for name in ("color", "marker")} for store, look in found.items()
+    }

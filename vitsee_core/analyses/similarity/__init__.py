@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,14 +39,21 @@ from vitsee_core.figures.plotting import reference_line, styled
 from vitsee_core.figures.site_pairs import draw_curves, one_to_one, panels_of
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.options import FEATURE_TOKENS, SIMILARITY, Offers, Option, tokens_option
+from vitsee_core.runtime.options import (
+    FEATURE_TOKENS,
+    SIMILARITY,
+    Offers,
+    Option,
+    metrics_option,
+    tokens_option,
+)
 from vitsee_core.similarity import GramOptions, Representation
 from vitsee_core.similarity import options as pairwise
 from vitsee_core.similarity.pairs import SitePairs, choose_pairs
 from vitsee_core.statistics.jackknife import interval
 from vitsee_core.tables.columns import NULL, PAIR, VALUES, pair_columns
 from vitsee_core.tables.headlines import Answer, alike
-from vitsee_core.tables.metrics import OF_THIS_SIZE, depends_on_size
+from vitsee_core.tables.metrics import OF_THIS_SIZE, asked_for, depends_on_size
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import metric_words
@@ -63,16 +71,16 @@ QUESTION = SIMILARITY
 HELP = """
 Compare representations by measures beyond CKA.
 
-Common neighbours (mutual-knn, cknna; Huh et al. 2024), dissimilarities (rsa; Kriegeskorte et
+Common neighbours (mutual_knn, cknna; Huh et al. 2024), dissimilarities (rsa; Kriegeskorte et
 al. 2008), rotation (procrustes; Williams et al. 2021), canonical correlations (svcca; Raghu et
-al. 2017), ridge predictors (gulp; Boix-Adsera et al. 2022; ridge-r2), debiased CKA; from the
+al. 2017), ridge predictors (gulp; Boix-Adsera et al. 2022; ridge_r2), debiased CKA; from the
 Gram matrices that vitsee cka keeps, with jackknife intervals over images. Which sites meet
 which is as in vitsee cka.
 
 Wide features are similar by chance alone: --calibrate 200 tells by how much.
 
   $ vitsee similarity a.zarr b.zarr -o knn.csv --png knn.png
-  $ vitsee similarity a.zarr --measure rsa --measure gulp --png two.png > two.csv
+  $ vitsee similarity a.zarr --metric rsa --metric gulp --png two.png > two.csv
   $ vitsee similarity a.zarr b.zarr --pairs same-depth --calibrate 200 --png null.png > null.csv
   $ vitsee similarity dino.zarr mae.zarr --preset platonic --calibrate 200 -o platonic.csv
 """
@@ -87,7 +95,7 @@ SOURCE = (
     "Huh et al. 2024; Kriegeskorte et al. 2008; Williams et al. 2021; Raghu et al. 2017; "
     "Kornblith et al. 2019; Boix-Adsera et al. 2022"
 )
-MEASURES = ("mutual-knn", "cknna", "rsa", "procrustes", "svcca", "gulp", "ridge-r2", "cka")
+MEASURES = ("mutual_knn", "cknna", "rsa", "procrustes", "svcca", "gulp", "ridge_r2", "cka")
 NEIGHBOURS = ("mutual_knn", "cknna")
 RDMS = ("pearson", "euclidean")
 PRESETS = (platonic.NAME,)
@@ -97,26 +105,31 @@ INTERVAL = (
     "blocks - 1) * std, cut at the measure's limits; of neighbour measures the neighbours are "
     "found anew without the block, and the interval is conservative (1.6 to 1.9 times too wide)"
 )
-LABELS = {name: metric_words(name) for name in (name.replace("-", "_") for name in MEASURES)}
+LABELS = {name: metric_words(name) for name in MEASURES}
 NAMES = {"gulp": "GULP", "procrustes": "Procrustes", "rsa": "RSA"}  # 1 means equal
 
 
 @analysis
 def run(
     *stores: Store,
-    measure: Annotated[
+    metrics: Annotated[
         Sequence[str],
-        Option(
-            "gulp is a distance; ridge-r2 predicts a's features from b's.", choices=tuple(MEASURES)
+        replace(
+            metrics_option(
+                MEASURES,
+                "mutual_knn",
+                "gulp is a distance; ridge_r2 predicts a's features from b's.",
+            ),
+            alias="--measure",
         ),
-    ] = ("mutual-knn",),
+    ] = ("mutual_knn",),
     k: Annotated[
         int,
         Option(
-            "Nearest neighbours of mutual-knn and cknna.",
+            "Nearest neighbours of mutual_knn and cknna.",
             metavar="K",
             least=1,
-            only_with=("measure", "mutual-knn", "cknna"),
+            only_with=("metrics", "mutual_knn", "cknna"),
         ),
     ] = 10,
     rdm: Annotated[
@@ -124,7 +137,7 @@ def run(
         Option(
             "Dissimilarity of two images in rsa: 1 - correlation over features, or distance.",
             choices=RDMS,
-            only_with=("measure", "rsa"),
+            only_with=("metrics", "rsa"),
         ),
     ] = "pearson",
     ridge: Annotated[
@@ -133,7 +146,7 @@ def run(
             "Of gulp, in units of the total variance.",
             metavar="L",
             above=0,
-            only_with=("measure", "gulp"),
+            only_with=("metrics", "gulp"),
         ),
     ] = 1e-2,
     variance: Annotated[
@@ -143,7 +156,7 @@ def run(
             metavar="SHARE",
             above=0,
             most=1,
-            only_with=("measure", "svcca"),
+            only_with=("metrics", "svcca"),
         ),
     ] = 0.99,
     calibrate: Annotated[
@@ -180,7 +193,7 @@ def run(
 ) -> Table:
     """One row per measure and pair of sites: its value, the spread, and what a null gives.
 
-    Columns: see `COLUMNS`. `metric`: the measure's name with `_`. `k`: of the neighbour measures.
+    Columns: see `COLUMNS`. `k`: of the neighbour measures.
     `null_mean`, `tau` (the 5 % threshold), `p`, `p_family` (against the largest of all layers of
     the two stores), `calibrated`: with `calibrate`, else empty. The value is NaN where a site is
     constant. `ridge_r2` of row (a, b) predicts a from b, and of two stores both orders are rows.
@@ -194,7 +207,7 @@ def run(
         SiteError: a selector that nothing matches, or tokens that a site lacks.
         VitseeError: choices that do not go together, too few images, disk or memory.
     """
-    measures = choose_measures(measure, k=k, rdm=rdm, ridge=ridge, variance=variance)
+    measures = choose_measures(metrics, k=k, rdm=rdm, ridge=ridge, variance=variance)
     if calibrate is not None and calibrate < calibration.LEAST:
         raise VitseeError(
             f"{calibrate} permutations give no 5 % threshold; expected {calibration.LEAST} and more"
@@ -270,20 +283,19 @@ def choose_measures(
     if k < 1:
         raise VitseeError(f"{k} neighbours; expected 1 and more")
     makers: dict[str, Callable[[], Measure]] = {
-        "mutual-knn": lambda: MutualKnn(k),
+        "mutual_knn": lambda: MutualKnn(k),
         "cknna": lambda: Cknna(k),
         "rsa": lambda: Rsa(rdm),
         "procrustes": Procrustes,
         "svcca": lambda: Svcca(variance),
         "gulp": lambda: Gulp(ridge),
-        "ridge-r2": RidgeR2,
+        "ridge_r2": RidgeR2,
         "cka": Cka,
     }
-    wanted = dict.fromkeys(name.replace("_", "-") for name in names)
-    if unknown := [name for name in wanted if name not in makers]:
-        raise VitseeError(f"no measure {unknown[0]!r}; expected {', '.join(MEASURES)}")
+    wanted = dict.fromkeys(name.replace("-", "_") for name in names)
+    asked_for([*wanted], MEASURES, "similarity")
     if not wanted:
-        raise VitseeError(f"no measure; expected some of {', '.join(MEASURES)}")
+        raise VitseeError(f"no metric; expected some of {', '.join(MEASURES)}")
     return [makers[name]() for name in wanted]
 
 
@@ -349,22 +361,22 @@ def plot(table: Table) -> Figure:
 
     Each has a scale of its own, which spans its values.
     """
-    groups = list(table.groups("metric"))
-    if all(one_to_one(rows) for _, rows in groups):
-        return _draw_curves(table)
+    of_metrics = [
+        table.with_frame(own) for own in table.frame.partition_by("metric", maintain_order=True)
+    ]
+    if all(one_to_one(rows) for rows in of_metrics):
+        return _draw_curves(of_metrics)
     panels: list[Panel] = []
-    for metric, rows in groups:
-        panels += _panels(metric, rows)
+    for rows in of_metrics:
+        panels += _panels(rows)
     return draw_heatmaps(panels, absent="features that are the same for all images")
 
 
-def _panels(metric: str, rows: Table) -> list[Panel]:
-    from dataclasses import replace
-
-    scope = describe_scope(rows)
+def _panels(rows: Table) -> list[Panel]:
+    scope, metric = describe_scope(rows), str(rows["metric"][0])
     label = _label(metric, rows).replace("a from b", "rows from columns")
     panels = [replace(panel, label=label) for panel in panels_of(rows, about=scope)]
-    if np.isfinite(rows["calibrated"]).any():
+    if rows.frame["calibrated"].is_finite().any():
         panels += [
             replace(panel, label=f"{NAMES.get(metric, LABELS[metric])}, calibrated (0: chance)")
             for panel in panels_of(rows, "calibrated", scope)
@@ -384,12 +396,12 @@ def _chance(rows: Table) -> float:
     return float(rows["k"][0]) / max(int(rows["n_images"].max()) - 1, 1)
 
 
-def _draw_curves(table: Table) -> Figure:
-    groups = list(table.groups("metric"))
-    figure, every = panels(len(groups), width=24, widest=48, height=18)
+def _draw_curves(of_metrics: Sequence[Table]) -> Figure:
+    figure, every = panels(len(of_metrics), width=24, widest=48, height=18)
     handles: dict[str, Any] = {}
-    for axes, (metric, rows) in zip(every, groups, strict=True):
-        handles |= draw_curves(axes, rows)
+    for axes, rows in zip(every, of_metrics, strict=True):
+        metric = str(rows["metric"][0])
+        handles |= draw_curves(axes, rows.frame)
         axes.set_ylabel(_label(metric, rows))
         axes.set_title(describe_scope(rows))
         if metric == "mutual_knn":
@@ -402,6 +414,7 @@ def _draw_curves(table: Table) -> Figure:
 
 def headline(table: Table) -> list[Answer]:
     """Like CKA's, by the table's first measure that is 1 for equal representations."""
-    metric = next((m for m in table.unique("metric") if m in LABELS and m != "gulp"), None)
+    known = table.frame["metric"].unique(maintain_order=True)
+    metric = next((m for m in known if m in LABELS and m != "gulp"), None)
     answers = alike(table, metric) if metric else []
     return [(who, f"{LABELS[str(metric)]}, {text}") for who, text in answers]

@@ -18,6 +18,7 @@ from vitsee_core.features.clamped import quantile_of_sizes
 from vitsee_core.runtime.streaming import choose_rows
 from vitsee_core.similarity import Representation
 from vitsee_core.similarity.pairing import paired_rows
+from vitsee_core.tables.headlines import extremes, picked
 
 if TYPE_CHECKING:
     from vitsee_core.runtime.execution import Execution
@@ -64,17 +65,12 @@ def alignments(table: Table) -> list[str]:
     """A line for each measure and pair of stores: its largest value over pairs of layers, and which
     layers (the first of ties)."""
     lines = []
-    for metric, of_metric in table.groups("metric"):
-        if metric == "gulp":
-            continue
-        for a, of_a in of_metric.groups("store_a"):
-            for b, rows in of_a.groups("store_b"):
-                value = rows["value"].astype(float)
-                if a == b or not np.isfinite(value).any():
-                    continue
-                at = int(np.nanargmax(value))
-                lines.append(
-                    f"{metric} of {a} and {b}, the largest over layers: {value[at]:.4g} "
-                    f"({rows['site_a'][at]}, {rows['site_b'][at]})"
-                )
+    pairs = picked(table).group_by("metric", "store_a", "store_b", maintain_order=True)
+    for (metric, a, b), rows in pairs:
+        if metric != "gulp" and a != b:
+            best = rows.row(extremes(rows)[1], named=True)
+            lines.append(
+                f"{metric} of {a} and {b}, the largest over layers: {best['value']:.4g} "
+                f"({best['site_a']}, {best['site_b']})"
+            )
     return lines

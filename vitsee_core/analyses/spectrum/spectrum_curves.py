@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
+import polars as pl
 
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.depth_marks import DOTS, DOTTED, draw_marks
@@ -28,26 +28,27 @@ LOGARITHMIC = (*RANKS, "nc1", "cdnv")
 def draw_spectrum(table: Table) -> Figure:
     """One panel per metric, one curve per store with the 95 % interval as a band, and the values of
     two halves of the images as dots; dotted lines are the caps of ranks, on logarithmic axes."""
-    there = [metric for metric in METRICS if metric in table.unique("metric")]
+    every_row = table.frame
+    there = [metric for metric in METRICS if metric in every_row["metric"]]
     # A metric without a value (alpha of fewer than 100 channels) needs no panel beside others.
-    values = {metric: table.where(metric=metric)["value"].astype(float) for metric in there}
-    metrics = [metric for metric in there if not np.isnan(values[metric]).all()] or there
+    lowest = dict(every_row.group_by("metric").agg(pl.col("value").min()).rows())
+    metrics = [metric for metric in there if lowest[metric] is not None] or there
 
-    def finish(axes: Axes, rows: Table, metric: str) -> None:
+    def finish(axes: Axes, rows: pl.DataFrame, metric: str) -> None:
         for half in ("half_a", "half_b"):
-            draw_marks(axes, rows, table, half, DOTS, "half of the images")
+            draw_marks(axes, rows, every_row, half, DOTS, "half of the images")
         if metric in RANKS:
-            draw_marks(axes, rows, table, "cap", DOTTED, "largest possible")
-        if metric in LOGARITHMIC and 0 < np.nanmin(values[metric], initial=np.inf) < np.inf:
+            draw_marks(axes, rows, every_row, "cap", DOTTED, "largest possible")
+        if metric in LOGARITHMIC and (lowest[metric] or 0) > 0:
             _logarithmic(axes, rows, caps=metric in RANKS)
         axes.set_xlim(-0.04, max(1.04, axes.get_xlim()[1]))
 
-    return draw_depth_panels(table, metrics, finish)
+    return draw_depth_panels(every_row, metrics, finish)
 
 
-def _logarithmic(axes: Axes, rows: Table, *, caps: bool) -> None:
+def _logarithmic(axes: Axes, rows: pl.DataFrame, *, caps: bool) -> None:
     names = ["value", "half_a", "half_b", *(["cap"] if caps else [])]
-    values = np.concatenate([rows[name].astype(float) for name in names])
+    values = rows.select(names).to_numpy()
     values = values[values > 0]
     axes.set_yscale("log")
     axes.set_ylim(0.8 * values.min(), 1.3 * values.max())

@@ -263,8 +263,9 @@ def _cosine_rows(own: InputWeights, positions: NDArray[Any], step: int) -> dict[
 def headline(table: Table) -> list[Answer]:
     """How many components hold most of the variance of the first layer's filters."""
     answers = []
-    for store, rows in picked(table, metric="variance_cumulative").groups("store"):
-        values = np.sort(rows["value"].astype(float))
+    cumulative = picked(table, metric="variance_cumulative")
+    for (store,), rows in cumulative.group_by("store", maintain_order=True):
+        values = np.sort(rows["value"].to_numpy())
         n = min(int((values < MOST_VARIANCE).sum()) + 1, len(values))
         share = number(float(values[n - 1]))
         what = counted(n, "principal components")

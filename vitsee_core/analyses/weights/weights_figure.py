@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.figures.head_tiles import Tiles, draw_tiles
 from vitsee_core.figures.panels import Grid, colour_bar, map_axes, name_part, room, small, stack
@@ -25,6 +26,7 @@ ACROSS = 7  # components in a line, as in the paper
 MOST_QUERIES = 16  # tiles of cosines in a line
 GAP = 0.12  # of a tile
 LABEL_ROOM = 0.3  # of a tile, above each component
+LABEL = pl.coalesce(pl.col("store", "model").cast(pl.String))  # the store's, else the model's name
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class _MetricPanel:
     """The rows of one metric, and the number of tiles per column and per line."""
 
     metric: str
-    cut: Table
+    cut: pl.DataFrame
     down: int
     across: int
     cells: int  # in a line
@@ -40,7 +42,7 @@ class _MetricPanel:
     @property
     def ratio(self) -> float:
         if self.metric == "cosine":
-            sides = [len(self.cut.unique(name)) for name in ("other_row", "other_col")]
+            sides = [self.cut[name].n_unique() for name in ("other_row", "other_col")]
             return min(max(sides[1] / sides[0], 0.4), 2.5)
         return self.across / (self.down * (1 + (LABEL_ROOM if self.metric == "component" else 0)))
 
@@ -49,7 +51,7 @@ class _MetricPanel:
 class _Band:
     """The panels of one store or model, from left to right."""
 
-    cut: Table  # the rows
+    cut: pl.DataFrame  # the rows
     panels: list[_MetricPanel]  # of these
     lines: list[str]  # the name above, then what is missing
     notes: dict[str, Any]  # on the source
@@ -86,44 +88,43 @@ def draw_weights(table: Table, scale: str) -> Figure:
             if panel.metric == "cosine":
                 _draw_cosines(axes, panel, scale, band.notes.get("positions", {}))
             else:
-                shares = band.cut.where(metric="variance_share")["value"]
-                _draw_filters(axes, panel, shares, scale)
+                shares = band.cut.filter(metric="variance_share")["value"]
+                _draw_filters(axes, panel, shares.to_numpy(), scale)
     return figure
 
 
 def labels(table: Table) -> list[str]:
     """The stores and models of a table, in its order, with those without rows, which its notes
     name."""
-    named = [store or model for store, model in zip(table["store"], table["model"], strict=True)]
-    return list(dict.fromkeys([*map(str, table.notes.get("sources", {})), *map(str, named)]))
+    named = table.frame.select(LABEL).to_series().unique(maintain_order=True)
+    return list(dict.fromkeys([*map(str, table.notes.get("sources", {})), *named]))
 
 
 def _band(table: Table, label: str) -> _Band:
-    mine = [label == str(s or m) for s, m in zip(table["store"], table["model"], strict=True)]
-    cut = table.take(np.flatnonzero(mine))
+    cut = table.frame.filter(label == LABEL)
     notes = table.notes.get("sources", {}).get(label, {})
-    found = [m for m in ("component", "filter", "cosine") if m in cut.unique("metric")]
-    panels = [_panel(metric, cut.where(metric=metric)) for metric in found]
+    found = [m for m in ("component", "filter", "cosine") if m in cut["metric"]]
+    panels = [_panel(metric, cut.filter(metric=metric)) for metric in found]
     absent = [f"{k}: n/a: {reason}" for k, reason in notes.get("absent", {}).items()]
     return _Band(cut, panels, [_name(cut, label), *absent], notes)
 
 
-def _name(cut: Table, label: str) -> str:
+def _name(cut: pl.DataFrame, label: str) -> str:
     if not len(cut):
         return shorten(label, 80)
-    store, model = cut["store"][0], str(cut["model"][0])
+    store, model = cut.select("store", pl.col("model").cast(pl.String).fill_null("")).row(0)
     return f"{shorten(store, 30)} ({shorten(model, 50)})" if store else shorten(model, 80)
 
 
-def _panel(metric: str, cut: Table) -> _MetricPanel:
+def _panel(metric: str, cut: pl.DataFrame) -> _MetricPanel:
     if metric == "cosine":
-        queries = [len(cut.unique(name)) for name in ("row", "col")]
+        queries = [cut[name].n_unique() for name in ("row", "col")]
         step = -(-max(queries) // MOST_QUERIES)
         down, across = (-(-n // step) for n in queries)
-        return _MetricPanel(metric, cut, down, across, across * len(cut.unique("other_col")))
-    n = len(cut.unique(metric))
+        return _MetricPanel(metric, cut, down, across, across * cut["other_col"].n_unique())
+    n = cut[metric].n_unique()
     across = min(n, ACROSS) if metric == "component" and n <= 49 else math.ceil(math.sqrt(n))
-    return _MetricPanel(metric, cut, -(-n // across), across, across * len(cut.unique("col")))
+    return _MetricPanel(metric, cut, -(-n // across), across, across * cut["col"].n_unique())
 
 
 def colours(values: Float, scale: str) -> tuple[Float, float]:
@@ -148,9 +149,9 @@ def colours(values: Float, scale: str) -> tuple[Float, float]:
 
 def _draw_filters(axes: Axes, panel: _MetricPanel, shares: Float, scale: str) -> None:
     metric, cut = panel.metric, panel.cut
-    shape = [len(cut.unique(name)) for name in (metric, "channel", "row", "col")]
+    shape = [cut[name].n_unique() for name in (metric, "channel", "row", "col")]
     n, channels, height, width = shape
-    tiles, largest = colours(cut["value"].reshape(shape), scale)
+    tiles, largest = colours(cut["value"].to_numpy().reshape(shape), scale)
     room = LABEL_ROOM * height if metric == "component" else 0.0
     gap = GAP * max(height, width)
     for i, tile in enumerate(np.nan_to_num(tiles, nan=1.0)):
@@ -207,9 +208,9 @@ def _draw_cosines(axes: Axes, panel: _MetricPanel, scale: str, about: dict[str, 
     """Draw a map for each query, at its place."""
     cut = panel.cut
     rows, cols, lines, columns = (
-        sorted(set(cut[name].tolist())) for name in ("row", "col", "other_row", "other_col")
+        cut[name].unique().sort().to_list() for name in ("row", "col", "other_row", "other_col")
     )
-    maps = cut["value"].reshape(len(rows), len(cols), len(lines), len(columns))
+    maps = cut["value"].to_numpy().reshape(len(rows), len(cols), len(lines), len(columns))
     step = -(-max(len(rows), len(cols)) // MOST_QUERIES)
     kept = [range((len(part) - 1) % step // 2, len(part), step) for part in (rows, cols)]
     tiles = Tiles(

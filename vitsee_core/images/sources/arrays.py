@@ -4,7 +4,9 @@ with vitsee are such."""
 from __future__ import annotations
 
 import logging
+import warnings
 import zipfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ def open_npz(path: Path, name: str) -> ImageSource:
     Raises:
         DataError: anything else in the file, or a damaged one.
     """
-    arrays = _read(path, name)
+    arrays = read_npz(path, name, _NAMES)
     images = arrays.get("images")
     if images is None:
         found = ", ".join(arrays) or "nothing"
@@ -93,7 +95,13 @@ def _as_bytes(images: NDArray[Any], name: str) -> NDArray[np.uint8]:
     return out
 
 
-def _read(path: Path, name: str) -> dict[str, NDArray[Any]]:
+def read_npz(path: Path, name: str, known: Sequence[str] = ()) -> dict[str, NDArray[Any]]:
+    """The arrays of an .npz file, in memory; known: the names that they may have, by default any.
+
+    Raises:
+        DataError: another array, Python objects, more bytes than this machine has memory, or a
+            damaged file.
+    """
     if not zipfile.is_zipfile(path):
         raise DataError(f"{name} cannot be read as .npz: it is no zip file, or cut short")
     try:
@@ -104,18 +112,23 @@ def _read(path: Path, name: str) -> dict[str, NDArray[Any]]:
                 f"{name} unpacks to {human_bytes(size)}, this machine has {human_bytes(most)} of "
                 "memory; expected fewer images, or a folder of them"
             )
-        with np.load(path, allow_pickle=False) as file:
-            extra = [key for key in file.files if key not in _NAMES]
+        with warnings.catch_warnings(), np.load(path, allow_pickle=False) as file:
+            warnings.simplefilter("ignore")  # numpy's on headers of other versions
+            extra = [key for key in file.files if known and key not in known]
             if extra:
-                found, known = ", ".join(map(repr, extra)), ", ".join(_NAMES)
-                raise DataError(f"{name} has {found}; expected only: {known}")
-            return {key: file[key] for key in file.files}
-    except (DataError, MemoryError):
+                found, names = ", ".join(map(repr, extra)), ", ".join(known)
+                raise DataError(f"{name} has {found}; expected only: {names}")
+            arrays = {key: file[key] for key in file.files}
+    except DataError:
         raise
     except Exception as error:  # numpy and zipfile raise nearly anything on damaged files
         if "allow_pickle" in str(error):
             raise DataError(f"{name} has Python objects; expected plain arrays") from None
         raise DataError(f"{name} cannot be read as .npz: {one_line(error).rstrip('.')}") from None
+    for key, array in arrays.items():
+        if not isinstance(array, np.ndarray):  # numpy returns the bytes of what is no .npy
+            raise DataError(f"{name} cannot be read as .npz: {key} in it is no array")
+    return arrays
 
 
 def _labels(

@@ -30,9 +30,9 @@ from vitsee_core.images.sources.base import Asked, Found, labels_of, no_answer, 
 from vitsee_core.images.sources.tar_index import MEMBERS, TarIndex, index_tar, key_of
 from vitsee_core.runtime.machine import TAR_INDEX, user_caches
 from vitsee_core.runtime.progress import counting
+from vitsee_stores.disk import temporary_name
 from vitsee_stores.errors import reason
 from vitsee_stores.files import NoAnswer
-from vitsee_stores.temp_files import temporary_name
 
 CACHE_AFTER_SECONDS = 1.0
 _VERSION = 1

@@ -12,7 +12,9 @@ from functools import cached_property
 from typing import Any
 
 from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.packing import GRIDS, Packing
 from vitsee_core.models.sources.base import BACKENDS
+from vitsee_core.models.sources.errors import one_line
 from vitsee_core.models.sources.own_transform import DEFAULT
 from vitsee_stores.errors import VitseeError
 
@@ -71,6 +73,44 @@ class Processor:
                     return config
                 found.append(difference)
         raise self._refused(f"its input differs by up to {min(found):.2g} from what it says")
+
+    def prove_packed(self, packing: Packing, config: Mapping[str, Any]) -> None:
+        """Prove that the patches which a tower is given of an image of its size are those that
+        this processor makes, in the order of its groups and with its mean and deviation.
+
+        Raises:
+            ModelError: they differ, or the size is beyond the processor's limits.
+        """
+        import numpy as np
+        import torch
+
+        channels, rows, cols = config["input_size"]
+        shape = rows, cols, channels
+        image = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+        try:
+            made = self.own(images=[image], return_tensors="pt")
+        except (ValueError, TypeError, AssertionError, RuntimeError) as error:
+            raise self._refused(one_line(error)) from error
+        found = next((made[key] for key in GRIDS if key in made), None)
+        grid = packing.grid((rows, cols))
+        if found is None or tuple(int(n) for n in found[0][-2:]) != grid:
+            given = (
+                "no grid" if found is None else "{} x {} patches".format(*found[0][-2:].tolist())
+            )
+            raise ModelError(
+                f"the image processor of {self.name} makes {given} of an image of {rows} x {cols} "
+                f"pixels, expected {grid[0]} x {grid[1]}: the size is beyond its limits, give "
+                "another --img-size"
+            )
+        patches = next(made[key] for key in ("pixel_values", "pixel_values_images") if key in made)
+        mean, std = (torch.tensor(config[key]).view(-1, 1, 1) for key in ("mean", "std"))
+        wanted = (torch.from_numpy(image).permute(2, 0, 1) / 255 - mean) / std
+        expected = packing.pack(wanted.unsqueeze(0)).reshape(-1)
+        difference = float("inf")
+        if patches.numel() == expected.numel():
+            difference = float((patches.reshape(-1).float() - expected).abs().max())
+        if difference > TOLERANCE * max(1.0, float(expected.abs().max())):
+            raise self._refused(f"its patches differ by up to {difference:.2g} from the tower's")
 
     def origin(self) -> dict[str, Any]:
         import PIL

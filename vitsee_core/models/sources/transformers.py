@@ -12,6 +12,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.packing import Packing, packed_inputs, packing_of
 from vitsee_core.models.sources.base import OWN_TRANSFORM, Choices, Source, drawn
 from vitsee_core.models.sources.errors import one_line
 from vitsee_core.models.sources.own_transform import DEFAULT, changed, pair
@@ -37,8 +39,18 @@ from vitsee_core.models.sources.transformers_classes import (
     size_of,
 )
 from vitsee_core.models.sources.transformers_inputs import adapt, refuse_others
+from vitsee_core.models.sources.transformers_parts import on_meta, read_weights, towers
 
 PREFIX = "transformers:"
+
+
+@dataclass(frozen=True)
+class _Tower:
+    """A part that is a model of its own, with its path in the whole."""
+
+    kind: Any
+    config: Any
+    path: str
 
 
 class TransformersSource(Source):
@@ -51,6 +63,7 @@ class TransformersSource(Source):
         super().__init__(name, choices)
         self.loaded: dict[str, Any] = {}  # what was missing or left over in its own weights
         self.rounds = False  # whether its processor's floats are rounded to 8 bits
+        self.packs = False  # whether it is given packed patches
         self.assumes = False  # whether mean or deviation are neither its own nor the user's
 
     @property
@@ -105,30 +118,45 @@ class TransformersSource(Source):
             )
         config = self._configured(wanted)
         kind = self._class(config)
-        if not self.parts[2]:
+        tower = None
+        if self.parts[2]:
+            tower = self._tower(kind, config, wanted)
+        else:
+            if (
+                packed_inputs(kind)
+                and not self._is_class
+                and type(config) is not type(self._config)
+            ):
+                self._refuse_whole(kind)
             who = f"{self.name} ({kind.__name__})"
             check_input(kind, config, who, remote=self.choices.trust_remote_code)
         if pretrained:
-            module = drawn(seed, lambda: self._pretrained(kind, config), self.name)
+            module = drawn(seed, lambda: self._pretrained(kind, config, tower), self.name)
+        elif tower is not None:
+            module = drawn(seed, lambda: random_model(tower.kind, tower.config), self.name)
         else:
             module = drawn(seed, lambda: self._part(random_model(kind, config)), self.name)
         size, own = wanted.get("img_size"), size_of(getattr(module, "config", config))
-        refuse_others(module, f"{self.name} ({type(module).__name__})")
+        who = f"{self.name} ({type(module).__name__})"
+        refuse_others(module, who)
         taken = self._processed_size or own if size is None else pair(size)
-        adapt(module, resized=taken != own)
+        adapt(module, taken != own, who)
         return module
 
     def transform(
         self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]
     ) -> dict[str, Any]:
         config = getattr(module, "config", None)
-        stated = self._stated()
+        packing = packing_of(module)
+        self.packs = packing is not None
+        stated = self._stated() if packing is None else self._packed(packing, config, img_size)
         self.rounds = stated.get("processor") == "torchvision-float"
         unsaid = any(given.get(key) is None for key in ("mean", "std"))
         self.assumes = self._processor is None and unsaid
         channels = getattr(config, "num_channels", 3)
-        size = self._processed_size or size_of(config) or stated["input_size"][1:]
-        stated["input_size"] = (channels if isinstance(channels, int) else 3, *size)
+        if packing is None:
+            size = self._processed_size or size_of(config) or stated["input_size"][1:]
+            stated["input_size"] = (channels if isinstance(channels, int) else 3, *size)
         return changed(stated, img_size, given, self.name)
 
     def architecture(self, module: nn.Module) -> str:
@@ -153,8 +181,9 @@ class TransformersSource(Source):
             found["trust_remote_code"] = True
         if self._processor is None:
             return {**found, **({"notes": [ASSUMED]} if self.assumes else {})}
-        notes = {"notes": [ROUNDED]} if self.rounds else {}
-        return {**found, **self._processor.origin(), **notes}
+        notes = [*([ROUNDED] if self.rounds else []), *([ONE_SIZE] if self.packs else [])]
+        notes_found = {"notes": notes} if notes else {}
+        return {**found, **self._processor.origin(), **notes_found}
 
     @cached_property
     def _is_class(self) -> bool:
@@ -221,6 +250,34 @@ class TransformersSource(Source):
         """(rows, cols) that its processor makes, where that is fixed."""
         return None if self._processor is None else self._processor.input_size
 
+    def _packed(
+        self, packing: Packing, config: Any, img_size: tuple[int, int] | None
+    ) -> dict[str, Any]:
+        """How images are prepared for a tower of packed patches: all at one size, the nearest that
+        it takes to its own or to 448 x 448, and in numbers as its processor does.
+
+        Raises:
+            ModelError: the size is none that tower and processor take, or the processor does
+                something else.
+        """
+        processor = self._processor
+        stated = dict(DEFAULT)
+        if processor is not None:
+            stated = processor_config(processor.record, self.name, any_size=True)
+        own = size_of(config) or (_PACKED_SIDE, _PACKED_SIDE)
+        size = img_size or (packing.nearest(own[0]), packing.nearest(own[1]))
+        stated["input_size"] = (packing.channels, *size)
+        try:
+            packing.grid(size)
+        except ValueError as error:
+            raise ModelError(
+                f"{self.name} does not take images of {size[0]} x {size[1]} pixels: {error}; "
+                "expected another --img-size"
+            ) from error
+        if processor is not None:
+            processor.prove_packed(packing, stated)
+        return stated
+
     def _stated(self) -> dict[str, Any]:
         """Its processor in numbers; vitsee's own way of doing them where that was chosen."""
         if self._processor is None:
@@ -235,11 +292,16 @@ class TransformersSource(Source):
         return found
 
     def _configured(self, wanted: Mapping[str, Any]) -> Any:
-        """The configuration of the part that sees images, with the user's arguments."""
+        """The configuration of the part that sees images, with the user's arguments; of the whole
+        model, without them, where a tower is named."""
         config = copy.deepcopy(self._config)
-        _, _, part = self.parts
-        if not part and not self._is_class:
+        if self.parts[2]:
+            return config
+        if not self._is_class:
             config = getattr(config, "vision_config", None) or config
+        return self._with_arguments(config, wanted)
+
+    def _with_arguments(self, config: Any, wanted: Mapping[str, Any]) -> Any:
         for key, value in wanted.items():
             if key == "img_size":
                 continue
@@ -276,8 +338,68 @@ class TransformersSource(Source):
         found = mapping[type(config)]
         return found[0] if isinstance(found, tuple) else found
 
-    def _pretrained(self, kind: Any, config: Any) -> nn.Module:
+    def _tower(self, kind: Any, config: Any, wanted: Mapping[str, Any]) -> _Tower | None:
+        """The tower that the name names, made alone; None where that is a module without a
+        configuration of its own, and arguments are the whole model's.
+
+        Raises:
+            ModelError: no such part; the towers that there are.
+        """
+        part = self.parts[2]
+        try:
+            whole = on_meta(kind, copy.deepcopy(config))
+        except Exception as error:
+            raise self._explained(error) from error
+        # The class that generates text has the rest below `model`.
+        known = dict(whole.named_modules())
+        path = next((p for p in (part, part.removeprefix("model.")) if p in known), None)
+        if path is None:
+            found = towers(whole)
+            expected = ", ".join(f"#{one}" for one in found)
+            has = f"has {expected}" if found else "has none that takes images"
+            raise ModelError(
+                f"{self.name}: no tower {part!r}; {kind.__name__} {has}"
+                + ("; expected one of these" if len(found) > 1 else "")
+            )
+        module = known[path]
+        if not isinstance(module, library().PreTrainedModel):
+            self._with_arguments(config, wanted)
+            return None
+        own = self._with_arguments(copy.deepcopy(module.config), wanted)
+        return _Tower(type(module), own, path)
+
+    def _refuse_whole(self, kind: Any) -> None:
+        """Refuse a vision-language model whose tower of packed patches is not named."""
+        config = copy.deepcopy(self._config)
+        try:
+            found = towers(on_meta(self._class(config), config))
+        except Exception as error:
+            raise self._explained(error) from error
+        expected = " or ".join(f"{self.name}#{one}" for one in found) or "another model"
+        raise ModelError(
+            f"{self.name} is a model of images and text, with a {kind.__name__} for images; "
+            f"expected {expected}"
+        )
+
+    def _file(self, name: str) -> str | None:
+        """The local path of a file of the repository or folder, None if there is none."""
+        place, revision, _ = self.parts
+        from transformers.utils.hub import cached_file
+
+        missing = {"_raise_exceptions_for_missing_entries": False}
+        found = cached_file(place, name, revision=revision, **self._offline, **missing)
+        return None if found is None else str(found)
+
+    def _pretrained(self, kind: Any, config: Any, tower: _Tower | None) -> nn.Module:
+        """With its weights: of a tower those alone, where the checkpoint has them by its names."""
         place, revision, part = self.parts
+        if tower is not None:
+            alone = random_model(tower.kind, tower.config)
+            try:
+                if read_weights(alone, self._file, tower.path):
+                    return alone
+            except OSError as error:
+                raise self._explained(error) from error
         given: dict[str, Any] = {"revision": revision, "weights_only": True, **self._access}
         given |= {"dtype": torch.float32, "output_loading_info": True, "config": config}
 
@@ -297,11 +419,8 @@ class TransformersSource(Source):
     def _part(self, whole: nn.Module) -> nn.Module:
         """The module behind `#`; the whole without one."""
         _, _, part = self.parts
-        try:
-            return whole.get_submodule(part)
-        except AttributeError:
-            known = ", ".join(name for name, _ in whole.named_children())
-            raise ModelError(f"{self.name}: no module {part!r}; its parts: {known}") from None
+        known = dict(whole.named_modules())
+        return known.get(part) or known[part.removeprefix("model.")]
 
     def _explained(self, error: Exception) -> ModelError:
         text = one_line(error)
@@ -330,7 +449,12 @@ class TransformersSource(Source):
 
 
 SOURCE = TransformersSource
+_PACKED_SIDE = 448
 ASSUMED = (
     "has no image processor: assumed are ImageNet's mean and standard deviation (for others: "
     "--img-mean, --img-std)"
+)
+ONE_SIZE = (
+    "gets all images at one size (--img-size, --crop-mode), where its own processor keeps each "
+    "one's proportions"
 )

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.packing import packed_inputs
 from vitsee_core.models.sources.errors import missing_extra
 from vitsee_core.models.sources.transformers_inputs import refuse_others
 
@@ -64,7 +65,7 @@ def check_input(kind: Any, config: Any, who: str, *, remote: bool) -> None:
     its own code may run, whose `main_input_name` is often not set."""
     refuse_others(kind, who)
     remote = remote and "input_ids" not in _forward(kind)
-    if kind.main_input_name != PIXELS and not remote:
+    if kind.main_input_name != PIXELS and not remote and not packed_inputs(kind):
         raise ModelError(
             f"{who} takes {kind.main_input_name}; expected a model of {PIXELS}: name its tower "
             "behind #, as in #vision_model"

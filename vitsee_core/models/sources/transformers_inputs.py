@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.packed_towers import accept_images
+from vitsee_core.models.packing import packed_inputs
 from vitsee_core.models.sources.own_transform import pair
 
 # What of a model's output stands for it: the first that is there.
@@ -19,11 +21,12 @@ _MADE = ("pixel_attention_mask", "spatial_shapes")
 
 
 def refuse_others(kind: Any, name: str) -> None:
-    """Refuse a class, or a module, that needs more than images (packed patches and their grids, as
-    Qwen-VL's towers do), with a ModelError."""
+    """Refuse a class, or a module, that needs more than images, or than their patches and grids,
+    with a ModelError."""
     taken = inspect.signature(kind.forward).parameters.values()
     plain = [p for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
-    more = [p.name for p in plain[1:] if p.default is p.empty and p.name not in _MADE]
+    made = {*_MADE, *(packed_inputs(kind) or ())}
+    more = [p.name for p in plain[1:] if p.default is p.empty and p.name not in made]
     if more:
         raise ModelError(
             f"{name} takes {plain[0].name} with {', '.join(more)}; expected a model that takes a "
@@ -31,12 +34,16 @@ def refuse_others(kind: Any, name: str) -> None:
         )
 
 
-def adapt(module: nn.Module, resized: bool) -> None:
+def adapt(module: nn.Module, resized: bool, name: str) -> None:
     """Let the module take a batch of images alone, and give one tensor.
 
     Positions are interpolated where images are `resized` and the class does so when asked. A class
     that draws which patches it sees (ViT-MAE) sees them in their order. A class that takes patches
-    with a mask and the shape of their grid (SigLIP 2 NaFlex) gets those of the whole image.
+    with a mask and the shape of their grid (SigLIP 2 NaFlex) gets those of the whole image; one
+    that takes the patches of all images with their grids (Qwen-VL's towers) these.
+
+    Raises:
+        ModelError: of such a class `name` the order of patches is not found.
     """
     taken = inspect.signature(module.forward).parameters
     given = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in taken else {}
@@ -61,7 +68,10 @@ def adapt(module: nn.Module, resized: bool) -> None:
         return found[0] if found else output
 
     sides = pair(getattr(getattr(module, "config", None), "patch_size", None) or 16)
-    module.register_forward_pre_hook(enter, with_kwargs=True)
+    if packed_inputs(module):
+        accept_images(module, name)
+    else:
+        module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave)
 
 

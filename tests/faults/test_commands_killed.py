@@ -1,0 +1,211 @@
+"""Commands that make stores, and studies, killed at random moments and between any two changes of
+the disk: nothing that was committed is made again, the same command gives what an undisturbed run
+gives, byte for byte, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.extractions import array_bytes
+from tests.faults.conftest import Trial
+from tests.faults.trials import (
+    changed,
+    check_finished,
+    check_unfinished,
+    ends_well,
+    extraction,
+    killed,
+    moment,
+    n_committed,
+    seeds,
+)
+from tests.processes import Process, Server
+from vitsee_core.dictionaries.dictionary import Dictionary
+from vitsee_core.dictionaries.files import save_dictionary
+
+STORE = "stores/a.zarr"
+FEW = ["--sites", "blocks.0..1.out", "--attention", "none", "--no-residual"]
+
+
+@dataclass
+class Command:
+    """A command, which gets the place of its output, and what it does when nothing disturbs it:
+    its output, the seconds it takes and how often it changes the disk."""
+
+    words: Callable[[Path], list[object]]
+    path: Path
+    seconds: float
+    steps: int
+
+    def kill(self, trial: Trial, path: Path, begun: Callable[[], bool]) -> None:
+        """Begin it, and kill it: at a random moment, or before a random change of the disk."""
+        if trial.rng.random() < 0.5:
+            process = trial.run.start(*self.words(path))
+            moment(trial.rng, process, self.seconds, begun)
+            killed(process, trial.ended)
+            return
+        done = start(trial.run, self.words(path), path.parent, trial.rng.randint(1, self.steps))
+        code = done.end().code
+        assert code in (0, -signal.SIGKILL), done.end().stderr
+        trial.ended("resumed" if code else "ended before the signal")
+
+
+def start(run: Server, words: list[object], below: Path, at: int, log: str = "") -> Process:
+    """The command, to be killed before that change of the disk below a folder; 0: never."""
+    env = {"VITSEE_DIE_BELOW": str(below), "VITSEE_DIE_AT": str(at), "VITSEE_STEPS": log}
+    return run.start(*words, env=env, before="tests.faults.hooks:die_at_a_step")
+
+
+def undisturbed(run: Server, words: Callable[[Path], list[object]], path: Path) -> Command:
+    """Run a command to its end."""
+    path.parent.mkdir()
+    log, started = path.parent.with_suffix(".steps"), time.monotonic()
+    ends_well(start(run, words(path), path.parent, 0, str(log)).end())
+    return Command(words, path, time.monotonic() - started, log.stat().st_size)
+
+
+# ------------------------------------------------------------------------------------ stores
+
+
+@pytest.fixture(scope="module")
+def base(run: Server, images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store that is encoded, and whose means replace tokens."""
+    path = tmp_path_factory.mktemp("base") / "base.zarr"
+    ends_well(run.run(*extraction(images, path, *FEW)))
+    return path
+
+
+def words_of_import(folder: Path) -> Callable[[Path], list[object]]:
+    n, rng = 2600, np.random.default_rng(0)  # eleven slabs
+    np.save(folder / "a.npy", rng.normal(size=(n, 7, 4)).astype(np.float32))
+    np.save(folder / "b.npy", rng.normal(size=(n, 5)).astype(np.float32))
+    (folder / "ids.txt").write_text("".join(f"image{i}\n" for i in range(n)))
+    files = [folder / "a.npy", folder / "b.npy", "--ids", folder / "ids.txt"]
+    return lambda path: ["import", *files, "--prefix", "cls", "--grid", "2x3", "-o", path]
+
+
+def words_of_encode(folder: Path, base: Path) -> Callable[[Path], list[object]]:
+    w, zeros = np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32), np.zeros
+    topk = Dictionary("topk", w.T.copy(), zeros(64, np.float32), w, zeros(16, np.float32), k=3)
+    save_dictionary(topk, folder / "d.safetensors")
+    words = ["encode", base, "--dictionary", folder / "d.safetensors", "--sites", "blocks.0.out"]
+    return lambda path: [*words, "-o", path, "--device", "cpu"]
+
+
+def words_of_intervention(base: Path, images: Path) -> Callable[[Path], list[object]]:
+    changes = ["--replace", f"cls@blocks.0.out=mean:{base}"]
+    changes += ["--replace", f"random:2@blocks.0.out=shuffle:{base}"]
+    changes += ["--ablate-heads", "blocks.1:0"]
+    return lambda path: extraction(images, path, *FEW, *changes)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.fault(f"{name} killed"))
+        for name in ("import", "encode", "interventions")
+    ],
+)
+def command(
+    run: Server,
+    images: Path,
+    base: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> Command:
+    folder = tmp_path_factory.mktemp(request.param)
+    words = {
+        "import": partial(words_of_import, folder),
+        "encode": partial(words_of_encode, folder, base),
+        "interventions": partial(words_of_intervention, base, images),
+    }[request.param]()
+    return undisturbed(run, words, folder / "whole" / "s.zarr")
+
+
+def markers(path: Path) -> dict[str, bytes]:
+    """What says of each committed slab who made it, and when."""
+    return {place.name: place.read_bytes() for place in path.glob("commits/c.*.0")}
+
+
+@seeds(1)
+def test_a_store_in_the_making_killed_again_and_again(
+    trial: Trial, command: Command, seed: int
+) -> None:
+    whole, folder = array_bytes(command.path), trial.folder / "out"
+    folder.mkdir()
+    path = folder / "s.zarr"
+    committed: dict[str, bytes] = {}
+    for _ in range(3):
+        command.kill(trial, path, changed(partial(n_committed, path)))
+        check_unfinished(path, whole)
+        assert committed.items() <= markers(path).items(), "committed slabs were made again"
+        committed = markers(path)
+    ends_well(trial.run.run(*command.words(path)))
+    check_finished(path, whole)
+    assert committed.items() <= markers(path).items(), "committed slabs were made again"
+    assert os.listdir(folder) == ["s.zarr"]
+
+
+# ------------------------------------------------------------------------------------ studies
+
+
+@pytest.fixture(scope="module")
+def study(run: Server, images: Path, tmp_path_factory: pytest.TempPathFactory) -> Command:
+    """A store, a table with its figure, and the report."""
+    model = "a=test_vit?random-init=0&img-size=32x48&model-arg=patch_size=8"
+    words = ["study", model, "--data", images, "--images", 6, "--device", "cpu"]
+    words += ["--set", "extract.slab=2", "--memory", "1G", "--analyses", "attn-dist"]
+    folder = tmp_path_factory.mktemp("study") / "whole"
+    return undisturbed(run, lambda path: [*words, "-o", path], folder / "out")
+
+
+def files_of(folder: Path) -> dict[str, bytes | None]:
+    """The files of a study by name; bytes of those that name no time or place."""
+    found = [place for place in folder.rglob("*") if place.is_file()]
+    plain = (".csv", ".png")
+    return {
+        str(place.relative_to(folder)): place.read_bytes() if place.suffix in plain else None
+        for place in found
+    }
+
+
+def steps_done(folder: Path) -> dict[str, object]:
+    """What the study's record says of its finished steps."""
+    record = folder / "study.json"
+    steps = json.loads(record.read_text())["steps"] if record.exists() else {}
+    return {name: step for name, step in steps.items() if step["status"] == "done"}
+
+
+@pytest.mark.fault("a study killed")
+@seeds(1)
+def test_a_study_killed_again_and_again(trial: Trial, study: Command, seed: int) -> None:
+    whole, expected = files_of(study.path), array_bytes(study.path / STORE)
+    folder = trial.folder / "study" / "out"
+    folder.parent.mkdir()
+    done: dict[str, object] = {}
+    committed: dict[str, bytes] = {}
+    for last in (False, False, True):
+        if last:
+            ends_well(trial.run.run(*study.words(folder)))
+        else:
+            study.kill(trial, folder, changed(partial(files_of, folder)))
+        now = steps_done(folder)
+        assert all(now[name] == step for name, step in done.items() if name != "report"), (
+            "a step was done again"
+        )
+        assert committed.items() <= markers(folder / STORE).items(), "slabs were made again"
+        check_unfinished(folder / STORE, expected)
+        done, committed = now, markers(folder / STORE)
+    check_finished(folder / STORE, expected)
+    assert files_of(folder) == whole
+    assert os.listdir(folder.parent) == ["out"]

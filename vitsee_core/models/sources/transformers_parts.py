@@ -1,0 +1,89 @@
+"""One tower of a larger model of transformers: which there are, and its weights read alone."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vitsee_core.models.packing import packed_inputs
+
+_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
+_PIXELS = "pixel_values"
+_TEXT = "input_ids"
+
+
+def towers(whole: nn.Module) -> list[str]:
+    """Paths of the modules of a model that take images and no text, those inside one another left
+    out."""
+    found: list[str] = []
+    for path, module in whole.named_modules():
+        inside = any(path.startswith(f"{above}.") for above in found)
+        if path and not inside and hasattr(module, "config"):
+            taken = inspect.signature(module.forward).parameters
+            if _TEXT not in taken and (_PIXELS in taken or packed_inputs(module)):
+                found.append(path)
+    return found
+
+
+def on_meta(kind: Any, config: Any) -> nn.Module:
+    """The model without values."""
+    with torch.device("meta"):
+        made: nn.Module = kind(config)
+    return made
+
+
+def read_weights(module: nn.Module, file_of: Callable[[str], str | None], path: str) -> bool:
+    """Read the module's weights from a checkpoint in safetensors of a model that has it at `path`,
+    file by file and tensor by tensor. False, with nothing read, where they are not there by the
+    names that the module has.
+
+    file_of: the local path of a file of the checkpoint, None if there is none.
+    """
+    from safetensors import safe_open
+
+    own = module.state_dict()
+    shards = _shards(file_of)
+    prefix = _prefix(own, shards, path)
+    if prefix is None:
+        return False
+    by_file: dict[str, list[str]] = defaultdict(list)
+    for name in own:
+        by_file[shards[prefix + name]].append(name)
+    for file, names in by_file.items():
+        local = file_of(file)
+        if local is None:
+            return False
+        with safe_open(local, "pt") as tensors, torch.no_grad():
+            for name in names:
+                own[name].copy_(tensors.get_tensor(prefix + name))
+    return True
+
+
+def _shards(file_of: Callable[[str], str | None]) -> dict[str, str]:
+    """The file of each tensor of a checkpoint; {} where it is in no safetensors."""
+    from safetensors import safe_open
+
+    if (index := file_of(_INDEX)) is not None:
+        return dict(json.loads(Path(index).read_text())["weight_map"])
+    if (whole := file_of(_WHOLE)) is not None:
+        with safe_open(whole, "pt") as tensors:
+            return dict.fromkeys(tensors.keys(), _WHOLE)
+    return {}
+
+
+def _prefix(own: Mapping[str, Any], shards: Mapping[str, str], path: str) -> str | None:
+    """What stands before all names of a module in a checkpoint: of several the one that ends like
+    its path."""
+    first = next(iter(own))
+    found = [key.removesuffix(first) for key in shards if key.endswith(f".{first}")]
+    found = [prefix for prefix in found if all(prefix + name in shards for name in own)]
+    named = [prefix for prefix in found if f".{prefix}".endswith(f".{path.split('.')[-1]}.")]
+    fitting = named or found
+    return fitting[0] if len(fitting) == 1 else None

@@ -1,0 +1,203 @@
+"""The order of a packed tower's tokens, at every place of the forward pass, found on numbers.
+
+Where each query attends to itself alone, a transformer works on each token alone: what a place
+holds for a token then depends on the patches that the token was made of and on no others. So images
+of which some rows or columns of patches are changed, each bit of their number once set and once
+not, tell for every row of every tensor which cells of the grid it stands for: one after the
+embedding, in whatever order windows or merge groups want them, and four behind a 2 x 2 merger.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from vitsee_core.models.attention_watch import KERNEL, KERNEL_ARGS, SOFTMAX, repeated
+from vitsee_core.models.hook_points import ModelError, input_tensor, output_tensor
+from vitsee_core.models.packing import Grid, Packing
+
+Place = tuple[str, bool]  # a module, and whether its input is meant
+# A token answers if it changes by more than this share of its change with the whole image.
+_ANSWERS = 1e-2
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """How a tensor without a batch axis becomes (images, cells, dim), row by row.
+
+    grid: rows and cols of cells. index: (cells,) the token of each cell within its image. axis:
+    the one along which the tokens of all images lie.
+    """
+
+    grid: Grid
+    index: Tensor
+    axis: int
+
+    @property
+    def plain(self) -> bool:
+        """Whether tokens lie row by row already."""
+        return bool((self.index == torch.arange(len(self.index))).all())
+
+    def laid(self, x: Tensor) -> Tensor:
+        """(images, cells, dim)."""
+        n = len(self.index)
+        images = x.shape[self.axis] // n
+        x = x.reshape(images, n, -1)
+        return x if self.plain else x.index_select(1, self.index.to(x.device))
+
+
+def same_order(one: Order | None, other: Order | None) -> bool:
+    """Whether two places have their tokens in one order."""
+    if one is None or other is None:
+        return one is other
+    return one.grid == other.grid and one.axis == other.axis and torch.equal(one.index, other.index)
+
+
+class _OwnToken(TorchFunctionMode):
+    """Each query attends to its own token alone; to none where keys are other tokens."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is KERNEL:
+            given = dict(zip(KERNEL_ARGS, args, strict=False)) | kwargs
+            query, value = given["query"], given["value"]
+            if query.shape[-2] != value.shape[-2]:
+                return value.new_zeros(*query.shape[:-1], value.shape[-1])
+            return repeated(value, query.shape[1]) if query.ndim == 4 else value
+        result = func(*args, **kwargs)
+        if func not in SOFTMAX:
+            return result
+        own = torch.eye(*result.shape[-2:], dtype=result.dtype, device=result.device)
+        return own.expand_as(result) * (result.shape[-1] == result.shape[-2])
+
+
+def find_orders(
+    module: nn.Module, packing: Packing, size: tuple[int, int, int]
+) -> dict[Place, Order]:
+    """The order at every place whose tokens stand for cells of the grid of images of this size
+    (channels, rows, cols).
+
+    One forward pass of 2 + 4 log2(rows of patches) images or so.
+
+    Raises:
+        ModelError: the size is none that the tower takes, or it has no values (meta device).
+    """
+    try:
+        grid = packing.grid((size[1], size[2]))
+    except ValueError as error:
+        raise ModelError(
+            f"the model does not run on images of {size[1]} x {size[2]} pixels: {error}; expected "
+            "a size that it takes: try another --img-size"
+        ) from error
+    parameter = next(module.parameters())
+    if parameter.is_meta:
+        raise ModelError("the order of packed patches is for values to show")
+    codes = Codes(grid)
+    images = codes.images(packing).to(parameter.device)
+    answers: dict[Place, list[Order | None]] = {}
+
+    def note(place: Place, x: Tensor | None) -> None:
+        found = None if x is None else order_of(x, codes)
+        answers.setdefault(place, []).append(found)
+
+    def enter(name: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        note((name, True), input_tensor(args, kwargs))
+
+    def leave(name: str, child: nn.Module, _: Any, output: Any) -> None:
+        note((name, False), output_tensor(child, output, len(images)))
+
+    with ExitStack() as stack:
+        for name, child in module.named_modules():
+            before, after = partial(enter, name), partial(leave, name)
+            stack.enter_context(child.register_forward_pre_hook(before, with_kwargs=True))
+            stack.enter_context(child.register_forward_hook(after))
+        stack.enter_context(torch.no_grad())
+        with _OwnToken():
+            module(images)
+    return {
+        place: found[0]
+        for place, found in answers.items()
+        if found[0] is not None and all(same_order(found[0], one) for one in found)
+    }
+
+
+class Codes:
+    """Images that tell the cells of a grid of patches apart.
+
+    cells: which cells change in each image, (images, rows, cols): none in the first, all in the
+    second, then for each bit of the row's number those where it is set and those where not, then
+    of the column's.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+        changes = [torch.zeros(grid, dtype=torch.bool), torch.ones(grid, dtype=torch.bool)]
+        for axis, n in enumerate(grid):
+            number = torch.arange(n).unsqueeze(1 - axis).expand(grid)
+            for bit in range((n - 1).bit_length()):
+                is_set = (number >> bit & 1).bool()
+                changes += [is_set, ~is_set]
+        self.cells = torch.stack(changes)
+
+    def images(self, packing: Packing) -> Tensor:
+        """(images, channels, rows, cols) of pixels."""
+        p = packing.patch
+        pixels = self.cells.repeat_interleave(p, 1).repeat_interleave(p, 2).unsqueeze(1)
+        shape = 2, packing.channels, *pixels.shape[2:]
+        plain, other = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+        return torch.where(pixels, other, plain)
+
+
+def order_of(x: Tensor, codes: Codes) -> Order | None:
+    """The order of a tensor's tokens in a pass of `codes`' images, None where they are no cells."""
+    n, n_cells = len(codes.cells), math.prod(codes.grid)
+    for axis in (0, 1):
+        if x.ndim < axis + 2 or (axis and x.shape[0] != 1) or not x.is_floating_point():
+            continue
+        tokens, left = divmod(x.shape[axis], n)
+        if left or tokens < 1 or n_cells % tokens or (tokens == 1 and n_cells > 1):
+            continue
+        changed = x.reshape(n, tokens, -1).float()
+        change = torch.linalg.vector_norm(changed - changed[:1], dim=2)
+        whole = change[1]
+        if bool((whole > 0).all()):
+            found = _read((change > _ANSWERS * whole).cpu(), codes.grid)
+            if found is not None:
+                return Order(found[0], found[1], axis)
+    return None
+
+
+def _read(answers: Tensor, grid: Grid) -> tuple[Grid, Tensor] | None:
+    """Grid, and the token of each of its cells, from which images each token answers to (images,
+    tokens): every token must stand for one block of cells, all of one size, and all together for
+    the grid."""
+    at, starts, blocks = 2, [], []
+    for n in grid:
+        number = torch.arange(n)
+        may = torch.ones(answers.shape[1], n, dtype=torch.bool)
+        for bit in range((n - 1).bit_length()):
+            is_set = (number >> bit & 1).bool()
+            may &= torch.where(is_set, answers[at].unsqueeze(1), answers[at + 1].unsqueeze(1))
+            at += 2
+        length = may.sum(1)
+        first = may.float().argmax(1)
+        last = n - 1 - may.flip(1).float().argmax(1)
+        size = int(length[0])
+        even = size > 0 and n % size == 0 and bool((length == size).all())
+        if not even or bool((last - first + 1 != size).any()) or bool((first % size).any()):
+            return None
+        starts.append(first // size)
+        blocks.append(n // size)
+    cell = starts[0] * blocks[1] + starts[1]
+    if len(cell) != blocks[0] * blocks[1] or len(cell.unique()) != len(cell):
+        return None
+    return (blocks[0], blocks[1]), cell.argsort()

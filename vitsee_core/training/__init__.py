@@ -1,0 +1,1 @@
+"""Models while they are trained: measured in the training loop."""

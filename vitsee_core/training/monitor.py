@@ -1,0 +1,283 @@
+"""`vitsee.Monitor`: measures a model while it is trained, as it is in memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vitsee_core.extraction.keywords import check_options, loaded
+from vitsee_core.extraction.options import OptionError
+from vitsee_core.extraction.signals import Interrupted
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.selfcheck import NotFinite
+from vitsee_core.tables.results import Table
+from vitsee_core.training.series import (
+    DIVERGED,
+    FAILED,
+    FIRST,
+    PREVIOUS,
+    SKIPPED,
+    TABLES,
+    Series,
+    measurements,
+    scalars,
+    without_remarks,
+)
+from vitsee_core.training.undisturbed import cpu_copy, undisturbed, unwrapped
+from vitsee_stores.errors import VitseeError
+
+log = logging.getLogger(__name__)
+Log = Callable[[str, float, int], object]
+
+DEFAULT_ANALYSES = ("attn-dist", "normratio", "spectrum")
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+class Monitor:
+    """Measures a model every N steps of its training, on images that stay the same.
+
+        monitor = vitsee.Monitor(model, "photos", "run.zarrs", every=1000, images=512,
+                                 analyses=["attn-dist", "spectrum", "cka:first"], most=0.02)
+        for step, batch in enumerate(loader):
+            ...  # forward, backward, optimizer.step()
+            monitor(step)
+
+    What is measured is a copy in evaluation mode and float32, outside of autocast. The training
+    goes on to the same weights, bit for bit, as without the monitor: mode, gradients, buffers,
+    hooks, random states and signal handlers are as before. `run.zarrs/results/` gets a table per
+    analysis, as its command writes it with the step as first column; `run.zarrs/steps.csv` a row
+    per step: what was measured, what diverged, failed or was skipped, and what it cost.
+
+    Args:
+        model: the torch module that is trained, or its moving average. Of one that is wrapped
+            (torch.compile, DistributedDataParallel, `AveragedModel`) the module below is measured.
+            Under torch.distributed the first process measures, and the others do nothing.
+        data: the images, as for `vitsee extract --data`.
+        output: the folder to fill.
+        every: the interval, in what the calls count: steps or epochs.
+        analyses: names of commands, or name -> the analysis' keywords. `cka:first` compares every
+            step with the first one, `cka:previous` with the one before.
+        transform: how images are prepared, as for `vitsee.extract`; timm's modules need none.
+        name: of the model, in tables.
+        unit: what the calls count: the first column of the tables.
+        train: images of the same classes, which `knn` and `probe` learn from; train_images: how
+            many of them.
+        keep: "tables" removes a step's store once its results are there, but for those that
+            others are compared with; "stores" keeps all.
+        most: the largest share of the training time that measuring may take, such as 0.02: a step
+            that would exceed it is skipped. The first is always measured.
+        log: a logger's function, called with name, value and step for every number: the mean over
+            heads and classes for each metric and site.
+        resume: go on in a folder that has steps, after a restart; rows from the first step that is
+            measured on are replaced.
+        say: receives a line for each step; by default it goes to stderr.
+        options: of `vitsee.extract`: images, sites, tokens, device, batch_size, ...; by default
+            on the model's device, with images loaded by one thread.
+
+    Raises:
+        OptionError: an unknown analysis or keyword, or values that do not go together.
+        VitseeError: the folder cannot be used; see `Series`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: str | os.PathLike[str],
+        output: str | os.PathLike[str],
+        *,
+        every: int,
+        analyses: Sequence[str] | Mapping[str, Mapping[str, Any]] = DEFAULT_ANALYSES,
+        transform: Any = None,
+        name: str = "model",
+        unit: str = "step",
+        train: str | os.PathLike[str] | None = None,
+        train_images: int | None = None,
+        keep: str = TABLES,
+        most: float | None = None,
+        log: Log | None = None,
+        resume: bool = False,
+        say: Callable[[str], object] = _to_stderr,
+        **options: Any,
+    ) -> None:
+        if type(every) is not int or every < 1:
+            raise OptionError(f"every is {every!r}; expected a whole number above 0")
+        if most is not None and not 0 < most <= 1:
+            raise OptionError(f"most is {most!r}; expected a share above 0, at most 1")
+        self.model, self.every, self.unit, self.most = model, every, unit, most
+        self._transform, self._log, self._say = transform, log, say
+        self._begun: float | None = None
+        self.seconds = 0.0
+        self._latest = 0.0  # seconds of the latest measurement
+        self._n_measured = 0
+        self._step: int | None = None
+        self._series: Series | None = None
+        if _is_first_process():
+            check_options(options)
+            chosen = measurements(analyses, (FIRST, PREVIOUS), with_train=train is not None)
+            self._series = Series(
+                Path(output),
+                os.fspath(data),
+                chosen,
+                name=name,
+                unit=unit,
+                train=None if train is None else os.fspath(train),
+                train_images=train_images,
+                keep=keep,
+                resume=resume,
+                options={"workers": 0, **options},
+            )
+
+    @property
+    def trained_seconds(self) -> float:
+        """Time since the first call, without that of measuring."""
+        return 0.0 if self._begun is None else time.perf_counter() - self._begun - self.seconds
+
+    @property
+    def share(self) -> float:
+        """Measuring time as a share of the training time; infinite before any training."""
+        trained = self.trained_seconds
+        return self.seconds / trained if trained > 0 else float("inf")
+
+    def __call__(self, step: int, *, now: bool = False) -> dict[str, Table] | None:
+        """Measure the model if `step` is a multiple of the interval.
+
+        Args:
+            step: the number of this step, or epoch.
+            now: measure in any case, as after the last step.
+
+        Returns:
+            The tables of this step by analysis; None if nothing was measured.
+
+        Raises:
+            VitseeError: the first measurement failed. Later failures are rows of the record, and
+                the training goes on.
+        """
+        if self._series is None or step == self._step or not (now or step % self.every == 0):
+            return None
+        _wait_for_gpu()
+        if self._begun is None:
+            self._begun = time.perf_counter()
+        self._step = step
+        if not now and self._would_exceed(step):
+            return None
+        start = time.perf_counter()
+        tables: dict[str, Table] | None = None
+        try:
+            with undisturbed(), without_remarks(self._n_measured > 0):
+                tables = self._measured(self._series, step, start)
+        finally:
+            self._latest = time.perf_counter() - start
+            self.seconds += self._latest
+            self._n_measured += 1
+        if tables is not None:
+            self._say(f"{self.unit} {step}: measured in {self._latest:.1f} s; {self._cost()}")
+            self._send(tables, step)
+        return tables
+
+    def _measured(self, series: Series, step: int, start: float) -> dict[str, Table] | None:
+        """The tables of a step; None if it diverged or failed, which the record says."""
+        if self._n_measured == 0 and (gone := series.drop_from(step)):
+            again = f"{gone[0]} to {gone[-1]}" if len(gone) > 1 else str(gone[0])
+            self._say(f"{self.unit} {again} of the training before the restart: measured anew")
+
+        def cells() -> dict[str, Any]:
+            spent = time.perf_counter() - start
+            return self._cells(spent)
+
+        try:
+            tables, failed = series.measure(self._loaded(series), step, cells=cells)
+        except NotFinite as error:
+            series.record(step, DIVERGED, str(error), **cells())
+            self._say(f"{self.unit} {step}: diverged: {error}")
+            self._send({}, step)
+            return None
+        except Interrupted as error:
+            series.record(step, FAILED, str(error), **cells())
+            signal.raise_signal(signal.Signals[error.signal_name])  # for the training's own handler
+            return None
+        except Exception as error:
+            if self._n_measured == 0:
+                raise
+            log.debug("measuring failed", exc_info=True)
+            own = isinstance(error, VitseeError)
+            text = str(error) if own else f"{type(error).__name__}: {error}"
+            series.record(step, FAILED, text, **cells())
+            self._say(f"{self.unit} {step}: not measured: {text}")
+            return None
+        for stem, why in failed.items():
+            if self._n_measured == 0:
+                raise VitseeError(f"{stem}: {why}")
+            self._say(f"{self.unit} {step}: {stem} failed: {why}")
+        return tables
+
+    def _loaded(self, series: Series) -> LoadedModel:
+        """The model as it is now, copied; by default it is measured on its own device."""
+        module = unwrapped(self.model)
+        device = next((str(p.device) for p in module.parameters()), "cpu")
+        series.options.setdefault("device", device)
+        values = check_options(series.options)
+        return loaded(cpu_copy(module), self._transform, series.name, values, copied=True)
+
+    def _would_exceed(self, step: int) -> bool:
+        """Whether measuring would take more than `most` of the training time; this is recorded."""
+        if self.most is None or self._n_measured == 0:
+            return False
+        expected, trained = self.seconds + self._latest, self.trained_seconds
+        if expected <= self.most * trained:
+            return False
+        share = f"{100 * expected / trained:.1f} %" if trained > 0 else "all"
+        note = f"would bring measuring to {share} of the training time, most is {self.most:g}"
+        assert self._series is not None
+        self._series.record(step, SKIPPED, note, **self._cells(0.0))
+        self._say(f"{self.unit} {step}: skipped: {note}")
+        return True
+
+    def _cells(self, spent: float) -> dict[str, float]:
+        """The cost until now, for the record; spent: seconds of a measurement that still runs."""
+        trained = self.trained_seconds - spent
+        share = (self.seconds + spent) / trained if self._n_measured else float("nan")
+        return {
+            **{"seconds": round(spent, 3), "training_seconds": round(trained, 3)},
+            "share": round(share, 6),
+        }
+
+    def _cost(self) -> str:
+        total = f"{self.seconds:.1f} s of measuring"
+        if self._n_measured == 1:
+            return f"{total} before any training"
+        return f"{total}, {100 * self.share:.2g} % of {self.trained_seconds:,.1f} s of training"
+
+    def _send(self, tables: Mapping[str, Table], step: int) -> None:
+        """Give the numbers of a step to the logger; `diverged` is 1 for a step without any."""
+        if self._log is None:
+            return
+        for stem, table in tables.items():
+            for name, value in scalars(stem, table).items():
+                self._log(name, value, step)
+        self._log("diverged", 0.0 if tables else 1.0, step)
+        self._log("monitor_share", self.share, step)
+
+
+def _is_first_process() -> bool:
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return True
+    return distributed.get_rank() == 0
+
+
+def _wait_for_gpu() -> None:
+    """Let queued training steps end, which would count as measuring otherwise."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
