@@ -67,12 +67,11 @@ def _draw(axes: Axes, task: str, lines: list[tuple[str, dict[str, Any] | None]])
         if row is None:
             continue
         low, high = row.get("low"), row.get("high")  # columns that no row fills are left out
-        known = low is not None and high is not None
-        clear = known and (low > 0 or high < 0)
-        ink = colour(0) if clear else GREY
-        if known:
+        known, ink, label = False, GREY, ALONE
+        if low is not None and high is not None:
+            clear = low > 0 or high < 0
+            known, ink, label = True, colour(0) if clear else GREY, CLEAR if clear else UNCLEAR
             axes.plot([low, high], [y, y], color=ink, solid_capstyle="butt")
-        label = (CLEAR if clear else UNCLEAR) if known else ALONE
         axes.plot(
             [row["value"]], [y], linestyle="none", label=label, marker="o" if known else "x",
             markerfacecolor=ink if clear else "white", markeredgecolor=ink,
