@@ -13,17 +13,17 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from tests.extractions import array_bytes, extracted
+from tests.faults.commands import Command, undisturbed
 from tests.faults.conftest import Trial
 from tests.faults.trials import (
     N,
     changed,
     ends_well,
     extraction,
-    killed,
-    moment,
     n_committed,
     seeds,
 )
+from tests.processes import Server
 from tests.random_stores import leftovers
 from vitsee_stores import open_store, validate
 from vitsee_stores.generations import SEALS
@@ -42,12 +42,13 @@ GROWTH = {
 @dataclass
 class Growing:
     """The store before, and the one that was asked for at once; `words` make the first the second.
-    path: a copy of the first, for one trial."""
+    path: a copy of the first, for one trial; command: how it grew undisturbed."""
 
     base: Path
     at_once: Path
     path: Path
     words: list[object]
+    command: Command
 
     def check(self, complete: bool = False) -> None:
         check(self.path, self.base, self.at_once, complete)
@@ -64,11 +65,35 @@ def stores(images: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return made
 
 
+@pytest.fixture(scope="module")
+def commands(
+    run: Server, images: Path, stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Command]:
+    """Each growth, as it is when nothing disturbs it."""
+    made = {}
+    for name, more in GROWTH.items():
+        path = tmp_path_factory.mktemp(name) / "whole" / "s.zarr"
+        shutil.copytree(stores["base"], path)
+        made[name] = undisturbed(run, partial(growth, images, more), path)
+    return made
+
+
+def growth(images: Path, more: list[object], path: Path) -> list[object]:
+    """The words of what adds to the store at a path."""
+    return extraction(images, path, *more)
+
+
 @pytest.fixture(params=GROWTH)
-def growing(stores: dict[str, Path], trial: Trial, request: pytest.FixtureRequest) -> Growing:
+def growing(
+    stores: dict[str, Path],
+    commands: dict[str, Command],
+    trial: Trial,
+    request: pytest.FixtureRequest,
+) -> Growing:
+    name = request.param
     shutil.copytree(stores["base"], trial.path)
-    words = trial.extraction(*GROWTH[request.param])
-    return Growing(stores["base"], stores[request.param], trial.path, words)
+    words = commands[name].words(trial.path)
+    return Growing(stores["base"], stores[name], trial.path, words, commands[name])
 
 
 def check(path: Path, base: Path, at_once: Path, complete: bool) -> None:
@@ -94,9 +119,7 @@ def check(path: Path, base: Path, at_once: Path, complete: bool) -> None:
 def test_a_growing_store_killed_again_and_again(trial: Trial, growing: Growing, seed: int) -> None:
     for _ in range(3):
         begun = changed(partial(n_committed, growing.path / "generations/2"))
-        process = trial.run.start(*growing.words)
-        moment(trial.rng, process, 2.0, begun)
-        killed(process, trial.ended)
+        growing.command.kill(trial, growing.path, begun)
         growing.check()
     ends_well(trial.run.run(*growing.words))
     growing.check(complete=True)
