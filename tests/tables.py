@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
+import polars as pl
+import pytest
 
 from vitsee_core.tables.results import Table
+from vitsee_stores.errors import VitseeError
 
 
 def equal(a: Table, b: Table, *without: str) -> bool:
@@ -14,3 +20,30 @@ def equal(a: Table, b: Table, *without: str) -> bool:
         for c in a.written.columns
         if c not in without
     )
+
+
+def check_chosen_metrics(
+    run: Callable[..., Table],
+    plot: Callable[[Table], Any],
+    rows_of: dict[str, Sequence[str]],
+    name: str,
+) -> None:
+    """Each metric alone gives its rows (those named) of the whole table and a figure; an unknown
+    one is refused in a line that names those of the command.
+
+    Args:
+        run: takes `metrics`.
+        rows_of: metric -> the metrics of its rows; the first makes the figure, too.
+        name: of the command.
+    """
+    whole = run()
+    for number, (metric, own) in enumerate(rows_of.items()):
+        table = run(metrics=[metric])
+        expected = whole.filter(pl.col("metric").is_in(own))
+        assert len(expected) and {*expected["metric"].tolist()} == {*own}
+        assert equal(table, expected), metric
+        axes = plot(table).axes if number == 0 else [True]
+        assert any(one is True or one.has_data() for one in axes)
+    known = f"no metric 'zz'; metrics of {name}: .*{next(iter(rows_of))}"
+    with pytest.raises(VitseeError, match=known):
+        run(metrics=["zz"])

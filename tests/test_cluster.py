@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import math
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.stores import CNN_PAIR, write_labelled
-from tests.tables import equal
+from tests.tables import check_chosen_metrics, equal
 from vitsee_cli import console
 from vitsee_cli.main import main
 from vitsee_core.analyses.cluster import (
@@ -175,6 +176,11 @@ def test_columns_and_baselines(tmp_path: Path) -> None:
     assert len({*table.where(baseline="random", metric="nmi")["value"].tolist()}) == 1
     assert table.notes["seeds"] == [0, 1, 2]
     assert table.notes["tokens"]["a"]["embed"] == "cls"
+
+
+def test_metrics_are_chosen(tmp_path: Path) -> None:
+    work = partial(run, made(tmp_path / "a.zarr"), n_seeds=1)
+    check_chosen_metrics(work, plot, {metric: [metric] for metric in METRICS}, "cluster")
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 from numpy.typing import NDArray
 
 from tests.stores import Site, write_model
+from tests.tables import check_chosen_metrics
 from vitsee_cli.main import main
 from vitsee_core.analyses import concepts
 from vitsee_core.analyses.concepts.fitting import Fitted, matched_cosine
@@ -75,6 +77,16 @@ def test_planted_concepts_are_found_in_both_halves(tmp_path: Path, method: str) 
         assert value(table, "purity") == 1
         assert value(table, "purity", "shuffled") < 0.6
         assert table.where(metric="share")["value"].astype(float) == pytest.approx([0.25] * K)
+
+
+def test_metrics_are_chosen(tmp_path: Path) -> None:
+    """Beside them are the concepts' shares and patches, which the figure is made of."""
+    work = partial(
+        concepts.run, store_of(tmp_path, *planted("pca")), method="pca", k=K, sites=[SITE]
+    )
+    rows = {name: [name, "share", "activation"] for name in concepts.METRICS}
+    check_chosen_metrics(work, concepts.plot, rows, "concepts")
+    assert [text for _, text in concepts.headline(work(metrics=["purity"]))] == []
 
 
 @pytest.mark.parametrize("method", ["kmeans", "pca"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 from scipy.stats import spearmanr
 
 from tests.extractions import VIT, extracted, plant_images
+from tests.tables import check_chosen_metrics
 from vitsee_cli.main import main
 from vitsee_core.analyses.head_importance import (
     COLUMNS,
@@ -88,6 +90,13 @@ def test_against_hooks_and_loops(store: Store, by: str) -> None:
         assert number(table, "agreement", name, head) == pytest.approx(same / N)
         distances = store.attention("distance_px")[:, block, head].astype(float)
         assert number(table, "distance_px", name, head) == pytest.approx(distances.mean())
+
+
+@pytest.mark.slow
+def test_metrics_are_chosen(store: Store) -> None:
+    rows = {metric: [metric, "distance_px"] for metric in ("agreement", "kl")}
+    rows["kl"] += ["spearman_kl", "spearman_kl_within"]
+    check_chosen_metrics(partial(run, store, device="cpu"), plot, rows, "head-importance")
 
 
 def test_rank_correlations_are_scipys(store: Store) -> None:

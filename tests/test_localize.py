@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.manifests import edited
 from tests.printed_text import flat
 from tests.reference_cka import loop_cka
 from tests.stores import Site, write_sites
+from tests.tables import check_chosen_metrics
 from vitsee_cli.main import main
 from vitsee_core.analyses import localize
 from vitsee_core.analyses.localize import COLUMNS, SITE_COLUMNS, location_maps, plot, run, site_maps
@@ -187,6 +189,17 @@ def test_tokens_that_copy_their_patch(tmp_path: Path) -> None:
     table = run(store, summary="site")
     assert table.where(metric="own_top1")["value"].tolist() == [1, pytest.approx(1 / 6)]
     assert table["n_tokens"].tolist() == [6] * 7
+
+
+@pytest.mark.parametrize("summary", ["site", "token"])
+def test_metrics_are_chosen(store: Store, summary: str) -> None:
+    names = [*["own_top1"] * (summary == "site"), *OWN_METRICS, "peak_distance_px"]
+    rows = {metric: [metric] for metric in names}
+    check_chosen_metrics(partial(run, store, summary=summary), plot, rows, "localize --summary .*")
+    for metric in ("own_rank_relative", "peak_distance_px"):  # not drawn among the others
+        assert plot(run(store, summary=summary, metrics=[metric])).axes
+    with pytest.raises(VitseeError, match="metrics are of summaries"):
+        run(store, metrics=["own_cka"])
 
 
 # Grids and pixels

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests import stores
 from tests.features import balanced, class_features
 from tests.reference_probe import padded_ridge, ridge, shots_of, top
 from tests.stores import VIT
+from tests.tables import check_chosen_metrics
 from vitsee_cli.main import main
 from vitsee_core.analyses.probe import COLUMNS, plot, run
 from vitsee_core.analyses.probe.draws import draw_images, split_rows
@@ -91,6 +93,18 @@ def same(a: Table, b: Table) -> bool:
 
 
 # ---------------------------------------------------------------- numbers
+
+
+def test_metrics_are_chosen(pair: Pair, tmp_path: Path) -> None:
+    six = Pair(tmp_path, n=30, n_test=12, classes=6)
+    work = partial(run, six.train, six.test, l2=[1.0])
+    rows = {metric: [metric] for metric in ("top1", "top5")}
+    check_chosen_metrics(work, plot, rows, "probe")
+    assert {*work(metrics=["top5"], per_class=True)["metric"]} == {"top5", "top1_class"}
+    each = plot(work(metrics=["top5"], tokens=["each"]))
+    assert [axes.get_ylabel() for axes in each.axes if axes.has_data()] == ["top-5 accuracy"]
+    with pytest.raises(VitseeError, match="no top5: it needs more than 5 classes"):
+        run(pair.train, pair.test, metrics=["top5"])
 
 
 def test_few_shots_against_a_loop(pair: Pair) -> None:

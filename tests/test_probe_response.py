@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 from sklearn.linear_model import Ridge
 
 from tests.command_line import said
+from tests.tables import check_chosen_metrics
 from vitsee_cli.main import main
 from vitsee_core.analyses.probe import plot, run
 from vitsee_core.analyses.probe.response_scores import Sums, reliability
@@ -69,6 +71,12 @@ def test_a_linear_map_without_noise_is_found(folder: Path) -> None:
     assert low <= of(table, "r_median") <= high <= 1
     assert "ceiling" not in table["baseline"].tolist()
     assert table.replicates is not None
+
+
+def test_metrics_are_chosen(folder: Path) -> None:
+    work = partial(run, folder / "s.zarr", response=folder / "clean.csv")
+    rows = {metric: [f"{metric}_median", f"{metric}_mean"] for metric in ("r", "r2")}
+    check_chosen_metrics(work, plot, rows, "probe --response")
 
 
 @pytest.mark.parametrize("n", [4, 60])

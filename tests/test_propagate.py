@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from PIL import Image
 
 import vitsee
 from tests.reference_davis import evaluated, pixels_of, propagated
+from tests.tables import check_chosen_metrics
 from tests.videos import CELL, METRICS, Array, plant, store_of, two_videos, value
 from vitsee_core.analyses.propagate import COLUMNS, plot, run
 from vitsee_core.analyses.propagate.davis import find_masks, find_videos
@@ -58,6 +60,15 @@ def test_tokens_that_tell_objects_reach_the_grids_ceiling(tmp_path: Path) -> Non
     assert [value(exact, m) for m in METRICS] == [1, 1, 1, 1, 1, 0, 0]
     assert value(exact, "j", baseline="still") < 0.9
     assert value(exact, "jf", baseline="random") < 0.6
+
+
+def test_metrics_are_chosen(tmp_path: Path) -> None:
+    labels, tokens = scene()
+    store = store_of(tmp_path / "s.zarr", {"a": tokens}, (48, 80))
+    masks = plant(tmp_path / "D", {"a": labels})
+    work = partial(run, store, masks=masks, baselines=["still"])
+    check_chosen_metrics(work, plot, {metric: [metric] for metric in METRICS}, "propagate")
+    assert "decay" in plot(work(metrics=["j_decay"])).axes[0].get_ylabel()
 
 
 def test_a_leak_becomes_a_whole_object(tmp_path: Path) -> None:

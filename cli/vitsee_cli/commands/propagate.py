@@ -117,6 +117,14 @@ def parse_radius(text: str) -> dict[str, float]:
     options.output_options,
     options.replicates_option,
     click.option(
+        "--metric",
+        "metrics",
+        type=click.Choice(propagate.METRICS),
+        cls=Listed,
+        show_default="all",
+        help="Scores of the table. Repeatable.",
+    ),
+    click.option(
         "--baseline",
         "baselines",
         type=click.Choice([*propagate.BASELINES, "none"]),

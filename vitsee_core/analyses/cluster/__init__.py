@@ -61,6 +61,7 @@ from vitsee_core.runtime.options import (
     Gather,
     Offers,
     Option,
+    metrics_option,
     tokens_option,
 )
 from vitsee_core.runtime.progress import SITE_IMAGES, Progress, counting
@@ -69,6 +70,7 @@ from vitsee_core.statistics.jackknife import SHARE, Blocks, interval
 from vitsee_core.statistics.shares import jackknife_share
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import best_layers
+from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float32, Integers
@@ -127,6 +129,7 @@ SEGMENT_COLUMNS = (
     *("n_images", "n_segments", "baseline"),
 )
 SEGMENT = "segment_"  # before a metric's name, of segments
+SEGMENT_METRICS = tuple(f"{SEGMENT}{metric}" for metric in METRICS)
 PRESETS = ("walmer",)
 WALMER_K, WALMER_IMAGES = 80, 999  # as their code has it: of COCO and of PartImageNet
 METHOD = (
@@ -165,6 +168,14 @@ def run(
     n_seeds: Annotated[
         int, Option("Runs of k-means, with the seeds SEED, SEED + 1, ...", "--seeds", least=1)
     ] = 3,
+    metrics: Annotated[
+        Sequence[str],
+        metrics_option(
+            (*METRICS, *SEGMENT_METRICS),
+            "all three",
+            "How clusters and classes agree; of segments purity is segment_purity, and so on.",
+        ),
+    ] = (),
     baselines: Annotated[
         Sequence[str] | None,
         Option(
@@ -204,6 +215,9 @@ def run(
     """
     choice = _preset(preset, as_segmentation(masks))
     k = WALMER_K if preset is not None and k is None else k
+    names = METRICS if choice is None else SEGMENT_METRICS
+    plain = {} if choice is None else dict(zip(METRICS, names, strict=True))
+    wanted = asked_for([plain.get(name, name) for name in metrics] or names, names, "cluster")
     known = BASELINES if choice is None else SEGMENT_BASELINES
     baselines = known if baselines is None else baselines
     for name in baselines:
@@ -260,7 +274,7 @@ def run(
         for data, chosen, n_clusters in plans:
             label = data.store.label
             own = None if choice is None else blocks[label]
-            work = _Clusters(data, n_clusters, notes["seeds"], read[label], baselines, own)
+            work = _Clusters(data, n_clusters, notes["seeds"], read[label], baselines, wanted, own)
             tables += _store_rows(work, chosen, execution, notes)
     return Table.from_rows(tables, COLUMNS if choice is None else SEGMENT_COLUMNS, notes)
 
@@ -304,13 +318,14 @@ def _check(data: LabelledRows, k: int, sites: Sequence[SiteSpec], memory: int | 
 @dataclass(frozen=True)
 class _Clusters:
     """k-means of one store's examples with each seed, and the clusters compared with labels. read:
-    the examples, by site; blocks: of segments, for intervals."""
+    the examples, by site; metrics: those of the rows; blocks: of segments, for intervals."""
 
     data: LabelledRows
     k: int
     seeds: Sequence[int]
     read: Mapping[str, Any]
     baselines: Sequence[str]
+    metrics: Sequence[str]
     blocks: Blocks | None = None
 
     def __call__(self, execution: Execution, item: str | int) -> tuple[dict[str, list[Score]], str]:
@@ -341,10 +356,6 @@ class _Clusters:
             found["image"] = self.scores(self.of(repeat(of_images[image]), progress))
         return found, remark
 
-    @property
-    def metrics(self) -> list[str]:
-        return [metric if self.blocks is None else f"{SEGMENT}{metric}" for metric in METRICS]
-
     def of(self, features: Iterable[Float32], progress: Progress) -> list[Integers]:
         """(n,) cluster of each image, one array per seed; features: the vectors of each seed."""
         clusters = []
@@ -369,7 +380,8 @@ class _Clusters:
             if self.blocks is not None:
                 without.append(agreement_without(assigned, labels, self.blocks))
         out = []
-        for metric, name in zip(METRICS, self.metrics, strict=True):
+        for name in self.metrics:
+            metric = name.removeprefix(SEGMENT)
             over = [value[metric] for value in values]
             std = statistics.stdev(over) if len(over) > 1 else np.nan
             score: Score = {"metric": name, "value": statistics.fmean(over), "std": std}
@@ -429,7 +441,7 @@ def plot(table: Table) -> Figure:
     def finish(axes: Axes, rows: Table, metric: str) -> None:
         axes.set_title(ks)
 
-    metrics = [f"{SEGMENT if of_segments else ''}{metric}" for metric in METRICS]
+    metrics = [name for name in (*METRICS, *SEGMENT_METRICS) if name in table["metric"]]
     return draw_depth_panels(drawn, metrics, finish, spread=spread, counts=counts)
 
 

@@ -45,7 +45,14 @@ from vitsee_core.models.provenance import Provenance
 from vitsee_core.patch_maps.views import grid_sites
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.options import KNOWLEDGE, Gather, Offers, Option, sites_option
+from vitsee_core.runtime.options import (
+    KNOWLEDGE,
+    Gather,
+    Offers,
+    Option,
+    metrics_option,
+    sites_option,
+)
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.statistics.jackknife import Blocks
@@ -54,6 +61,7 @@ from vitsee_core.statistics.value_columns import jackknife_cells
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.files import check_new_files
 from vitsee_core.tables.headlines import Answer, by_store, measured, picked
+from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Integers
@@ -96,6 +104,7 @@ COLUMNS = (
     *(*SITE, "row", "col", "image", "method", "k", "concept"),
     *("metric", "value", "std", "low", "high", "n_images", "n_examples", "baseline"),
 )
+METRICS = ("r2", "stability", "purity")  # of a whole dictionary
 SHUFFLED = "shuffled"
 MAX_SEED = 2**32 - 1  # scikit-learn's
 
@@ -112,6 +121,15 @@ def run(
     clamp: Annotated[
         bool, Option("Take negative numbers as 0 first, as a ReLU does.  [default: no]")
     ] = False,
+    metrics: Annotated[
+        Sequence[str],
+        metrics_option(
+            METRICS,
+            "all that can be had",
+            "What is measured of a dictionary, beside its concepts' shares and patches; purity "
+            "needs labels.",
+        ),
+    ] = (),
     top: Annotated[int, Option("Patches shown of each concept.", metavar="N", least=1)] = 6,
     save: Annotated[
         Path | None,
@@ -153,6 +171,7 @@ def run(
         raise VitseeError(f"k is {k}, epochs {epochs}, top {top}; expected 1 or more of each")
     if execution.seed > MAX_SEED:
         raise VitseeError(f"the seed is {execution.seed}; scikit-learn takes 0 to {MAX_SEED}")
+    wanted = {*asked_for(metrics or METRICS, METRICS, "concepts"), "share", "activation"}
     choice = Choice(method, k, epochs, clamp, execution.seed)
     choose = grid_sites if sites else _last_with_patches
     selected = select_each(stores, sites or ("blocks",), choose)
@@ -179,7 +198,8 @@ def run(
             ).result()
             place = site_columns(store, site) | {"method": method, "k": k}
             place |= {"n_examples": int(found.n.sum())}
-            rows += [place | row for row in _rows(store, features, fitted, found, choice)]
+            measured_rows = _rows(store, features, fitted, found, choice)
+            rows += [place | row for row in measured_rows if row["metric"] in wanted]
             cut = crops(store, site, found.top.rows, found.top.cells, data)
             pictures.setdefault(store.label, {})[site.name] = {
                 str(concept): line for concept, line in enumerate(cut)
@@ -212,7 +232,8 @@ def headline(table: Table) -> list[Answer]:
         site = str(rows["site"][last])
         stable = picked(table, store=store, site=site, metric="stability", baseline=None)
         text = f"{rows['k'][last]} concepts of {site}: r2 {measured(rows, last)}"
-        answers.append((store, f"{text}, stability {measured(stable)}"))
+        text += f", stability {measured(stable)}" if len(stable) else ""
+        answers.append((store, text))
     return answers
 
 

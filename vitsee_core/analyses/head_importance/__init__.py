@@ -40,7 +40,14 @@ from vitsee_core.labels.own_classes import why_not_own
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.options import ATTENTION, Gather, Offers, Option, blocks_option
+from vitsee_core.runtime.options import (
+    ATTENTION,
+    Gather,
+    Offers,
+    Option,
+    blocks_option,
+    metrics_option,
+)
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.statistics.block_means import BlockMean, BlockMeans
@@ -49,6 +56,7 @@ from vitsee_core.statistics.paired_shares import TEST
 from vitsee_core.statistics.value_columns import Cells
 from vitsee_core.tables.columns import SITE, VALUES, site_columns
 from vitsee_core.tables.headlines import Answer, extremes, measured, picked
+from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, Integers
@@ -89,6 +97,7 @@ READING = (
 SOURCE = "Michel et al. 2019"
 AT_A_GLANCE = ""
 COLUMNS = (*SITE, "head", *VALUES, "p", "n_images", "n_only_base", "n_only_changed")
+METRICS = ("top1_difference", "agreement", KL)
 WAYS = ("mean", "zero")
 DISTANCE = "distance_px"
 SPEARMAN = (
@@ -105,6 +114,15 @@ def run(
     by: Annotated[
         str, Option("What takes the place of a head's output: its mean, or zero.", choices=WAYS)
     ] = "mean",
+    metrics: Annotated[
+        Sequence[str],
+        metrics_option(
+            METRICS,
+            "all that can be had",
+            "What the answer loses; beside it always the head's distance, and the rank "
+            "correlations of what is asked for. top1_difference needs labels.",
+        ),
+    ] = (),
     origin: Annotated[Provenance | None, Gather(Provenance)] = None,
     execution: Annotated[Execution, Offers("images seed device")] = DEFAULT,
 ) -> Table:
@@ -126,12 +144,13 @@ def run(
         VitseeError: weights or images that are gone, or others than the store's.
     """
     origin = origin or Provenance()
+    wanted = asked_for(metrics or METRICS, METRICS, "head-importance")
     selected = select_each(stores, sites, attention_blocks)
     rows: list[Cells] = []
     notes: dict[str, Any] = {"remarks": [], WORD: {}, "images": {}}
     for store, blocks in selected.members:
         work = _Store(store, blocks, origin, execution)
-        rows += work.rows(by)
+        rows += [row for row in work.rows(by) if _belongs(row["metric"], wanted)]
         notes["remarks"] += [work.remark] if work.remark else []
         notes[WORD][store.label] = work.blocks.describe()
         notes["images"][store.label] = work.images.describe()
@@ -146,6 +165,13 @@ def run(
 
 
 plot = draw_importance
+
+
+def _belongs(metric: str, wanted: Sequence[str]) -> bool:
+    """Whether a row is of these metrics: their own, a rank correlation of theirs, or a distance."""
+    if metric.startswith("spearman_"):
+        return metric.split("_")[1] in {name.split("_")[0] for name in wanted}
+    return metric == DISTANCE or metric in wanted
 
 
 class _Store:

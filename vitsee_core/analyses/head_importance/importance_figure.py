@@ -29,7 +29,8 @@ def draw_importance(table: Table) -> Figure:
     correlations."""
     from matplotlib.ticker import MaxNLocator
 
-    metrics = [metric for metric in SHOWN if metric in table.frame["metric"]]
+    there = table.frame["metric"]
+    metrics = [metric for metric in SHOWN if metric in there] or ["agreement"]
     stores = table.frame.partition_by("store", maintain_order=True)
     grid = Grid(len(stores) * len(metrics), width=24, widest=36, height=17, most=2)
     figure, (box,) = stack(grid)
@@ -39,7 +40,7 @@ def draw_importance(table: Table) -> Figure:
             axes = next(every)
             if len(own := rows.filter(metric=metric)):
                 image = _draw(axes, own, rows)
-                _explain(axes, rows, SHOWN[metric])
+                _explain(axes, rows, SHOWN.get(metric, ""))
                 axes.set_title(shorten(rows["store"][0], 24))
                 colour_bar(axes, image, "block", ticks=MaxNLocator(5, integer=True))
             else:
@@ -51,7 +52,7 @@ def _draw(axes: Axes, own: pl.DataFrame, rows: pl.DataFrame) -> Any:
     far = rows.filter(metric="distance_px").select("site", "head", x="value")
     own = own.join(far, on=["site", "head"], how="left", maintain_order="left")
     metric = str(own["metric"][0])
-    sign = 1 if metric == "kl" else -1
+    sign = -1 if metric == "top1_difference" else 1
     x, value, low, high = own.select("x", pl.col("value", "low", "high") * sign).to_numpy().T
     axes.axhline(0, color=GREY, linestyle=(0, (5, 3)), linewidth=1, zorder=1)
     axes.vlines(x, low, high, color=GREY, linewidth=0.7, zorder=2)

@@ -48,6 +48,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from vitsee_core.analyses.localize.localisation import (
@@ -68,7 +69,14 @@ from vitsee_core.models.provenance import DATA
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.machine import counted
-from vitsee_core.runtime.options import FLOW, Offers, Option, sites_option, tokens_option
+from vitsee_core.runtime.options import (
+    FLOW,
+    Offers,
+    Option,
+    metrics_option,
+    sites_option,
+    tokens_option,
+)
 from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.similarity import Estimator
 from vitsee_core.similarity import options as pairwise
@@ -78,6 +86,7 @@ from vitsee_core.similarity.patch_pixels import input_pixels
 from vitsee_core.similarity.presets import PRESETS, choose_estimator
 from vitsee_core.tables.columns import SITE, VALUES, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, measured, number, picked
+from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Integers
 from vitsee_stores.errors import VitseeError
@@ -142,6 +151,13 @@ def run(
             default="maps",
         ),
     ] = None,
+    metrics: Annotated[
+        Sequence[str],
+        replace(
+            metrics_option(SITE_METRICS, "all", "Of summaries; own_top1 of those by site."),
+            only_with=("summary",),
+        ),
+    ] = (),
     estimator: Annotated[str | None, pairwise.ESTIMATOR] = None,
     batch: Annotated[int | None, pairwise.BATCH] = None,
     examples: Annotated[int | None, pairwise.EXAMPLES] = None,
@@ -179,6 +195,10 @@ def run(
         raise VitseeError(f"no summary {summary!r}; expected {' or '.join(SUMMARIES)}")
     if summary is not None and set(tokens) == {"cls"}:
         raise VitseeError("a summary is about the own patches of grid tokens; cls has none")
+    if summary is None and metrics:
+        raise VitseeError("metrics are of summaries: maps have cka alone")
+    known = TOKEN_METRICS if summary == "token" else SITE_METRICS
+    wanted = asked_for(metrics or known, known, f"localize --summary {summary}")
     how = choose_estimator(
         stores,
         preset,
@@ -237,7 +257,8 @@ def run(
     notes["remarks"] = remarks
     if left_out:
         notes["left_out"] = left_out
-    return Table.concat(tables, notes=notes)
+    whole = Table.concat(tables, notes=notes)
+    return whole.filter(pl.col("metric").is_in(wanted)) if metrics else whole
 
 
 def _rows(store: Store, execution: Execution, how: Estimator) -> tuple[Integers, dict[str, Any]]:

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.analyses.localize.localisation import OWN_METRICS, every_nth, own_patch
+from vitsee_core.analyses.localize.localisation import (
+    OWN_METRICS,
+    SITE_METRICS,
+    every_nth,
+    own_patch,
+)
 from vitsee_core.figures.curve_panels import CurveGrid, draw_depth_panels, of_metrics
 from vitsee_core.figures.depth_curves import draw_depth_curves
 from vitsee_core.figures.plotting import GREY
@@ -102,7 +107,8 @@ def derived_curves(panels: Sequence[TokenMaps]) -> Table | None:
 def draw_curves(table: Table) -> Figure:
     """One panel per metric: its mean over tokens against relative depth, one curve per store. Call
     it inside a function decorated with `styled`."""
-    return draw_depth_panels(table, CURVES, _draw_zero)
+    there = [metric for metric in SITE_METRICS if metric in table["metric"]]
+    return draw_depth_panels(table, [m for m in there if m in CURVES] or there, _draw_zero)
 
 
 def _draw_zero(axes: Axes, rows: Any, metric: str) -> None:

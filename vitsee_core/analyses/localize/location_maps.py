@@ -246,11 +246,12 @@ def draw_token_summary(table: Table) -> Figure:
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.patches import Patch
 
+    drawn = [metric for metric in SUMMARY if metric in table["metric"]]
     lines = [
         (store, metric, rows)
         for store, of_store in table.groups("store")
         for metric, rows in of_store.groups("metric")
-        if metric in SUMMARY
+        if metric in drawn or not drawn
     ]
     grids = [small_maps(len(rows.unique("site")), 2) for *_, rows in lines]
     figure, parts = stack(*grids)
@@ -262,9 +263,12 @@ def draw_token_summary(table: Table) -> Figure:
             "own_cka": Normalize(0, reach),
             # From first to last of a token's patches, so that ranks are comparable between figures.
             "own_rank": LogNorm(1, max(2, _most_tokens(table.where(metric=metric)), reach)),
+            "own_rank_relative": Normalize(0, 1),
             "own_margin": Normalize(-reach, reach),
+            "peak_distance_px": Normalize(0, reach),
         }[metric]
-        colours = {"own_margin": "RdBu_r", "own_rank": f"{COLOUR_MAP}_r"}.get(metric, COLOUR_MAP)
+        colours = {"own_margin": "RdBu_r"}.get(metric, COLOUR_MAP)
+        colours += "_r" if metric.startswith("own_rank") else ""
         every = grid.axes(part)
         for axes, (site, own) in zip(every, rows.groups("site"), strict=True):
             row, col = (own[name].astype(int) for name in ("row", "col"))
@@ -282,7 +286,7 @@ def draw_token_summary(table: Table) -> Figure:
             for axes in every:
                 for bar in axes.child_axes:
                     value_ticks(bar.yaxis, scale)
-    if np.isnan(table.where(metric="own_rank")["value"]).any():
+    if any(np.isnan(rows["value"]).any() for *_, rows in lines):
         patch = Patch(facecolor=NO_VALUE)
         legend_below(figure, {"no value: constant, or a single patch": patch})
     return figure

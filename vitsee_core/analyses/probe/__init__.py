@@ -32,8 +32,8 @@ from vitsee_core.analyses.probe import responses
 from vitsee_core.analyses.probe.draws import check_classes, draw_images, split_rows
 from vitsee_core.analyses.probe.figure import plot
 from vitsee_core.analyses.probe.fit import Task
-from vitsee_core.analyses.probe.response_run import refuse_of_classes, run_responses
-from vitsee_core.analyses.probe.rows import INTERVAL, Scorer
+from vitsee_core.analyses.probe.response_run import OF_RESPONSES, refuse_of_classes, run_responses
+from vitsee_core.analyses.probe.rows import INTERVAL, METRICS, TOP, Scorer
 from vitsee_core.analyses.probe.score import Prober
 from vitsee_core.analyses.probe.settings import (
     PRESETS,
@@ -63,6 +63,7 @@ from vitsee_core.runtime.options import (
     Gather,
     Offers,
     Option,
+    metrics_option,
     sites_option,
     tokens_option,
 )
@@ -70,6 +71,7 @@ from vitsee_core.runtime.progress import counting
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import best_layers
+from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_stores.errors import VitseeError
@@ -270,6 +272,15 @@ def run(
     batch: Annotated[
         int | None, Option("sgd: images a step.", least=2, default=str(Training.batch))
     ] = None,
+    metrics: Annotated[
+        Sequence[str],
+        metrics_option(
+            (*METRICS, *OF_RESPONSES),
+            "all that can be had",
+            "top1 and top5 of classes; r and r2 of --response, with their medians, means and "
+            "shares of the noise ceiling.",
+        ),
+    ] = (),
     baselines: Annotated[Sequence[str], RANDOM_BASELINE] = (),
     per_class: Annotated[bool, PER_CLASS] = False,
     allow_shared: Annotated[bool, ALLOW_SHARED] = False,
@@ -317,10 +328,11 @@ def run(
         if n_ways + (folds is not None) > 1:
             raise VitseeError("give one of TEST, --test-split, --holdout and --folds at most")
         require_comparable(train, tests)
+        wanted = asked_for(metrics or OF_RESPONSES, OF_RESPONSES, "probe --response")
         return run_responses(
             train, tests, response, response_ids, test_split, holdout, execution, l2=l2,
             sites=sites, tokens=tokens, standardise=standardise, folds=folds, by_column=by_column,
-            allow_shared=allow_shared,
+            allow_shared=allow_shared, metrics=wanted,
         )  # fmt: skip
     if n_ways != 1:
         raise VitseeError("give exactly one of TEST, --test-split NAME and --holdout SHARE")
@@ -341,6 +353,7 @@ def run(
             "--preset big_vision": preset if preset == "big_vision" else None,
         },
     )
+    wanted = {*asked_for(metrics or METRICS, METRICS, "probe"), "top1_class"}
     for name in baselines:
         if name not in BASELINES:
             raise VitseeError(f"no baseline {name!r}; expected {', '.join(BASELINES)}")
@@ -371,6 +384,8 @@ def run(
                 *(per_class, tuple(baselines), seed),
             )
         )
+    if {*metrics} == {"top5"} and works[0].train.n_classes <= TOP and not per_class:
+        raise VitseeError(f"no top5: it needs more than {TOP} classes")
     n_probes = sum(work.n_probes for work in works)
     with counting(execution.progress, n_probes, "probes"), works[0].prober.threads():
         of_works = [work.rows(execution) for work in works]
@@ -397,6 +412,7 @@ def run(
     }
     rows = [row for real, _ in of_works for row in real]
     rows += [row for _, some in of_works for row in some]
+    rows = [row for row in rows if row["metric"] in wanted]
     columns = COLUMNS if choice is None else SEGMENT_COLUMNS
     names = [name for name in columns if name != "class" or per_class]
     return Table.from_rows(rows, names, notes)

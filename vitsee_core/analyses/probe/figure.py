@@ -78,11 +78,12 @@ def plot(table: Table) -> Figure:
 
 def _draw_responses(every_row: pl.DataFrame) -> Figure:
     medians = _with_vectors(every_row.filter(pl.col("metric").is_in(OF_RESPONSES)))
+    metrics = [metric for metric in OF_RESPONSES if metric in medians["metric"]]
     ceilings = medians.filter(baseline=CEILING)
     model = medians.filter(pl.col("baseline").ne_missing(CEILING))
-    grid = CurveGrid.of(len(OF_RESPONSES), medians)
+    grid = CurveGrid.of(len(metrics), medians)
     figure, parts = stack(grid)
-    panels = grid.panels(parts[0], of_metrics(medians, OF_RESPONSES))
+    panels = grid.panels(parts[0], of_metrics(medians, metrics))
     for axes, metric, rows in panels:
         if not _several_l2(model):
             draw_depth_curves(axes, rows, by=["token"], among=medians)

@@ -34,6 +34,7 @@ COLUMNS = (
     *(*SITE, "token", "column", "l2", "metric", "value", "low", "high"),
     *("n_images", "n_columns", "baseline"),
 )
+OF_RESPONSES = ("r", "r2")
 FOLDS = 5
 LEAST = 4  # training images: three that fit and one that chooses l2
 LEAST_TESTED = 3  # per test set, as two always correlate by 1 or -1
@@ -85,9 +86,11 @@ def run_responses(
     test_split: str | None,
     holdout: float | None,
     execution: Execution,
+    *,
+    metrics: Sequence[str],
     **options: Any,
 ) -> Table:
-    """The table of `probe --response`; options: of `_settings`.
+    """The table of `probe --response`; metrics: some of `OF_RESPONSES`; options: of `_settings`.
 
     Raises:
         MissingInput: no such split, or a store lacks a site.
@@ -127,7 +130,7 @@ def run_responses(
     with counting(execution.progress, total, SITE_IMAGES):
         for probe, some in zip(probes, items, strict=True):
             for of_site in execution.spread(probe, some):
-                rows += of_site
+                rows += [row for row in of_site if row["metric"].split("_")[0] in metrics]
     first = probes[0]
     words = dict[str, str]()
     for ours_of, _ in items[0]:

@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import polars as pl
 
 from vitsee_core.analyses.propagate.propagation_settings import PRESETS, choose_settings
 from vitsee_core.figures.curve_panels import draw_depth_panels
@@ -40,6 +40,7 @@ from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.files import check_place, hidden_name, remove_left
 from vitsee_core.tables.headlines import best_layers
+from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_stores.errors import SiteError, VitseeError, reason
@@ -70,6 +71,7 @@ COLUMNS = (
     *("metric", "value", "std", "low", "high", "n_objects", "n_videos", "n_images", "baseline"),
 )
 DRAWN = ("jf", "j", "f")
+METRICS = (*DRAWN, "j_recall", "f_recall", "j_decay", "f_decay")
 HIDDEN = 0.01  # of a frame's pixels, above which it is said
 
 
@@ -88,6 +90,7 @@ def run(
     temperature: float | None = None,
     seeds: str | None = None,
     upsample: str | None = None,
+    metrics: Sequence[str] = (),
     baselines: Sequence[str] = BASELINES,
     per_video: bool = False,
     save: Path | str | None = None,
@@ -115,6 +118,7 @@ def run(
         temperature: of their weights.
         seeds: `nearest` or `area`.
         upsample: `bilinear` or `nearest`.
+        metrics: some of `METRICS`; by default all.
         baselines: some of `BASELINES`.
         per_video: add rows of each video and object.
         save: a folder to be made, for the labels found: one PNG per frame as DAVIS' evaluation
@@ -132,6 +136,7 @@ def run(
         preset, context=context, radius=radius, radius_px=radius_px, window=window, top=top,
         temperature=temperature, seeds=seeds, upsample=upsample,
     )  # fmt: skip
+    wanted = asked_for(metrics or METRICS, METRICS, "propagate")
     for name in baselines:
         if name not in BASELINES:
             raise VitseeError(f"no baseline {name!r}; expected {', '.join(BASELINES)}")
@@ -170,7 +175,8 @@ def run(
         WORD: {store.label: describe_blocks(videos) for store in selected.stores},
     }  # fmt: skip
     names = [name for name in COLUMNS if per_video or name not in ("video", "object")]
-    return Table.from_rows(_rows(work, videos, scores, per_video), names, notes)
+    rows = [row for row in _rows(work, videos, scores, per_video) if row["metric"] in wanted]
+    return Table.from_rows(rows, names, notes)
 
 
 def _sites_with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
@@ -305,17 +311,21 @@ def _rows(
 def plot(table: Table) -> Figure:
     """J&F, J and F against relative depth, a curve per store with its interval over videos as a
     band, baselines dashed (Walmer et al. 2023, Figs. 10 left, 30)."""
-    if "video" in table.columns:
-        table = table.where(video="")
-    metrics = [metric for metric in DRAWN if metric in table.unique("metric")]
-    drawn = table.where(metric=metrics)
-    # Scores lie between 0 and 1; an interval of few videos need not.
-    for name in ("low", "high"):
-        drawn.columns[name] = np.clip(drawn[name].astype(float), 0, 1)
-    top = max(np.nanmax(drawn[name].astype(float), initial=0) for name in ("value", "high"))
+    rows = table.frame
+    if "video" in rows.columns:
+        rows = rows.filter(pl.col("video").is_null())
+    there = [metric for metric in METRICS if metric in rows["metric"]]
+    metrics = [metric for metric in there if metric in DRAWN] or there
+    # Scores lie between 0 and 1, a decay from -1; an interval of few videos need not.
+    least = -1 if metrics[-1].endswith("decay") else 0
+    drawn = rows.filter(pl.col("metric").is_in(metrics)).with_columns(
+        pl.col("low", "high").clip(least, 1)
+    )
+    top = max(drawn[name].max() or 0 for name in ("value", "high"))
 
-    def finish(axes: Axes, rows: Table, metric: str) -> None:
-        axes.set_ylim(0, 1.05 * top if top else 1)
+    def finish(axes: Axes, rows: pl.DataFrame, metric: str) -> None:
+        if not metric.endswith("decay"):
+            axes.set_ylim(0, 1.05 * top if top else 1)
 
     spread = "95 % interval over videos"
     return draw_depth_panels(drawn, metrics, finish, spread=spread, counts=("n_videos", "videos"))
