@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from tests.stores import write_labelled
@@ -132,16 +133,17 @@ def retrieval(rng: np.random.Generator, n: int, folder: Path) -> dict[str, Inter
     x, y = (rng.normal(size=(n, 8)) + far * np.eye(4, 8)[labels] for far in (1.6, 1.4))
     sites = {"pooled": x, "logits": (x + y) / 2}
     store = write_labelled(folder / f"{rng.integers(1 << 60)}.zarr", sites, labels)
-    table = retrieve.run(store, sites=["head"], at=(1,), per_query=True).where(baseline="")
+    table = retrieve.run(store, sites=["head"], at=(1,), per_query=True)
+    table = table.filter(pl.col("baseline").is_null())
     found = {}
     for metric in ("map", "mp@1"):
-        one = table.where(metric=metric, site="pooled")
+        one = table.filter(metric=metric, site="pooled")
         half = t_quantile(n - 1) * float(one["std"][0]) / n**0.5
         value = float(one["value"][0])
         now = float(one["low"][0]), float(one["high"][0])
         found[metric] = Interval(value, now, (value - half, value + half))
-    rows = [table.where(metric="map", site=site) for site in ("pooled", "logits")]
-    each = [table.where(metric="ap", site=site)["value"] for site in ("pooled", "logits")]
+    rows = [table.filter(metric="map", site=site) for site in ("pooled", "logits")]
+    each = [table.filter(metric="ap", site=site)["value"] for site in ("pooled", "logits")]
     without = [row.replicates[0] for row in rows if row.replicates is not None]
     value = float(rows[0]["value"][0]) - float(rows[1]["value"][0])
     _, low, high = interval(np.array(value), without[0] - without[1])

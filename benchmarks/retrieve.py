@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 from common import machine, peak_rss
 from numpy.typing import NDArray
 from synthetic import write_store
@@ -133,7 +134,7 @@ def ours(folder: Path, n: int, memory: int) -> float:
         str(folder / "images.zarr"), truth=folder / "gnd.json", sites=SITE, memory=memory,
         distractors=[str(folder / f"{n}.zarr")],
     )  # fmt: skip
-    return float(table.where(metric="map_medium", baseline="")["value"][0])
+    return float(table.filter(pl.col("baseline").is_null(), metric="map_medium")["value"][0])
 
 
 def theirs(folder: Path, n: int, memory: int) -> float:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import polars as pl
 from findings import REAL_TABLE, TABLE, read_rows
 
 from vitsee_core import demo
@@ -75,7 +76,7 @@ class Family(ModelTables):
         whole = {"crop_mode": "border", "fill": "black", "crop_pct": 1.0}
         store = self._extract(model, str(clothes / "JPEGImages"), "-clothes", **whole)
         found = keypoints.run(store, pairs=clothes, alphas=(0.1,))
-        return found.where(metric="pck@0.1", baseline="")
+        return found.filter(pl.col("baseline").is_null(), metric="pck@0.1")
 
     def replaced(self, model: str, values: str) -> Table:
         """Of the class token at the output of the block halfway."""

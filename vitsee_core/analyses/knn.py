@@ -403,7 +403,7 @@ def ranks(
 def plot(table: Table) -> Figure:
     """Accuracy against relative depth, one panel per metric and one curve per store and k, with the
     95 % interval as a band and the baseline dashed (Walmer et al. 2023, Figs. 9 left, 28)."""
-    metrics = [metric for metric in METRICS if metric in table.unique("metric")]
-    segments = "n_segments" in table.columns
+    metrics = [metric for metric in METRICS if metric in table.frame["metric"]]
+    segments = "n_segments" in table.frame.columns
     counts = ("n_segments", "segments") if segments else ("n_images", "")
-    return draw_depth_panels(table, metrics, by=["k"], counts=counts)
+    return draw_depth_panels(table.frame, metrics, by=["k"], counts=counts)

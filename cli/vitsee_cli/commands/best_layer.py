@@ -30,7 +30,7 @@ def metrics_of_results(ctx: click.Context, _: click.Parameter, incomplete: str) 
     for word in ctx.args:  # click has not named them yet: an option still lacks its value
         with suppress(VitseeError, OSError, KeyError):
             path = parse_named_file.convert(word, None, ctx).path
-            found |= dict.fromkeys(read_result(path).table.unique("metric"))
+            found |= dict.fromkeys(read_result(path).table["metric"])
     return [metric for metric in found if metric.startswith(incomplete)]
 
 

@@ -124,6 +124,6 @@ def command(
     if table is not None:
         found.write(table, force=force)
     console.out(f"{output}: {made.n_images} images")
-    for site, rows in found.groups("site"):
-        values = dict(zip(rows["metric"].tolist(), rows["value"].tolist(), strict=True))
-        console.out(f"{site}: " + ", ".join(f"{name} {v:.4g}" for name, v in values.items()))
+    for rows in found.frame.partition_by("site", maintain_order=True):
+        values = rows.select("metric", "value").rows()
+        console.out(f"{rows['site'][0]}: " + ", ".join(f"{name} {v:.4g}" for name, v in values))

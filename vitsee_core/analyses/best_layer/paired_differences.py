@@ -67,14 +67,15 @@ def _draw(axes: Axes, task: str, lines: list[tuple[str, dict[str, Any] | None]])
         if row is None:
             continue
         low, high = row.get("low"), row.get("high")  # columns that no row fills are left out
-        known, ink, label = False, GREY, ALONE
+        ink, face, label, marker = GREY, "white", ALONE, "x"
         if low is not None and high is not None:
-            clear = low > 0 or high < 0
-            known, ink, label = True, colour(0) if clear else GREY, CLEAR if clear else UNCLEAR
+            label, marker = UNCLEAR, "o"
+            if low > 0 or high < 0:
+                label, ink, face = CLEAR, colour(0), colour(0)
             axes.plot([low, high], [y, y], color=ink, solid_capstyle="butt")
         axes.plot(
-            [row["value"]], [y], linestyle="none", label=label, marker="o" if known else "x",
-            markerfacecolor=ink if clear else "white", markeredgecolor=ink,
+            [row["value"]], [y], linestyle="none", label=label, marker=marker,
+            markerfacecolor=face, markeredgecolor=ink,
         )  # fmt: skip
     axes.set_yticks(range(len(lines)), [text for text, _ in lines])
     for tick, (_, row) in zip(axes.get_yticklabels(), lines, strict=True):

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.analyses.cluster.clusters import (
     METRICS,
@@ -432,19 +433,17 @@ def plot(table: Table) -> Figure:
     """Purity, NMI and ARI against relative depth, one panel each and one curve per store, baselines
     dashed (Walmer et al. 2023, Figs. 7, 24, 25; of segments Figs. 8, 26, 27); the band is one
     standard deviation over seeds, of segments the interval over images."""
-    of_segments = "n_segments" in table.columns
-    drawn = table if of_segments else Table({**table.columns, **_over_seeds(table)})
+    drawn = table.frame
+    of_segments = "n_segments" in drawn.columns
+    if not of_segments:
+        value, std = pl.col("value"), pl.col("std")
+        drawn = drawn.with_columns(low=value - std, high=value + std)
     spread = "95 % interval over images" if of_segments else "one std over seeds"
     counts = ("n_segments", "segments") if of_segments else ("n_images", "")
-    ks = f"k = {', '.join(str(k) for k in table.unique('k'))}"
+    ks = f"k = {', '.join(map(str, drawn['k'].unique(maintain_order=True)))}"
 
-    def finish(axes: Axes, rows: Table, metric: str) -> None:
+    def finish(axes: Axes, rows: pl.DataFrame, metric: str) -> None:
         axes.set_title(ks)
 
     metrics = [name for name in (*METRICS, *SEGMENT_METRICS) if name in table["metric"]]
     return draw_depth_panels(drawn, metrics, finish, spread=spread, counts=counts)
-
-
-def _over_seeds(table: Table) -> dict[str, Any]:
-    value, std = table["value"].astype(float), table["std"].astype(float)
-    return {"low": value - std, "high": value + std}

@@ -83,18 +83,18 @@ def draw_concepts(table: Table) -> Figure:
     highest activation, of an image each, with their neighbours."""
     lines: list[SheetLine] = []
     pictures: Mapping[str, Any] = table.notes.get("crops", {})
-    shares = table.where(metric="share")
-    pairs = [(store, site) for store, own in shares.groups("store") for site in own.unique("site")]
+    shares = table.frame.filter(metric="share")
+    pairs = shares.partition_by("store", "site", maintain_order=True)
     most = max(1, CONCEPTS // max(1, len(pairs)))
-    for store, site in pairs:
-        own = shares.where(store=store, site=site)
-        values = own["value"].astype(float)
-        for i in np.argsort(-values, kind="stable")[:most]:
-            concept = int(own["concept"][i])
+    for own in pairs:
+        ranked = own.sort("value", descending=True, nulls_last=True, maintain_order=True)
+        for store, site, concept, value in (
+            ranked.head(most).select("store", "site", "concept", "value").iter_rows()
+        ):
             of_concept = pictures.get(store, {}).get(site, {}).get(str(concept), [])
-            name = f"{concept}: {100 * values[i]:.0f} %"
+            name = f"{concept}: {100 * value:.0f} %"
             if len(pairs) > 1:  # in the same room
-                of_one = layer_name(site) if len({of for of, _ in pairs}) == 1 else store
+                of_one = layer_name(site) if shares["store"].n_unique() == 1 else store
                 name = f"{shorten(of_one, 8)} {concept}"
             tiles = [Map("", _pixels(text), WHOLE) for text in of_concept] or [_NOTHING]
             lines.append(SheetLine(str(len(lines)), "", [(name, tiles)]))

@@ -35,7 +35,7 @@ def draw_cosines(table: Table, scale: str) -> Figure:
     """One line per chosen patch: the photograph with the patch marked, and its cosine map in each
     layer, models below one another, the patch framed; then the same patch in the other images. Of
     offsets: one tile per layer, the query in the middle."""
-    if "token" not in table.columns:
+    if "token" not in table.frame.columns:
         return _draw_offsets(table.frame, scale)
     cosines = table.frame.filter(metric="cosine")
     sheet = table.notes.get("sheet", {})

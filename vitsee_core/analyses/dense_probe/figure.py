@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+import polars as pl
+
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.figures.panels import Grid, em, grow, map_axes, map_title, note_below, stack
 from vitsee_core.images.embedded_pictures import decode
-from vitsee_core.tables.columns import is_given
 from vitsee_core.tables.words import site_words
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ LETTER = 0.56  # ems that a letter of the caption takes
 
 def draw_dense(table: Table, metrics: Sequence[str]) -> Figure:
     """Draw the figure that `analyses.dense_probe.plot` describes; call it inside `styled`."""
-    metrics = [metric for metric in metrics if metric in table.unique("metric")]
-    among = table.where(metric=metrics)
+    among = table.frame.filter(pl.col("metric").is_in(metrics))
+    metrics = [metric for metric in metrics if metric in among["metric"]]
     by = _settings(among)
     shown: Sequence[Mapping[str, Any]] = table.notes.get("shown", ())
     curves = CurveGrid.of(len(metrics), among)
@@ -62,16 +63,12 @@ def _draw_shown(part: Any, grid: Grid, one: Mapping[str, Any]) -> None:
         map_title(axes, grid, titles[kind])
 
 
-def _settings(rows: Table) -> list[str]:
+def _settings(rows: pl.DataFrame) -> list[str]:
     """The columns, among l2_relative and k, in which several rows of one probe differ."""
-    found = []
-    for name in ("l2_relative", "k"):
-        names = ("store", "site", "metric", "baseline", name)
-        columns = (rows[c].tolist() if c in rows.columns else [None] * len(rows) for c in names)
-        cells = {cell for cell in zip(*columns, strict=True) if is_given(cell[-1])}
-        if len({cell[:-1] for cell in cells}) < len(cells):
-            found.append(name)
-    return found
+    probe = [name for name in ("store", "site", "metric", "baseline") if name in rows.columns]
+    there = [name for name in ("l2_relative", "k") if name in rows.columns]
+    values = rows.group_by(probe).agg(pl.col(there).drop_nulls().n_unique())
+    return [name for name in there if (values[name] > 1).any()]
 
 
 def _caption(notes: Mapping[str, Any], width: float) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.figures.curve_looks import site_kind
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
@@ -72,47 +73,50 @@ def draw_fields(table: Table) -> Figure:
     radius that holds half of it. Of many sites, evenly chosen blocks are shown; the curves show
     all.
     """
-    lines = _lines(table)
-    metrics = [metric for metric in CURVES if metric in table.unique("metric")]
+    rows = table.frame
+    lines = _lines(rows)
+    metrics = [metric for metric in CURVES if metric in rows["metric"]]
     grids = [small_maps(len(_shown(line)), 4) for line in lines]
-    below = CurveGrid.of(max(len(metrics), 1), table)
+    below = CurveGrid.of(max(len(metrics), 1), rows)
     figure, parts = stack(*grids, *([below] if metrics else []))
     for line, grid, part in zip(lines, grids, parts, strict=False):
         _draw_line(line, grid, part)
     if metrics:
-        curves = table.where(metric=metrics)
-        panels = below.panels(parts[-1], of_metrics(table, metrics))
-        for axes, _, rows in panels:
-            draw_depth_curves(axes, rows, among=curves)
+        curves = rows.filter(pl.col("metric").is_in(metrics))
+        panels = below.panels(parts[-1], of_metrics(rows, metrics))
+        for axes, _, own in panels:
+            draw_depth_curves(axes, own, among=curves)
         below.finish(panels)
         add_curve_legend(figure, [axes for axes, *_ in panels])
     return figure
 
 
-def _lines(table: Table) -> list[Line]:
-    fields = table.where(metric="gradient")
+def _lines(rows: pl.DataFrame) -> list[Line]:
     lines = []
-    for store, rows in fields.groups("store"):
-        radii = table.where(store=store, metric="radius50_px")
-        known = dict(zip(radii["site"].tolist(), radii["value"].tolist(), strict=True))
+    for of_store in rows.partition_by("store", maintain_order=True):
+        store, fields = of_store["store"][0], of_store.filter(metric="gradient")
+        if fields.is_empty():
+            continue
+        radii = dict(of_store.filter(metric="radius50_px").select("site", "value").iter_rows())
         by_kind: dict[str, dict[str, Picture]] = {}
-        for site, cells in rows.groups("site"):
+        for cells in fields.partition_by("site", maintain_order=True):
+            site = cells["site"][0]
             kind = site_kind(site)
             block = site.removesuffix(f".{kind}")
-            picture = _picture(cells, float(known.get(site, np.nan)))
+            picture = _picture(cells, radii.get(site))
             by_kind.setdefault("out" if kind == "head" else kind, {})[block] = picture
-        count = int(rows["n_images"][0])
+        count = fields["n_images"][0]
         lines += [Line(store, kind, count, of) for kind, of in by_kind.items()][:MOST_DOWN]
     return lines
 
 
-def _picture(rows: Table, radius: float) -> Picture:
-    y, x = (rows[name].astype(np.int64) for name in ("row", "col"))
+def _picture(rows: pl.DataFrame, radius: float | None) -> Picture:
+    y, x = (rows[name].to_numpy() for name in ("row", "col"))
     steps = np.diff(np.unique(np.concatenate([y, x])))
     step = int(steps[0]) if len(steps) else 1
     cells = np.full((y.max() // step + 1, x.max() // step + 1), np.nan)
-    cells[y // step, x // step] = rows["value"].astype(np.float64)
-    return Picture(cells, step, radius)
+    cells[y // step, x // step] = rows["value"].to_numpy()
+    return Picture(cells, step, np.nan if radius is None else radius)
 
 
 def _shown(line: Line) -> list[str]:

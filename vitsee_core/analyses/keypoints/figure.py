@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.figures.curve_looks import DASHES, curve_looks
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.panels import small
 from vitsee_core.figures.plotting import GREY
 from vitsee_core.tables.words import baseline_words
-from vitsee_core.types import Float
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,25 +27,23 @@ FAR = 1.6  # times the highest curve: a ceiling above it would leave the curves 
 
 def draw_keypoints(table: Table) -> Figure:
     """See `analyses.keypoints.plot`; to be called below `styled`."""
-    rows = table.where(baseline=["", *LINES])
-    for column in ("class", "group"):
-        if column in rows.columns:
-            cells = rows[column].tolist()
-            rows = rows.take(np.array([not cell for cell in cells], bool))
-    models = rows.where(baseline="")
-    kinds = [metric.partition("@")[0] for metric in rows.unique("metric")]
-    metrics = [m for m in rows.unique("metric") if m.startswith(f"{kinds[0]}@")]
+    baseline = pl.col("baseline")
+    parts = [pl.col(name).is_null() for name in ("class", "group") if name in table.frame.columns]
+    rows = table.frame.filter(baseline.is_null() | baseline.is_in(LINES), *parts)
+    models = rows.filter(baseline.is_null())
+    metrics = rows["metric"].unique(maintain_order=True)
+    metrics = [m for m in metrics if m.startswith(f"{metrics[0].partition('@')[0]}@")]
 
-    def finish(axes: Axes, curves: Table, metric: str) -> None:
-        lines = rows.where(metric=metric, baseline=list(LINES))
-        ceiling = lines.where(baseline="grid")["value"]
-        others = lines.where(baseline=["still", "chance"])["value"]
+    def finish(axes: Axes, curves: pl.DataFrame, metric: str) -> None:
+        lines = rows.filter(baseline.is_in(LINES), metric=metric)
+        ceiling = lines.filter(baseline="grid")["value"]
+        others = lines.filter(baseline.is_in(["still", "chance"]))["value"]
         top = _highest(curves["high"], curves["value"], others)
         if _highest(ceiling) <= FAR * top:
             top = max(top, _highest(ceiling))
         axes.set_ylim(0, ROOM * top or 1)
         for name, dashes in zip(LINES, DASHES, strict=False):
-            line = lines.where(baseline=name)
+            line = lines.filter(baseline=name)
             if len(line) and float(np.nanmin(line["value"])) <= ROOM * top:
                 _draw_line(axes, line, models, name, dashes)
         if _highest(ceiling) > ROOM * top:
@@ -55,19 +53,21 @@ def draw_keypoints(table: Table) -> Figure:
     return draw_depth_panels(models, metrics, finish, spread=spread, counts=("n_pairs", "pairs"))
 
 
-def _highest(*values: Float) -> float:
+def _highest(*values: pl.Series) -> float:
     return float(np.nanmax(np.concatenate(values), initial=0))
 
 
-def _draw_line(axes: Axes, rows: Table, models: Table, name: str, dashes: Any) -> None:
+def _draw_line(
+    axes: Axes, rows: pl.DataFrame, models: pl.DataFrame, name: str, dashes: Any
+) -> None:
     """A baseline: grey if it is the same for all stores, else in their colours."""
     tints = {curve[0]: look["color"] for curve, look in curve_looks(models).items()}
     values = rows["value"]
     shared = float(np.nanmax(values) - np.nanmin(values)) < ALIKE
-    for label, own in rows.groups("store"):
-        own = own.take(np.argsort(own["rel_depth"], kind="stable"))
+    for own in rows.partition_by("store", maintain_order=True):
+        own = own.sort("rel_depth", maintain_order=True)
         axes.plot(
-            own["rel_depth"], own["value"], color=GREY if shared else tints[label],
+            own["rel_depth"], own["value"], color=GREY if shared else tints[own["store"][0]],
             linestyle=dashes, linewidth=1, zorder=1.5,
         )  # fmt: skip
         if shared:

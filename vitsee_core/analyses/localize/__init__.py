@@ -283,13 +283,14 @@ def _rows(store: Store, execution: Execution, how: Estimator) -> tuple[Integers,
 
 def _too_few(label: str, tables: Sequence[Table]) -> list[str]:
     """A remark on a store if some of its CKAs may be anything from -1 to 1."""
-    rows = [table.where(metric=["cka", "own_cka"]) for table in tables]
-    low, high = (np.concatenate([of[name] for of in rows]) for name in ("low", "high"))
-    there = np.isfinite(low)
-    whole = (low[there] <= -1) & (high[there] >= 1)
-    if not there.any() or whole.mean() < SAID:
+    of_cka = pl.col("metric").is_in(["cka", "own_cka"]), pl.col("low").is_finite()
+    rows = pl.concat(
+        table.frame.filter(*of_cka).select("low", "high", "n_images") for table in tables
+    )
+    whole = ((rows["low"] <= -1) & (rows["high"] >= 1)).to_numpy()
+    if not len(rows) or whole.mean() < SAID:
         return []
-    n = int(max(of["n_images"].max() for of in rows if len(of)))
+    n: Any = rows["n_images"].max()
     return [
         f"{label}: {counted(n, 'images')} are too few: the interval is all of -1 to 1 for "
         f"{100 * whole.mean():.0f} % of the similarities (--images N takes more)"
@@ -381,7 +382,7 @@ def plot(table: Table) -> Figure:
     sites. Summaries by site: curves over relative depth. By token: maps of the metrics."""
     if "cka" in table["metric"]:
         return draw_maps(table)
-    return draw_token_summary(table) if "token" in table.columns else draw_curves(table)
+    return draw_token_summary(table) if "token" in table.frame.columns else draw_curves(table)
 
 
 def headline(table: Table) -> list[Answer]:

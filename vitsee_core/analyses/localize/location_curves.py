@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.analyses.localize.localisation import (
     OWN_METRICS,
@@ -76,7 +77,7 @@ class TokenMaps:
         return list(range(n_rows)), list(range(n_cols))
 
 
-def derived_curves(panels: Sequence[TokenMaps]) -> Table | None:
+def derived_curves(panels: Sequence[TokenMaps]) -> pl.DataFrame | None:
     """The summaries computed from maps of all tokens, or of evenly spaced ones; None unless a store
     has several sites."""
     complete = [panel for panel in panels if panel.complete]
@@ -101,26 +102,27 @@ def derived_curves(panels: Sequence[TokenMaps]) -> Table | None:
             ("own_margin", margin.mean(), ""),
         ):
             rows.append(where | {"metric": metric, "value": float(value), "baseline": baseline})
-    return Table.from_rows(rows) if rows else None
+    return Table.from_rows(rows).frame if rows else None
 
 
 def draw_curves(table: Table) -> Figure:
     """One panel per metric: its mean over tokens against relative depth, one curve per store. Call
     it inside a function decorated with `styled`."""
-    there = [metric for metric in SITE_METRICS if metric in table["metric"]]
-    return draw_depth_panels(table, [m for m in there if m in CURVES] or there, _draw_zero)
+    rows = table.frame
+    there = [metric for metric in SITE_METRICS if metric in rows["metric"]]
+    return draw_depth_panels(rows, [m for m in there if m in CURVES] or there, _draw_zero)
 
 
 def _draw_zero(axes: Axes, rows: Any, metric: str) -> None:
     axes.axhline(0, color=GREY, linewidth=0.6)
 
 
-def draw_curve_panels(box: Any, table: Table, metrics: Sequence[str]) -> list[Axes]:
+def draw_curve_panels(box: Any, rows: pl.DataFrame, metrics: Sequence[str]) -> list[Axes]:
     """As `draw_curves`, of these metrics in a part of a larger figure; its panels."""
-    grid = CurveGrid.of(len(metrics), table)
-    panels = grid.panels(box, of_metrics(table, metrics))
-    for axes, metric, rows in panels:
-        draw_depth_curves(axes, rows, among=table)
-        _draw_zero(axes, rows, metric)
+    grid = CurveGrid.of(len(metrics), rows)
+    panels = grid.panels(box, of_metrics(rows, metrics))
+    for axes, metric, own in panels:
+        draw_depth_curves(axes, own, among=rows)
+        _draw_zero(axes, own, metric)
     grid.finish(panels)
     return [axes for axes, *_ in panels]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.analyses.localize.location_curves import (
     CURVES,
@@ -54,14 +55,17 @@ OWN = "#00E5FF"  # not a colour of the map
 
 def _panels(table: Table) -> list[TokenMaps]:
     panels = []
-    for store, of_store in table.groups("store"):
-        for site, rows in of_store.groups("site"):
-            tokens = rows.unique("token")
-            number = {token: k for k, token in enumerate(tokens)}
-            row, col = (rows[name].astype(int) for name in ("row", "col"))
-            maps = np.full((len(tokens), row.max() + 1, col.max() + 1), np.nan)
-            maps[[number[token] for token in rows["token"].tolist()], row, col] = rows["value"]
-            panels.append(TokenMaps(store, site, float(rows["rel_depth"][0]), tokens, maps))
+    for rows in table.frame.partition_by("store", "site", maintain_order=True):
+        store, site, depth = rows.select("store", "site", "rel_depth").row(0)
+        tokens = rows["token"].unique(maintain_order=True).to_list()
+        number = {token: k for k, token in enumerate(tokens)}
+        index, row, col = (
+            rows["token"].cast(pl.String).replace_strict(number, return_dtype=pl.Int64).to_numpy(),
+            *(rows[name].to_numpy() for name in ("row", "col")),
+        )
+        maps = np.full((len(tokens), row.max() + 1, col.max() + 1), np.nan)
+        maps[index, row, col] = rows["value"]
+        panels.append(TokenMaps(store, site, depth, tokens, maps))
     return panels
 
 
@@ -236,10 +240,6 @@ def _finish(
     legend_below(figure, handles | {words: Line2D([], [], linestyle="none")})
 
 
-def _most_tokens(rows: Table) -> int:
-    return max(len(of_site) for _, own in rows.groups("store") for _, of_site in own.groups("site"))
-
-
 def draw_token_summary(table: Table) -> Figure:
     """Maps of the metrics, each token in its place: a line and a scale for each store and metric, a
     map for each site. Call it inside a function decorated with `styled`."""
@@ -247,22 +247,19 @@ def draw_token_summary(table: Table) -> Figure:
     from matplotlib.patches import Patch
 
     drawn = [metric for metric in SUMMARY if metric in table["metric"]]
-    lines = [
-        (store, metric, rows)
-        for store, of_store in table.groups("store")
-        for metric, rows in of_store.groups("metric")
-        if metric in drawn or not drawn
-    ]
-    grids = [small_maps(len(rows.unique("site")), 2) for *_, rows in lines]
+    frame = table.frame.filter(pl.col("metric").is_in(drawn)) if drawn else table.frame
+    lines = frame.partition_by("store", "metric", maintain_order=True)
+    grids = [small_maps(rows["site"].n_unique(), 2) for rows in lines]
     figure, parts = stack(*grids)
-    for grid, part, (store, metric, rows) in zip(grids, parts, lines, strict=True):
-        values = table.where(metric=metric)["value"]
-        values = values[~np.isnan(values)]
-        reach = float(abs(values).max()) if len(values) and values.any() else 1.0
+    for grid, part, rows in zip(grids, parts, lines, strict=True):
+        store, metric = rows["store"][0], rows["metric"][0]
+        alike = frame.filter(metric=metric)
+        reach: Any = alike["value"].abs().max() or 1.0
+        most_tokens: Any = alike.group_by("store", "site").len()["len"].max()
         scale = {
             "own_cka": Normalize(0, reach),
             # From first to last of a token's patches, so that ranks are comparable between figures.
-            "own_rank": LogNorm(1, max(2, _most_tokens(table.where(metric=metric)), reach)),
+            "own_rank": LogNorm(1, max(2, most_tokens, reach)),
             "own_rank_relative": Normalize(0, 1),
             "own_margin": Normalize(-reach, reach),
             "peak_distance_px": Normalize(0, reach),
@@ -270,8 +267,9 @@ def draw_token_summary(table: Table) -> Figure:
         colours = {"own_margin": "RdBu_r"}.get(metric, COLOUR_MAP)
         colours += "_r" if metric.startswith("own_rank") else ""
         every = grid.axes(part)
-        for axes, (site, own) in zip(every, rows.groups("site"), strict=True):
-            row, col = (own[name].astype(int) for name in ("row", "col"))
+        sites = rows.partition_by("site", maintain_order=True)
+        for axes, own in zip(every, sites, strict=True):
+            row, col = (own[name].to_numpy() for name in ("row", "col"))
             lattice = [np.unique(of) for of in (row, col)]
             if math.prod(map(len, lattice)) == len(own):  # all tokens, or of every s-th row, column
                 row, col = (np.searchsorted(*of) for of in zip(lattice, (row, col), strict=True))
@@ -279,14 +277,14 @@ def draw_token_summary(table: Table) -> Figure:
             cells[row, col] = own["value"]
             image = _show(axes, cells, scale, colours)
             axes.set(xticks=[], yticks=[])
-            map_title(axes, grid, site_words(site))
+            map_title(axes, grid, site_words(own["site"][0]))
         name_part(part, f"{shorten(store, 20)}: {METRICS[metric]} (n = {count(rows)})")
         bars_at_ends(grid, every, image, "")
         if isinstance(scale, LogNorm):
             for axes in every:
                 for bar in axes.child_axes:
                     value_ticks(bar.yaxis, scale)
-    if any(np.isnan(rows["value"]).any() for *_, rows in lines):
+    if frame["value"].has_nulls():
         patch = Patch(facecolor=NO_VALUE)
         legend_below(figure, {"no value: constant, or a single patch": patch})
     return figure

@@ -235,7 +235,7 @@ def plot(
 ) -> Figure:
     """From the table alone; see `attribution_figure.draw_attributions`, and of `--patches`
     `patch_sheet.draw_patch_parts`."""
-    if "image" in table.columns:
+    if "image" in table.frame.columns:
         return draw_patch_parts(table, scale)
     return draw_attributions(table)
 

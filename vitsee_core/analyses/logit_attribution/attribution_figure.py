@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.figures.panels import (
     Grid,
@@ -19,6 +20,7 @@ from vitsee_core.figures.plotting import COLOURS, GREY, ink, reference_line, sty
 from vitsee_core.figures.token_maps import DIVERGING
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import PARTS, block_words
+from vitsee_core.types import Float
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,12 +49,13 @@ def draw_attributions(table: Table) -> Figure:
     its 95 % interval, their running sum as a line, and dashed the logit where it ends; below, where
     the table has heads, what each adds by block, on one scale of colours."""
     wholes, heads = [], []
-    for store, of_store in table.groups("store"):
-        for name, rows in of_store.groups("class"):
-            title = f"{shorten(str(store), 24)}: {name}" if name else shorten(str(store), 28)
-            wholes.append((title, rows.take(~rows.given("head"))))
-            if rows.given("head").any():
-                heads.append((title, rows.take(rows.given("head"))))
+    for rows in table.frame.partition_by("store", "class", maintain_order=True):
+        store, name = rows["store"][0], rows["class"][0]
+        title = f"{shorten(store, 24)}: {name}" if name else shorten(store, 28)
+        of_head = pl.col("head").is_not_null()
+        wholes.append((title, rows.filter(~of_head)))
+        if rows["head"].count():
+            heads.append((title, rows.filter(of_head)))
     wholes, heads = wholes[:MOST], heads[:MOST]
     bars = Grid(len(wholes), width=24, widest=46, height=16, most=2)
     tiles = Grid(len(heads), width=17, widest=23, height=15)
@@ -71,32 +74,28 @@ def draw_attributions(table: Table) -> Figure:
     return figure
 
 
-def _of_which(table: Table, rows: Table) -> str:
+def _of_which(table: Table, rows: pl.DataFrame) -> str:
     """Whose logit a panel is about, for its y axis."""
     if name := rows["class"][0]:
-        return shorten(str(name), 24)
-    target = table.notes.get("target", {}).get(str(rows["store"][0]))
+        return shorten(name, 24)
+    target = table.notes.get("target", {}).get(rows["store"][0])
     return {"label": "the label", "predicted": "the predicted class"}.get(target, "the class")
 
 
-def _draw_bars(axes: Axes, rows: Table, title: str, of_which: str) -> None:
-    parts = rows["part"].astype(str)
-    shown = rows.take(np.isin(parts, list(KINDS)))
-    kinds, values = shown["part"].astype(str), shown["value"].astype(float)
-    x = np.arange(len(shown))
+def _draw_bars(axes: Axes, rows: pl.DataFrame, title: str, of_which: str) -> None:
+    shown = rows.filter(pl.col("part").is_in(KINDS)).with_row_index("x")
     for kind, (words, colour) in KINDS.items():
-        own = kinds == kind
-        if not own.any():
-            continue
-        axes.bar(x[own], values[own], 0.8, color=colour, label=words, linewidth=0)
-    low, high = (shown[name].astype(float) for name in ("low", "high"))
-    if np.isfinite(low).any():
+        own = shown.filter(part=kind)
+        if len(own):
+            axes.bar(own["x"], own["value"], 0.8, color=colour, label=words, linewidth=0)
+    x, low, high = (shown[name].to_numpy() for name in ("x", "low", "high"))
+    if shown["low"].count():
         axes.vlines(x, low, high, color=ink(), linewidth=0.7, label="95 % interval")
-    axes.plot(x, np.cumsum(values), color=ink(), linewidth=1.1, drawstyle="steps-mid",
+    axes.plot(x, shown["value"].cum_sum(), color=ink(), linewidth=1.1, drawstyle="steps-mid",
               marker=".", markersize=3, label="running sum")  # fmt: skip
     axes.axhline(0, color=GREY, linewidth=0.6)
-    for whole in rows["value"][parts == LOGIT].astype(float):
-        reference_line(axes, float(whole), "the model's logit")
+    for whole in rows.filter(part=LOGIT)["value"]:
+        reference_line(axes, whole, "the model's logit")
     places, texts = _ticks(shown)
     axes.set_xticks(places, texts, rotation=90 if max(map(len, texts)) > 4 else 0)
     axes.grid(False, axis="x")
@@ -106,11 +105,10 @@ def _draw_bars(axes: Axes, rows: Table, title: str, of_which: str) -> None:
     note_count(axes, rows)
 
 
-def _ticks(shown: Table) -> tuple[list[float], list[str]]:
+def _ticks(shown: pl.DataFrame) -> tuple[list[float], list[str]]:
     """The first sublayer of each block, by number, as many as can be read; where the stream begins
     and the bias in words."""
-    blocks = ["" if b is None or b != b else str(b) for b in shown["block"].tolist()]
-    kinds = shown["part"].tolist()
+    blocks, kinds = shown["block"].fill_null("").to_list(), shown["part"].to_list()
     after = range(1, len(blocks))
     starts = [i for i in after if blocks[i] and (i == 1 or blocks[i] != blocks[i - 1])]
     step = -(-len(starts) // MOST_TICKS) or 1
@@ -121,14 +119,10 @@ def _ticks(shown: Table) -> tuple[list[float], list[str]]:
     return [float(i) for i in found], [*found.values()]
 
 
-def _head_values(rows: Table) -> tuple[Any, list[str]]:
+def _head_values(rows: pl.DataFrame) -> tuple[Float, list[str]]:
     """(heads, blocks) and the blocks' words."""
-    blocks = list(dict.fromkeys(rows["block"].tolist()))
-    heads = np.array([int(float(head)) for head in rows["head"].tolist()])
-    columns = np.array([blocks.index(block) for block in rows["block"].tolist()])
-    grid = np.full((heads.max() + 1, len(blocks)), np.nan)
-    grid[heads, columns] = rows["value"].astype(float)
-    return grid, [block_words(str(block)).removeprefix("block ") for block in blocks]
+    by_block = rows.pivot("block", index="head", values="value").sort("head").drop("head")
+    return by_block.to_numpy(), [block_words(b).removeprefix("block ") for b in by_block.columns]
 
 
 def _draw_heads(axes: Axes, title: str, grid: Any, blocks: list[str], top: float) -> Any:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.analyses.retrieve.features import Features
 from vitsee_core.analyses.retrieve.plan import Plan, Scores
@@ -315,17 +316,18 @@ def plot(table: Table) -> Figure:
     """Mean average precision, and precision at the largest K, against relative depth: a panel per
     metric, a curve per store with its interval as a band, chance dashed (Walmer et al. 2023, Figs.
     9 right, 29)."""
-    metrics = [m for m in table.unique("metric") if m.startswith(("map", "mp@"))]
+    drawn = table.frame
+    if "query" in drawn.columns:
+        drawn = drawn.filter(pl.col("query").is_null())
+    every = drawn["metric"].unique(maintain_order=True)
+    metrics = [m for m in every if m.startswith(("map", "mp@"))]
     lines = [[m for m in metrics if m.startswith("map")]]
     ats = sorted({int(m[3:].partition("_")[0]) for m in metrics if m.startswith("mp@")})
     if ats:
         last = [m for m in metrics if m.partition("_")[0] == f"mp@{ats[-1]}"]
         lines = [[*lines[0], *last]] if len(lines[0]) == 1 else [*lines, last]
     lines = [line for line in lines if line]
-    drawn = table
-    if "query" in table.columns:
-        drawn = table.take(np.array([not query for query in table["query"].tolist()], bool))
-    among = drawn.where(metric=[metric for line in lines for metric in line])
+    among = drawn.filter(pl.col("metric").is_in([metric for line in lines for metric in line]))
     grids = [CurveGrid.of(len(line), among) for line in lines]
     figure, parts = stack(*grids)
     every = []

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.figures.curve_looks import site_kind
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
@@ -35,53 +36,49 @@ def draw_spatial(table: Table) -> Figure:
     shares of variance with what noise would give dotted; below, for each store (up to
     `MOST_STORES`), the log amplitude against the frequency, layers from dark to bright (Park et al.
     2023)."""
-    there = [metric for metric in METRICS if _has(table, metric)]
+    frame = table.frame
+    known = frame.filter(pl.col("value").is_finite())["metric"].unique()
+    there = [metric for metric in METRICS if metric in known]
     # Where the grid is 16 x 16 both are the same; else only those of the grid have a value.
-    metrics = [m for m in there if not (m.endswith("_scaled") and _same(table, m))]
-    profiles = table.where(metric=PROFILES)
-    stores = profiles.unique("store") if _has(table, PROFILES) else []
+    metrics = [m for m in there if not (m.endswith("_scaled") and _same(frame, m))]
+    profiles = frame.filter(metric=PROFILES)
+    stores = profiles.partition_by("store", maintain_order=True) if PROFILES in known else []
     stores = stores if len(stores) <= MOST_STORES or not metrics else []
-    curves = CurveGrid.of(max(1, len(metrics)), table)
+    curves = CurveGrid.of(max(1, len(metrics)), frame)
     below = [Grid(len(stores))] if stores else []
     figure, parts = stack(curves, *below)
-    panels = curves.panels(parts[0], of_metrics(table, metrics))
+    panels = curves.panels(parts[0], of_metrics(frame, metrics))
+    among = frame.filter(pl.col("metric").is_in(metrics))
     for axes, metric, rows in panels:
-        draw_depth_curves(axes, rows, among=table.where(metric=metrics))
+        draw_depth_curves(axes, rows, among=among)
         axes.set_xlim(-0.04, max(1.04, axes.get_xlim()[1]))
         if metric in ("share_image", "share_position"):
-            draw_marks(axes, rows, table, "null", DOTTED, "by chance")
+            draw_marks(axes, rows, frame, "null", DOTTED, "by chance")
     curves.finish(panels)
     every = below[0].axes(parts[1]) if stores else []
     for axes, store in zip(every, stores, strict=True):
-        _draw_profiles(axes, profiles.where(store=store))
+        _draw_profiles(axes, store)
     add_curve_legend(figure, [*(axes for axes, *_ in panels), *every])
     return figure
 
 
-def _has(table: Table, metric: str) -> bool:
-    values = table.where(metric=metric)["value"].astype(float)
-    return bool(np.isfinite(values).any())
-
-
-def _same(table: Table, metric: str) -> bool:
+def _same(rows: pl.DataFrame, metric: str) -> bool:
     """Whether a metric scaled to the grid equals the published one."""
-    published = table.where(metric=metric.removesuffix("_scaled"))["value"].astype(float)
-    own = table.where(metric=metric)["value"].astype(float)
+    published = rows.filter(metric=metric.removesuffix("_scaled"))["value"].to_numpy()
+    own = rows.filter(metric=metric)["value"].to_numpy()
     return len(own) == len(published) and np.allclose(own, published, equal_nan=True)
 
 
-def _draw_profiles(axes: Axes, rows: Table) -> None:
+def _draw_profiles(axes: Axes, rows: pl.DataFrame) -> None:
     import matplotlib
 
-    kinds = [site_kind(site) for site in rows["site"].tolist()]
-    main = "out" if "out" in kinds else kinds[0]
-    rows = rows.take(np.array([kind == main for kind in kinds], bool))
-    depths = rows["rel_depth"].astype(float)
+    kinds = {site: site_kind(site) for site in rows["site"].unique(maintain_order=True)}
+    main = "out" if "out" in kinds.values() else next(iter(kinds.values()))
+    rows = rows.filter(pl.col("site").is_in([s for s, kind in kinds.items() if kind == main]))
+    ends = {rows["rel_depth"].min(): "first layer", rows["rel_depth"].max(): "last layer"}
     colours = matplotlib.colormaps["viridis"]
-    for _, own in rows.groups("site"):
-        depth = float(own["rel_depth"][0])
-        x, y = own["frequency"].astype(float), own["value"].astype(float)
-        ends = {depths.min(): "first layer", depths.max(): "last layer"}
+    for own in rows.partition_by("site", maintain_order=True):
+        depth, x, y = own["rel_depth"][0], own["frequency"], own["value"]
         label = f"spectrum of the {ends[depth]}" if depth in ends else "_nolegend_"
         mark = "o" if len(x) < 3 else ""
         axes.plot([0, *x], [0, *y], color=colours(0.9 * depth), marker=mark,
