@@ -53,7 +53,7 @@ TABLES = {command: OTHERS.get(command, [VIT]) for command in captions()}
 def vitsee(*args: object) -> str:
     """What a command prints on stdout."""
     result = CliRunner().invoke(main, [*map(str, args)])
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 0, result.output or result.exception
     return result.stdout
 
 

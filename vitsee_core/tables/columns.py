@@ -73,8 +73,9 @@ def declared_type(name: str) -> pl.DataType | None:
 
 def typed(frame: pl.DataFrame) -> pl.DataFrame:
     """The frame with columns of Int64, Float64, String or Categorical. NaN and empty text become
-    null: one rule of what is no value, as both are an empty cell on disk."""
-    return frame.with_columns([_typed(column) for column in frame.get_columns()])
+    null: one rule of what is no value, as both are an empty cell on disk. Each column is one
+    chunk: polars 2.1 fails (`assertion failed: i < self.len()`) where it joins texts of several."""
+    return frame.with_columns([_typed(column).rechunk() for column in frame.get_columns()])
 
 
 def _typed(column: pl.Series) -> pl.Series:

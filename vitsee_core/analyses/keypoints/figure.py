@@ -31,7 +31,7 @@ def draw_keypoints(table: Table) -> Figure:
     parts = [pl.col(name).is_null() for name in ("class", "group") if name in table.frame.columns]
     rows = table.frame.filter(baseline.is_null() | baseline.is_in(LINES), *parts)
     models = rows.filter(baseline.is_null())
-    metrics = rows["metric"].unique(maintain_order=True)
+    metrics = [*rows["metric"].unique(maintain_order=True)]
     metrics = [m for m in metrics if m.startswith(f"{metrics[0].partition('@')[0]}@")]
 
     def finish(axes: Axes, curves: pl.DataFrame, metric: str) -> None:

@@ -52,6 +52,7 @@ from vitsee_core.types import Float
 from vitsee_stores.errors import StoreMismatch, VitseeError
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from vitsee_stores import Store
@@ -319,8 +320,8 @@ def plot(table: Table) -> Figure:
     drawn = table.frame
     if "query" in drawn.columns:
         drawn = drawn.filter(pl.col("query").is_null())
-    every = drawn["metric"].unique(maintain_order=True)
-    metrics = [m for m in every if m.startswith(("map", "mp@"))]
+    metrics = [*drawn["metric"].unique(maintain_order=True)]
+    metrics = [m for m in metrics if m.startswith(("map", "mp@"))]
     lines = [[m for m in metrics if m.startswith("map")]]
     ats = sorted({int(m[3:].partition("_")[0]) for m in metrics if m.startswith("mp@")})
     if ats:
@@ -330,7 +331,7 @@ def plot(table: Table) -> Figure:
     among = drawn.filter(pl.col("metric").is_in([metric for line in lines for metric in line]))
     grids = [CurveGrid.of(len(line), among) for line in lines]
     figure, parts = stack(*grids)
-    every = []
+    every: list[Axes] = []
     for line, grid, part in zip(lines, grids, parts, strict=True):
         panels = grid.panels(part, of_metrics(drawn, line))
         row = [axes for axes, *_ in panels]

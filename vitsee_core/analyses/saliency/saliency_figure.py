@@ -98,7 +98,8 @@ def _draw_blind(axes: Axes, drawn: pl.DataFrame, every_row: pl.DataFrame) -> Non
     looks = _looks(every_row)
     blind = baselines_of(every_row.filter(pl.col("store").is_in([*drawn["store"]])))
     for (name, rows), dashes in zip(blind.items(), DASHES, strict=False):
-        shared = np.ptp(rows["value"].drop_nulls() if rows["value"].count() else [0]) < ALIKE
+        values = rows["value"].drop_nulls().to_numpy()
+        shared = np.ptp(values) < ALIKE if len(values) else True
         for own in rows.partition_by("store", maintain_order=True):
             own = own.sort("rel_depth", maintain_order=True)
             tint = GREY if shared else looks[own["store"][0]]["color"]
