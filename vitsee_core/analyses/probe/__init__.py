@@ -353,7 +353,7 @@ def run(
             "--preset big_vision": preset if preset == "big_vision" else None,
         },
     )
-    wanted = {*asked_for(metrics or METRICS, METRICS, "probe"), "top1_class"}
+    wanted = [*asked_for(metrics or METRICS, METRICS, "probe"), "top1_class"]
     for name in baselines:
         if name not in BASELINES:
             raise VitseeError(f"no baseline {name!r}; expected {', '.join(BASELINES)}")

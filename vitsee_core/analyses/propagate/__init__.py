@@ -321,7 +321,7 @@ def plot(table: Table) -> Figure:
     drawn = rows.filter(pl.col("metric").is_in(metrics)).with_columns(
         pl.col("low", "high").clip(least, 1)
     )
-    top = max(drawn[name].max() or 0 for name in ("value", "high"))
+    top: Any = max(drawn[name].max() or 0 for name in ("value", "high"))
 
     def finish(axes: Axes, rows: pl.DataFrame, metric: str) -> None:
         if not metric.endswith("decay"):
