@@ -190,7 +190,7 @@ def test_other_measures_but_no_distance() -> None:
         [pair("a:x", "b:p", 3.0, metric="gulp"), pair("a:x", "b:p", 0.5, metric="mutual_knn")]
     )
     assert of("similarity", table) == [("a and b", "mutual k-NN, x and p: 0.500")]
-    assert of("similarity", table.take(table["metric"] == "gulp")) == []
+    assert of("similarity", table.filter(metric="gulp")) == []
 
 
 def test_local_and_global_heads_with_the_lowest_site() -> None:

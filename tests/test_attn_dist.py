@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tests.printed_text import flat
 from tests.stores import attention_group, write_attention
-from tests.tables import equal
+from tests.tables import equal, groups_of
 from vitsee_core.analyses.attn_dist import COLUMNS, METRICS, plot, run
 from vitsee_core.attention.heads import uniform_distance
 from vitsee_core.statistics.moments import t_quantile
@@ -57,7 +57,7 @@ def test_by_hand(tmp_path: Path) -> None:
     groups = [attention_group(["blocks.0"], [1], grid=(1, 2))]
     store = write_attention(tmp_path / "a.zarr", groups, values, n_images=3)
     table = run(store)
-    assert tuple(table.columns) == COLUMNS
+    assert tuple(table.written.columns) == COLUMNS
     assert table["metric"].tolist() == list(METRICS)
     # a 1 x 2 grid of 16 px: half of the pairs are 16 px apart, so uniform attention reaches 8 px
     assert table["value"].tolist() == [10, 20, 30, 10 / 8]
@@ -166,13 +166,15 @@ def test_blocks_with_grids_of_their_own(tmp_path: Path) -> None:
         model_blocks=("stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"),
     )
     table = run(store)
-    places = {s: (int(r["depth"][0]), float(r["rel_depth"][0])) for s, r in table.groups("site")}
+    places = {
+        s: (int(r["depth"][0]), float(r["rel_depth"][0])) for s, r in groups_of(table, "site")
+    }
     assert places == {"stages.0.0": (0, 0.0), "stages.0.1": (1, 1 / 3), "stages.1.1": (3, 1.0)}
-    last = table.where(site="stages.1.1", metric="distance_px")
+    last = table.filter(site="stages.1.1", metric="distance_px")
     expected = values["attention/grid_2x3/distance_px"][:, 0].astype(float).mean(0)
     assert np.allclose(last["value"], expected, rtol=1e-14, atol=0)
-    relative = table.where(metric="distance_relative")["value"]
-    ratio = table.where(metric="distance_px")["value"] / relative
+    relative = table.filter(metric="distance_relative")["value"]
+    ratio = table.filter(metric="distance_px")["value"] / relative
     assert ratio[:4] == pytest.approx([uniform_distance(fine.layout)] * 4)
     assert ratio[4:] == pytest.approx([uniform_distance(coarse.layout)] * 3)
     plot(table)
@@ -195,8 +197,8 @@ def test_one_cell_has_no_relative_distance(tmp_path: Path) -> None:
     groups = [attention_group(["blocks.0"], [1], grid=(1, 1))]
     store = write_attention(tmp_path / "a.zarr", groups, values, n_images=4)
     table = run(store)
-    assert table.where(metric="distance_px")["value"].tolist() == [0.0]
-    assert np.isnan(table.where(metric="distance_relative")["value"]).all()
+    assert table.filter(metric="distance_px")["value"].tolist() == [0.0]
+    assert np.isnan(table.filter(metric="distance_relative")["value"]).all()
     plot(table)
 
 
@@ -297,7 +299,7 @@ def test_panels() -> None:
 
 
 def test_the_layer_line_is_the_mean_over_heads() -> None:
-    table = made_table("a", 3, 4).where(metric="distance_px")
+    table = made_table("a", 3, 4).filter(metric="distance_px")
     line = next(x for x in plot(table).axes[1].lines if x.get_label() == "mean of a block's heads")
     expected = table["value"].reshape(3, 4).mean(1)
     assert np.asarray(line.get_ydata()) == pytest.approx(expected)
@@ -314,9 +316,9 @@ def test_uniform_attention_is_drawn_where_the_table_tells_it(tmp_path: Path) -> 
         return [float(np.asarray(line.get_ydata())[0]) for line in lines]
 
     assert dashed(plot(table)) == pytest.approx([uniform_distance(groups[0].layout)])
-    assert dashed(plot(table.where(metric="distance_relative"))) == [1.0]
-    assert dashed(plot(table.where(metric="distance_px"))) == []
-    assert dashed(plot(table.where(metric="distance_unit"))) == []
+    assert dashed(plot(table.filter(metric="distance_relative"))) == [1.0]
+    assert dashed(plot(table.filter(metric="distance_px"))) == []
+    assert dashed(plot(table.filter(metric="distance_unit"))) == []
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 from click.testing import CliRunner, Result
 from matplotlib.figure import Figure
@@ -24,7 +25,7 @@ from tests.extractions import VIT, extracted, plant_images
 from tests.manifests import edited
 from tests.printed_text import colour_bars, flat, flaws
 from tests.stores import write_attention
-from tests.tables import equal
+from tests.tables import equal, groups_of, having, unique
 from vitsee_cli.main import main
 from vitsee_core.analyses.attn_map import KINDS, MAP_COLUMNS, NUMBER_COLUMNS, plot, run
 from vitsee_core.attention import recompute
@@ -41,7 +42,7 @@ REGISTERS = ("reg0", "cls", "reg1")
 
 def cells(table: Table, site: str, head: int, shape: tuple[int, ...]) -> Array:
     """One head's map; the table holds its cells row by row."""
-    values: Array = table.where(site=site, head=head)["value"].reshape(shape)
+    values: Array = having(table, site=site, head=head)["value"].reshape(shape)
     return values
 
 
@@ -60,7 +61,7 @@ def test_uniform_attention(tmp_path: Path) -> None:
     # pairs of cells by offset: 1 2 3 2 1 across times 1 2 1 down, of 36
     pairs = np.outer([1, 2, 1], [1, 2, 3, 2, 1])
     table = run(store, kind="aligned")
-    assert tuple(table.columns) == MAP_COLUMNS
+    assert tuple(table.written.columns) == MAP_COLUMNS
     # the store keeps float32
     assert cells(table, "blocks.0", 0, (3, 5)) == pytest.approx(pairs / 36, rel=1e-6)
     assert table["row"].tolist() == [-1] * 5 + [0] * 5 + [1] * 5
@@ -91,7 +92,7 @@ def test_a_pure_shift(tmp_path: Path) -> None:
     for q, k in ((0, 4), (1, 5)):
         a[q, k] = 1
     table = run(one_head(tmp_path / "a.zarr", a, grid=(2, 3)), kind="aligned")
-    peak = table.take(table["value"] > 0)
+    peak = table.filter(table["value"] > 0)
     assert (peak["row"].tolist(), peak["col"].tolist(), peak["value"].tolist()) == ([1], [1], [1])
     # clamped on one row of three: two queries of three look one to the right, one at itself
     a = np.array([[0, 1, 0], [0, 0, 1], [0, 0, 1]])
@@ -107,7 +108,7 @@ def test_the_class_token_and_prefix_mass(tmp_path: Path) -> None:
     assert run(store, kind="mean-cls")["value"] == pytest.approx([0.3, 0.4], rel=1e-6)
     assert run(store, kind="mean-spatial")["value"] == pytest.approx([0.35, 0.2], rel=1e-6)
     numbers = run(store, kind="prefix-mass")
-    assert tuple(numbers.columns) == NUMBER_COLUMNS
+    assert tuple(numbers.written.columns) == NUMBER_COLUMNS
     assert numbers["value"][0] == pytest.approx(0.45, rel=1e-6)
     assert np.isnan(numbers["std"][0])  # one image
 
@@ -139,7 +140,9 @@ def test_means_against_a_loop(tmp_path: Path, prefix: tuple[str, ...]) -> None:
                     assert found == pytest.approx(expected, rel=1e-5), (kind, site, head)
                     assert set(table["n_images"].tolist()) == {6}
     table = run(store, kind="aligned")
-    totals = [t["value"].sum() for _, s in table.groups("site") for _, t in s.groups("head")]
+    totals = [
+        t["value"].sum() for _, s in groups_of(table, "site") for _, t in groups_of(s, "head")
+    ]
     assert totals == pytest.approx([1.0] * 9, rel=1e-12)
 
 
@@ -181,11 +184,11 @@ def test_a_head_without_spatial_mass_has_no_aligned_map(tmp_path: Path) -> None:
     made.a[0][0, 0] = [1, 0, 0, 0, 0]  # in one image only
     store = write(tmp_path / "a.zarr", [made])
     table = run(store, kind="aligned")
-    assert np.isnan(table.where(head=1)["value"]).all()
-    assert set(table.where(head=1)["n_images"].tolist()) == {0}
+    assert np.isnan(table.filter(head=1)["value"]).all()
+    assert set(table.filter(head=1)["n_images"].tolist()) == {0}
     expected = sum(aligned(made.a[0][i, 0], made.layout) for i in (1, 2, 3)) / 3
     assert cells(table, "blocks.0", 0, (3, 3)) == pytest.approx(expected, rel=1e-5)
-    assert set(table.where(head=0)["n_images"].tolist()) == {3}
+    assert set(table.filter(head=0)["n_images"].tolist()) == {3}
     for scale in SCALES:
         plot(table, scale)
 
@@ -228,7 +231,7 @@ def test_blocks_and_heads_are_chosen(tmp_path: Path) -> None:
     store = write(tmp_path / "a.zarr", [random_attention(layout(), 3, [3, 3, 3])])
     everything = run(store, kind="mean-cls")
     table = run(store, kind="mean-cls", sites=["blocks.-1"], heads=[2, 0])
-    assert equal(table, everything.where(site="blocks.2", head=[0, 2]))
+    assert equal(table, having(everything, site="blocks.2", head=[0, 2]))
     with pytest.raises(SiteError, match=r"no site matches 'blocks\.9'"):
         run(store, kind="entropy", sites=["blocks.9"])
     with pytest.raises(VitseeError, match=r"no head 3 in blocks\.0; expected 0 to 2"):
@@ -271,24 +274,24 @@ def test_single_images_are_the_stored_maps(tmp_path: Path, prefix: tuple[str, ..
     made = random_attention(layout((2, 3), prefix), 6, [2, 2])
     store = write(tmp_path / "a.zarr", [made], slab=4, level="full")
     table = run(store, image=["5", "test/2.png"], query=[(1, 2)])
-    assert table.unique("image") == ["test/5.png", "test/2.png"]
-    assert table.unique("site") == ["blocks.1"]
+    assert unique(table, "image") == ["test/5.png", "test/2.png"]
+    assert unique(table, "site") == ["blocks.1"]
     first = len(prefix)
     for image, i in (("test/5.png", 5), ("test/2.png", 2)):
-        own = table.where(image=image)
+        own = having(table, image=image)
         for head in range(2):
             a = made.a[1][i, head]
             token = "cls" if prefix else "mean"
             expected = a[prefix.index("cls"), first:] if prefix else a[first:].mean(0)
-            rows = own.where(metric="attention", token=token, head=head)
+            rows = having(own, metric="attention", token=token, head=head)
             assert rows["value"] == pytest.approx(expected, rel=1e-6)
-            rows = own.where(metric="attention", token="1,2", head=head)
+            rows = having(own, metric="attention", token="1,2", head=head)
             # float16 is exact here: the attention was made of such numbers
             assert rows["value"].tolist() == a[first + 5, first:].tolist()
         for metric, residual in (("rollout", True), ("rollout_no_residual", False)):
             rolled = rollout([a[i].mean(0) for a in made.a], made.layout, residual)
             # head means are float32
-            assert own.where(metric=metric)["value"] == pytest.approx(rolled[first:], rel=1e-5)
+            assert having(own, metric=metric)["value"] == pytest.approx(rolled[first:], rel=1e-5)
     assert table.notes["attention"] == "stored (float16)"
     assert table.notes["pictures"] == {}  # made without a data set
     for scale in SCALES:
@@ -341,9 +344,9 @@ def test_single_images_of_blocks_on_several_grids(tmp_path: Path) -> None:
         random_attention(layout((2, 2)), 2, [3], prefix="grid_2x2"),
     ]
     store = write(tmp_path / "a.zarr", groups, level="full", left_out={"rollout": "two grids"})
-    assert run(store, image=["1"]).unique("site") == ["grid_2x2.0"]  # the last of all
+    assert unique(run(store, image=["1"]), "site") == ["grid_2x2.0"]  # the last of all
     table = run(store, image=["1"], sites=["blocks"])
-    assert table.unique("metric") == ["attention"]
+    assert unique(table, "metric") == ["attention"]
     figure = plot(table)
     # the picture, and each grid's tiles with a colour bar
     assert len(figure.axes) == 1 + 2
@@ -385,7 +388,7 @@ def test_computed_attention_equals_the_stored(extractions: Path) -> None:
     options: dict[str, Any] = {"image": [image, "1"], "sites": ["blocks"], "query": [(1, 3)]}
     stored, computed = run(full, **options), run(summary, **options)
     assert computed.notes["attention"] == "recomputed"
-    for name in stored.columns:
+    for name in stored.written.columns:
         if name != "value":
             assert stored[name].tolist() == computed[name].tolist()
     # float16 keeps three to four digits
@@ -396,7 +399,7 @@ def test_computed_attention_equals_the_stored(extractions: Path) -> None:
     expected = run(full, kind="rollout", residual=False)["value"]
     assert rolled["value"] == pytest.approx(expected, rel=2e-3)
     row = int(np.flatnonzero(full.samples.id == image)[0])
-    own = computed.where(image=image, metric="rollout")
+    own = having(computed, image=image, metric="rollout")
     assert own["value"] == pytest.approx(full.attention("rollout")[row, 1:], rel=1e-5)
 
 
@@ -485,8 +488,8 @@ def fake_maps(layers: int, heads: int, grid: tuple[int, int], metric: str = "mea
 
 def test_tiles_stand_where_they_belong() -> None:
     table = fake_maps(3, 2, (2, 5))
-    shuffled = table.take(np.random.default_rng(1).permutation(len(table)))
-    (tiles,) = tile_table(shuffled)
+    shuffled = table.with_frame(table.frame.sample(fraction=1, shuffle=True, seed=1))
+    (tiles,) = tile_table(shuffled.frame)
     assert tiles.row_labels == ["block 0", "block 1", "block 2"]
     assert tiles.column_labels == ["0", "1"]
     image = plot(shuffled).axes[0].images[0]
@@ -534,18 +537,18 @@ def test_uniform_attention_has_no_bright_centre(tmp_path: Path) -> None:
 
 
 def test_colours_where_all_heads_are_near_uniform() -> None:
-    columns = fake_maps(2, 2, (3, 3)).columns
-    near = 0.1 + 0.01 * columns["value"]
-    figure = plot(Table(columns | {"value": near}))
+    table = fake_maps(2, 2, (3, 3))
+    near = 0.1 + 0.01 * table["value"]
+    figure = plot(Table(table.frame.with_columns(value=near)))
     norm = figure.axes[0].images[0].norm
     assert (norm.vmin, norm.vmax) == (near.min(), near.max())
     assert "do not start at 0" in flat(colour_bars(figure)[0].get_ylabel())
-    rounding = 1e-9 * columns["value"]
-    assert plot(Table(columns | {"value": 0.1 + rounding})).axes[0].images[0].norm.vmin == 0
+    rounded = plot(Table(table.frame.with_columns(value=0.1 + 1e-9 * table["value"])))
+    assert rounded.axes[0].images[0].norm.vmin == 0
 
 
 def test_one_map_says_which_it_is() -> None:
-    table = fake_maps(3, 2, (3, 3)).where(depth=2, head=1)
+    table = fake_maps(3, 2, (3, 3)).filter(depth=2, head=1)
     title = flat(plot(table).get_suptitle())
     assert title == "a, block 2 head 1: mean attention of the class token (n = 10)"
 
@@ -553,10 +556,10 @@ def test_one_map_says_which_it_is() -> None:
 @pytest.mark.slow
 def test_every_token_grid_has_its_own_tiles() -> None:
     coarse = fake_maps(4, 3, (2, 2))
-    table = Table.concat([fake_maps(2, 2, (4, 6)), coarse.where(depth=[2, 3])])
+    table = Table.concat([fake_maps(2, 2, (4, 6)), having(coarse, depth=[2, 3])])
     figure = plot(table)
     assert len(figure.axes) == len(colour_bars(figure)) == 2
-    assert [t.size for t in tile_table(table)] == [(4, 6), (2, 2)]
+    assert [t.size for t in tile_table(table.frame)] == [(4, 6), (2, 2)]
     assert "4 x 6" in figure.axes[0].get_xlabel()
 
 
@@ -587,9 +590,8 @@ def test_no_text_leaves_the_picture(
 ) -> None:
     """The long title of several stores, and what is said of colours beside one row of tiles."""
     rows = fake_maps(*size, (5, 5), "aligned")
-    columns = rows.columns | {"value": least + rows["value"] / rows["value"].max()}
-    names = [np.full(len(rows), f"store{i}") for i in range(stores)]
-    tables = [Table(columns | {"store": name}) for name in names]
+    columns = rows.frame.with_columns(value=least + pl.col("value") / pl.col("value").max())
+    tables = [Table(columns.with_columns(store=pl.lit(f"store{i}"))) for i in range(stores)]
     figure = plot(Table.concat(tables), scale, coverage=stores > 1)
     # Of several stores the title says what the colours are.
     said = figure.get_suptitle() if stores > 1 else colour_bars(figure)[0].get_ylabel()
@@ -604,7 +606,7 @@ def test_a_table_from_csv_draws_the_same(tmp_path: Path) -> None:
     store = write(tmp_path / "a.zarr", [random_attention(layout(), 3, [2, 2])])
     table = run(store, kind="aligned")
     table.write(tmp_path / "r.csv")
-    (a,), (b,) = tile_table(table), tile_table(Table.read(tmp_path / "r.csv"))
+    (a,), (b,) = tile_table(table.frame), tile_table(Table.read(tmp_path / "r.csv").frame)
     assert all(np.array_equal(a.maps[place], b.maps[place]) for place in a.maps)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.extractions import RESNET, VIT, extracted, plant_images
+from tests.tables import having, unique
 from vitsee_core.analyses.attn_map import plot, run
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import MissingInput
@@ -40,12 +41,12 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Store]:
 def test_as_one_by_one(stores: list[Store], options: dict[str, Any]) -> None:
     a, _, b = stores
     table = run(*stores, **options)
-    assert table.unique("store") == ["a", "b"]
+    assert unique(table, "store") == ["a", "b"]
     assert [*table.notes["left_out"]] == ["cnn"]
     for store in (a, b):
-        alone, rows = run(store, **options), table.where(store=store.label)
+        alone, rows = run(store, **options), having(table, store=store.label)
         assert "left_out" not in alone.notes and "stores" not in alone.notes
-        for name in alone.columns:
+        for name in alone.written.columns:
             assert rows[name].tolist() == alone[name].tolist()
         plot(alone)
     drawn = plot(table)

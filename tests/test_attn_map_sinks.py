@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tests.attention_maps import Attention, layout, qk_nmi, random_attention, write
 from tests.command_line import said
 from tests.extractions import extracted
-from tests.tables import equal
+from tests.tables import equal, having, unique
 from vitsee_core.analyses.attn_map import plot, run
 from vitsee_core.analyses.attn_map.sinks import COLUMNS
 from vitsee_core.tables.metrics import direction
@@ -25,7 +25,7 @@ GRID = (3, 4)
 
 
 def cell(table: Table, metric: str, token: str = "", head: int = 0, site: str = "blocks.0") -> Any:
-    rows = table.where(metric=metric, token=token, head=head, site=site)
+    rows = having(table, metric=metric, token=token, head=head, site=site)
     assert len(rows) == 1
     return rows["value"][0]
 
@@ -54,8 +54,8 @@ def by_hand(path: Path, level: str = "rows") -> Store:
 
 def test_by_hand(tmp_path: Path) -> None:
     table = run(by_hand(tmp_path / "a.zarr"), kind="sink")
-    assert tuple(table.columns) == COLUMNS
-    assert table.unique("metric") == ["sink_max", "sink_median", "sink_share", "qk_nmi"]
+    assert tuple(table.written.columns) == COLUMNS
+    assert unique(table, "metric") == ["sink_max", "sink_median", "sink_share", "qk_nmi"]
     # T = 13 tokens. Even: 1. Class token: (13 * 0.9 + 1) / 2. A patch: (13 + 13 * 0.85) / 2.
     # Oneself: each of 12 patches gets 1/12 of 12 queries, the class token nothing: 13/12.
     most = [cell(table, "sink_max", head=h) for h in range(4)]
@@ -69,14 +69,14 @@ def test_by_hand(tmp_path: Path) -> None:
     ]
     assert shares == [[0, 0, 0], [0.5, 0.5, 0], [1, 0, 1], [0, 0, 0]]
     # None of 2, of 2, of 1 image: Wilson's interval, z^2 / (n + z^2) at its upper end.
-    whole = table.where(metric="sink_share", token="")
+    whole = having(table, metric="sink_share", token="")
     assert whole["low"].tolist()[0] == 0
     assert whole["high"].tolist()[0] == pytest.approx(3.841459 / (2 + 3.841459), rel=1e-6)
     # Alike: 0, and without a value where all attend to one key; oneself: 1. In the sink at the
     # class token the rest is even over patches. The other patch's is that of equal rows: 0.
     nmi = [cell(table, "qk_nmi", head=h) for h in range(4)]
     assert nmi == pytest.approx([0, 0, 0, 1], abs=1e-6)
-    counted = table.where(metric="qk_nmi")["n_images"].tolist()
+    counted = table.filter(metric="qk_nmi")["n_images"].tolist()
     assert counted == [2, 2, 1, 2]
 
 
@@ -118,10 +118,10 @@ def test_against_loops(tmp_path: Path, prefix: tuple[str, ...]) -> None:
                     for kind in (*prefix, "patches"):
                         expected["sink_share", kind] = np.array([k == kind for k in lies])
                     expected["sink_share", ""] = np.array([k is not None for k in lies])
-                rows = table.where(site=site, head=head)
+                rows = having(table, site=site, head=head)
                 assert len(rows) == len(expected)  # no shares of few tokens
                 for (metric, token), values in expected.items():
-                    own = rows.where(metric=metric, token=token)
+                    own = having(rows, metric=metric, token=token)
                     assert own["value"][0] == pytest.approx(values.mean(), rel=2e-3, abs=1e-6)
                     # the rows behind a median are float16: 11 bits
                     rounding = 2**-11 * values.mean() if metric == "sink_median" else 1e-6
@@ -129,7 +129,7 @@ def test_against_loops(tmp_path: Path, prefix: tuple[str, ...]) -> None:
                     assert own["std"][0] == pytest.approx(spread, rel=1e-4, abs=rounding)
                     assert own["n_images"][0] == 6
     assert "patches" in seen
-    shares = table.where(metric="sink_share")
+    shares = table.filter(metric="sink_share")
     assert (shares["low"] >= 0).all() and (shares["high"] <= 1).all()
     assert plot(table).axes
 
@@ -162,7 +162,7 @@ def test_slabs_jobs_and_a_choice_do_not_matter(tmp_path: Path) -> None:
     assert equal(once, run(cut, kind="sink", jobs=3))
     assert once["value"] == pytest.approx(run(whole, kind="sink")["value"], rel=1e-12, abs=1e-15)
     some = run(cut, kind="sink", sites=["blocks.-1"], heads=[1])
-    assert equal(some, once.where(site="blocks.1", head=1))
+    assert equal(some, once.filter(site="blocks.1", head=1))
 
 
 def test_what_a_store_lacks_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -171,7 +171,7 @@ def test_what_a_store_lacks_is_said(tmp_path: Path, caplog: pytest.LogCaptureFix
         table = run(few, kind="sink")
     assert "no sink_share for blocks.0: of 7 tokens none can get more than 10 times" in caplog.text
     assert "few: no sink_median (extract it with --attention rows)" in caplog.text
-    assert table.unique("metric") == ["sink_max", "qk_nmi"]
+    assert unique(table, "metric") == ["sink_max", "qk_nmi"]
     assert plot(table).axes
 
 

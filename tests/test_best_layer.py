@@ -378,7 +378,7 @@ def test_curves_keep_their_colour_and_sites_of_no_block_their_place() -> None:
 def test_one_point_has_its_baseline_and_interval() -> None:
     rows = [{**scores([0.5])[0], "baseline": name} for name in ("", "random")]
     axes = new_figure(4, 3).add_subplot()
-    draw_depth_curves(axes, Table.from_rows(rows))
+    draw_depth_curves(axes, Table.from_rows(rows).frame)
     paths = [path for c in axes.collections for path in c.get_paths()]
     ends = [np.ptp(np.asarray(path.vertices), axis=0) for path in paths]
     assert any(width > 0 and height == 0 for width, height in ends)  # the baseline's dash

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.stores import CNN_PAIR, write_labelled
-from tests.tables import check_chosen_metrics, equal
+from tests.tables import check_chosen_metrics, equal, having, unique
 from vitsee_cli import console
 from vitsee_cli.main import main
 from vitsee_core.analyses.cluster import (
@@ -160,20 +160,20 @@ def test_what_is_not_clustered_is_not_counted(
 
 def test_columns_and_baselines(tmp_path: Path) -> None:
     table = run(made(tmp_path / "a.zarr"))
-    assert tuple(table.columns) == COLUMNS
+    assert tuple(table.written.columns) == COLUMNS
     assert len(table) == 3 * 3 * 3
-    real = table.where(baseline="")
+    real = having(table, baseline="")
     assert real["metric"].tolist() == list(METRICS) * 3
     assert real["depth"].tolist() == [0] * 3 + [1] * 3 + [2] * 3
     assert set(table["k"].tolist()) == {4} and set(table["n_images"].tolist()) == {40}
-    last = {m: real.where(site="blocks.1.out", metric=m) for m in METRICS}
+    last = {m: having(real, site="blocks.1.out", metric=m) for m in METRICS}
     assert [last[m]["value"][0] for m in METRICS] == pytest.approx([1, 1, 1])
     for name in BASELINES:
-        chance = table.where(baseline=name)
-        assert chance.where(metric="purity")["value"].min() >= 0.25
+        chance = having(table, baseline=name)
+        assert chance.filter(metric="purity")["value"].min() >= 0.25
         # of 40 images and 4 clusters: noise in ARI is about 0.04
-        assert abs(chance.where(metric="ari")["value"]).max() < 0.2
-    assert len({*table.where(baseline="random", metric="nmi")["value"].tolist()}) == 1
+        assert abs(chance.filter(metric="ari")["value"]).max() < 0.2
+    assert len({*table.filter(baseline="random", metric="nmi")["value"].tolist()}) == 1
     assert table.notes["seeds"] == [0, 1, 2]
     assert table.notes["tokens"]["a"]["embed"] == "cls"
 
@@ -198,7 +198,7 @@ def test_values_are_means_over_seeds(tmp_path: Path) -> None:
             clusters = k_means(x, 6, seed)
             loops = (loop_purity, loop_nmi, loop_ari)
             scores.append([loop(clusters, against) for loop in loops])
-        rows = table.where(baseline=baseline)
+        rows = having(table, baseline=baseline)
         assert rows["value"] == pytest.approx(np.mean(scores, 0), rel=1e-9, abs=1e-12)
         assert rows["std"] == pytest.approx(np.std(scores, 0, ddof=1), rel=1e-7, abs=1e-12)
     one = run(store, n_seeds=1)
@@ -303,11 +303,11 @@ def test_curves(tmp_path: Path) -> None:
     cnn = write_labelled(tmp_path / "b.zarr", {"stem": b}, [0, 1, 2] * 4, layout=CNN_PAIR)
     both = run(a, cnn, n_seeds=1)
     table = run(a, n_seeds=1)
-    assert equal(both.where(store="a"), table) and both.where(store="b").unique("k") == [3]
+    assert equal(both.filter(store="a"), table) and unique(both.filter(store="b"), "k") == [3]
     assert both.notes["tokens"]["b"] == {"stem": "mean"}
     for axes, metric in zip(plot(both).axes, METRICS, strict=True):
         lines = {str(line.get_label()): line for line in axes.lines}
-        expected = table.where(metric=metric, baseline="")["value"].tolist()
+        expected = having(table, metric=metric, baseline="")["value"].tolist()
         assert np.asarray(lines["a"].get_ydata()).tolist() == expected
         assert {"baseline: shuffled labels", "baseline: random features"} <= set(lines)
         assert axes.get_ylim()[0] <= 0

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from numpy.typing import NDArray
 
 from tests.stores import Site, write_model
-from tests.tables import check_chosen_metrics
+from tests.tables import check_chosen_metrics, having
 from vitsee_cli.main import main
 from vitsee_core.analyses import concepts
 from vitsee_core.analyses.concepts.fitting import Fitted, matched_cosine
@@ -62,7 +62,7 @@ def store_of(
 
 
 def value(table: Table, metric: str, baseline: str = "") -> float:
-    (found,) = table.where(metric=metric, baseline=baseline)["value"]
+    (found,) = having(table, metric=metric, baseline=baseline)["value"]
     return float(found)
 
 
@@ -76,7 +76,7 @@ def test_planted_concepts_are_found_in_both_halves(tmp_path: Path, method: str) 
     if method != "pca":
         assert value(table, "purity") == 1
         assert value(table, "purity", "shuffled") < 0.6
-        assert table.where(metric="share")["value"].astype(float) == pytest.approx([0.25] * K)
+        assert table.filter(metric="share")["value"].astype(float) == pytest.approx([0.25] * K)
 
 
 def test_metrics_are_chosen(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_numbers_are_those_of_the_definitions(
     error = ((patches.astype(float) - d.decode(codes)) ** 2).sum()
     spread = ((patches.astype(float) - patches.mean(0, dtype=float)) ** 2).sum()
     assert value(table, "r2") == pytest.approx(1 - error / spread, abs=1e-3)
-    row = {name: cells[0] for name, cells in table.where(metric="r2").columns.items()}
+    row = table.frame.filter(metric="r2").row(0, named=True)
     assert row["low"] < row["value"] < row["high"]
     assert (row["n_images"], row["n_examples"]) == (58, 58 * 6)
     table_of = np.zeros((K, 3))
@@ -130,10 +130,10 @@ def test_numbers_are_those_of_the_definitions(
             if label >= 0:
                 table_of[best, label] += 1
     assert value(table, "purity") == pytest.approx(table_of.max(1).sum() / table_of.sum(), abs=0.01)
-    found = table.where(metric="share")["value"].astype(float)
+    found = table.filter(metric="share")["value"].astype(float)
     assert found == pytest.approx(share / share.sum(), abs=0.01)
     activation = d.activation(patches, codes).reshape(58, 6, K)
-    top = table.where(metric="activation", concept=1)
+    top = table.filter(metric="activation", concept=1)
     wanted = np.sort(activation.max(1)[:, 1])[::-1][:3]
     assert top["value"].astype(float) == pytest.approx(wanted, abs=1e-3)
     assert len(set(top["image"].tolist())) == 3

@@ -16,6 +16,7 @@ from sklearn.metrics.pairwise import cosine_similarity
 from tests.command_line import said
 from tests.extractions import VIT, extracted
 from tests.stores import write_sites
+from tests.tables import having, unique
 from vitsee_core.analyses.cosine_map import plot, run
 from vitsee_core.analyses.cosine_map.cosines import map_statistics, offset_means, unit_vectors
 from vitsee_core.analyses.cosine_map.spots import Spot
@@ -39,7 +40,7 @@ def tokens(layout: TokenLayout = GRID, seed: int = 0) -> Array:
 
 def map_of(table: Table, grid: tuple[int, int], **where: Any) -> Array:
     found = np.full(grid, np.nan)
-    rows = table.where(metric="cosine", **where)
+    rows = having(table, metric="cosine", **where)
     for r, c, value in zip(*(rows[name].tolist() for name in ("row", "col", "value")), strict=True):
         assert math.isnan(found[r, c])
         found[r, c] = value
@@ -124,7 +125,7 @@ def test_maps_are_scikit_learns(tmp_path: Path) -> None:
     x = tokens()
     store = write_sites(tmp_path / "a.zarr", {"embed": x}, layout=GRID, slab=2)
     table = run(store, sites="embed", image=["3", "image1"], at=["2,1", "0,3"], to=["4"])
-    assert table.where(metric="cosine").unique("query") == ["image3", "image1"]
+    assert unique(table.filter(metric="cosine"), "query") == ["image3", "image1"]
     for query in (3, 1):
         for at, cell in (("2,1", 2 * 4 + 1), ("0,3", 3)):
             for image in (query, 4):
@@ -133,10 +134,10 @@ def test_maps_are_scikit_learns(tmp_path: Path) -> None:
                 found = map_of(table, (3, 4), **where)
                 # scikit-learn divides in single precision.
                 assert np.allclose(found.ravel(), expected, atol=1e-6)
-                assert set(table.where(**where)["token"].tolist()) == {at}
+                assert set(having(table, **where)["token"].tolist()) == {at}
             own = map_of(table, (3, 4), query=f"image{query}", at=at, image=f"image{query}")
             assert own.ravel()[cell] == pytest.approx(1, abs=1e-12)
-            numbers = table.where(query=f"image{query}", at=at, metric="cosine_mean")
+            numbers = having(table, query=f"image{query}", at=at, metric="cosine_mean")
             others = np.delete(own.ravel(), cell)
             assert numbers["value"].tolist() == [pytest.approx(others.mean(), rel=1e-12)]
             assert numbers["row"].tolist() == [None]

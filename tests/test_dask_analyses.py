@@ -92,7 +92,7 @@ def check(two: DaskMap, run: Callable[..., Table], to: float = 0.0, most: int = 
     sent, received = two.sent, two.received
     there = run(map=two)
     if to:
-        numbers = [name for name in here.columns if here[name].dtype.kind == "f"]
+        numbers = [name for name in here.written.columns if here[name].dtype.kind == "f"]
         assert equal(here, there, *numbers)
         for name in numbers:
             np.testing.assert_allclose(there[name], here[name], rtol=0, atol=to)
@@ -332,7 +332,7 @@ def test_work_and_results_travel(
     stores = [whole] * (2 if name == "effect" else 1)
     here = run(*stores, progress=expected, **caches[0], **options)
     there = run(*stores, map=pickled, progress=seen, **caches[1], **options)
-    numbers = [n for n in here.columns if here[n].dtype.kind == "f"]
+    numbers = [n for n in here.written.columns if here[n].dtype.kind == "f"]
     assert equal(here, there, *(numbers if name == "localize" else ()))
     if name != "localize":  # sites are counted there, and here tiles of images
         assert seen.count == expected.count

@@ -16,6 +16,7 @@ from PIL import Image
 from sklearn.metrics import jaccard_score
 
 from tests.stores import write_sites
+from tests.tables import having
 from vitsee_cli.main import main
 from vitsee_core.analyses.dense_probe import COLUMNS, plot, run
 from vitsee_core.analyses.dense_probe.cells import CellSums
@@ -167,18 +168,18 @@ def test_the_table_equals_that_of_explicit_pixels(tmp_path: Path) -> None:
     train, masks = made(tmp_path, 9)
     test, others = made(tmp_path, 7, name="b", seed=1)
     table = run(train, test, masks=[masks, others], l2_relative=[0.01], per_class=True)
-    assert tuple(table.columns) == COLUMNS
+    assert tuple(table.written.columns) == COLUMNS
     for site in ("blocks.0.out", "blocks.1.out"):
         classes, weights, bias = explicit_ridge(*every_pixel(train, site, masks, range(9)), 0.01)
         x, truth = every_pixel(test, site, others, range(7))
         predicted = classes[(x @ weights + bias).argmax(1)]
-        own = table.where(site=site, baseline="")
+        own = having(table, site=site, baseline="")
         present = np.union1d(truth, predicted)
         each = jaccard_score(truth, predicted, labels=present, average=None)
-        assert own.where(metric="miou")["value"] == pytest.approx(each.mean(), abs=1e-12)
+        assert own.filter(metric="miou")["value"] == pytest.approx(each.mean(), abs=1e-12)
         right = (truth == predicted).mean()
-        assert own.where(metric="pixel_accuracy")["value"] == pytest.approx(right, abs=1e-12)
-        by_class = own.where(metric="iou_class")
+        assert own.filter(metric="pixel_accuracy")["value"] == pytest.approx(right, abs=1e-12)
+        by_class = own.filter(metric="iou_class")
         assert by_class["class"].tolist() == [str(number) for number in present]
         assert by_class["value"] == pytest.approx(each, abs=1e-12)
     assert set(table["n_images"].tolist()) == {7}
@@ -202,7 +203,7 @@ def test_jackknife_leaves_out_blocks_of_images(tmp_path: Path) -> None:
         part = run(
             train, test, masks=[masks, folder], l2_relative=[0.01], sites=["last"], metrics=["miou"]
         )
-        without.append(part.where(baseline="")["value"][0])
+        without.append(having(part, baseline="")["value"][0])
     assert table.replicates is not None
     np.testing.assert_allclose(table.replicates[0], without, atol=1e-12)
 
@@ -227,10 +228,10 @@ def test_a_probe_of_separable_tokens_is_perfect(tmp_path: Path) -> None:
         sizes=(8, 8), transform=transform(8, 16),
     )  # fmt: skip
     table = run(store, masks=masks, holdout=0.5, l2_relative=[1e-9])
-    assert table.where(baseline="", metric="miou")["value"].tolist() == [1]
-    assert table.where(baseline="", metric="boundary_iou")["value"].tolist() == [1]
+    assert having(table, baseline="", metric="miou")["value"].tolist() == [1]
+    assert having(table, baseline="", metric="boundary_iou")["value"].tolist() == [1]
     # of either class half of the pixels: chance by the lower class, and by the place
-    half = table.where(baseline="majority", metric="pixel_accuracy")["value"]
+    half = table.filter(baseline="majority", metric="pixel_accuracy")["value"]
     assert half.tolist() == [0.5]
 
 
@@ -345,7 +346,7 @@ def test_one_class_and_constant_tokens(tmp_path: Path) -> None:
     for i, size in enumerate(store.sizes.tolist()):
         Image.fromarray(class_map(tuple(size), i, (1, 2))).save(mixed / f"a{i}.png")
     found = run(flat_store, masks=mixed, holdout=0.5, metrics=["pixel_accuracy"])
-    real, blind = (found.where(baseline=name)["value"] for name in ("", "majority"))
+    real, blind = (having(found, baseline=name)["value"] for name in ("", "majority"))
     assert real.tolist() == blind.tolist()
 
 
@@ -353,7 +354,7 @@ def test_a_class_that_did_not_train_scores_zero(tmp_path: Path) -> None:
     train, masks = made(tmp_path, 5, classes=(0, 1))
     test, others = made(tmp_path, 5, name="b", seed=1, classes=(0, 1, 9))
     table = run(train, test, masks=[masks, others], per_class=True)
-    row = table.where(metric="iou_class", baseline="", site="blocks.0.out")
+    row = having(table, metric="iou_class", baseline="", site="blocks.0.out")
     assert dict(zip(row["class"].tolist(), row["value"].tolist(), strict=True))["9"] == 0
 
 
@@ -362,8 +363,8 @@ def test_untrained_stores_are_a_baseline(tmp_path: Path) -> None:
     other, _ = made(tmp_path / "more", 8, seed=3)
     choice: dict[str, Any] = {"masks": masks, "holdout": 0.5, "l2_relative": [0.1]}
     table = run(store, untrained=[other.path], **choice)
-    alone = run(other, **choice).where(baseline="")
-    control = table.where(baseline="untrained")
+    alone = having(run(other, **choice), baseline="")
+    control = table.filter(baseline="untrained")
     assert control["value"].tolist() == alone["value"].tolist()
     assert set(control["store"].tolist()) == {"a"}
     with pytest.raises(VitseeError, match=r"--untrained was given 2 times; expected 1"):
@@ -374,19 +375,19 @@ def test_the_chosen_l2_is_that_of_held_out_images(tmp_path: Path) -> None:
     """Random tokens know nothing: the largest l2 errs least."""
     store, masks = made(tmp_path, 40)
     table = run(store, masks=masks, holdout=0.3, sites=["first"], metrics=["miou"])
-    assert table.where(baseline="")["l2_relative"].tolist() == [100.0]
+    assert having(table, baseline="")["l2_relative"].tolist() == [100.0]
     assert table.notes["train"]["held_out_images"] == 3
     several = run(
         store, masks=masks, holdout=0.3, sites=["first"], metrics=["miou"], l2_relative=[0.1, 1.0]
     )
-    assert several.where(baseline="")["l2_relative"].tolist() == [0.1, 1.0]
+    assert having(several, baseline="")["l2_relative"].tolist() == [0.1, 1.0]
 
 
 def test_figures(tmp_path: Path) -> None:
     store, masks = made(tmp_path, 8)
     for more in ({"l2_relative": [0.1, 1.0]}, {"show": 2}):
         table = run(store, masks=masks, holdout=0.5, metrics=["miou"], **more)
-        figure = plot(Table(table.columns, json.loads(json.dumps(table.notes))))
+        figure = plot(Table(table.written, json.loads(json.dumps(table.notes))))
         pictures = [axes for axes in figure.axes if axes.images]
         assert len(pictures) == (6 if "show" in more else 0)  # no photographs: no data
         assert all(axes.yaxis_inverted() for axes in pictures), "the first row is at the top"

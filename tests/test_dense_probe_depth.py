@@ -11,6 +11,7 @@ from PIL import Image
 
 from tests.printed_text import flat
 from tests.stores import write_sites
+from tests.tables import having
 from tests.test_dense_probe import Array, command, layout, made, transform, upsampled
 from vitsee_core.analyses.dense_probe import COLUMNS, run
 from vitsee_core.analyses.dense_probe.labelled_images import eigen_crop
@@ -63,8 +64,8 @@ def by_image(found: list[Array], truth: list[Array]) -> Array:
 
 
 def values(table: Table, baseline: str = "", **wanted: Any) -> Array:
-    rows = table.where(site=SITE, baseline=baseline, **wanted)
-    return np.array([rows.where(metric=m)["value"][0] for m in ("rmse", "abs_rel", "a1")])
+    rows = having(table, site=SITE, baseline=baseline, **wanted)
+    return np.array([having(rows, metric=m)["value"][0] for m in ("rmse", "abs_rel", "a1")])
 
 
 def test_the_table_equals_that_of_explicit_pixels(tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def test_the_table_equals_that_of_explicit_pixels(tmp_path: Path) -> None:
     table = run(
         train, test, depth=depths, depth_scale=1000, max_depth=10, l2_relative=[0.01], sites=[SITE]
     )
-    assert tuple(table.columns) == tuple(name for name in COLUMNS if name != "class")
+    assert tuple(table.written.columns) == tuple(name for name in COLUMNS if name != "class")
     x, y = (np.concatenate(part) for part in every_pixel(train, depths))
     centred = x - x.mean(0)
     scatter = centred.T @ centred + 0.01 * len(x) * centred.var(0).mean() * np.eye(5)
@@ -92,7 +93,7 @@ def test_l2_is_chosen_by_held_out_errors(tmp_path: Path) -> None:
     """Random tokens know nothing: the largest l2 errs least."""
     store, depths = made_depths(tmp_path, 40)
     table = run(store, depth=depths, depth_scale=1000, holdout=0.3, sites=[SITE])
-    assert set(table.where(baseline="")["l2_relative"].tolist()) == {100.0}
+    assert set(having(table, baseline="")["l2_relative"].tolist()) == {100.0}
 
 
 def test_errors_by_hand() -> None:
@@ -103,7 +104,7 @@ def test_errors_by_hand() -> None:
 def test_errors_above_one_have_intervals_above_one(tmp_path: Path) -> None:
     store, depths = made_depths(tmp_path, 12)
     table = run(store, depth=depths, depth_scale=1000, holdout=0.5, sites=[SITE], l2_relative=[1.0])
-    row = table.where(metric="rmse", baseline="")
+    row = having(table, metric="rmse", baseline="")
     assert row["low"][0] < row["value"][0] < row["high"][0]
     assert row["value"][0] > 1
 

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.stores import write_sites
+from tests.tables import having
 from tests.test_dense_probe import STEP, class_map, layout, made, transform
 from vitsee_core.analyses.dense_probe import run
 from vitsee_core.images.placement import place
@@ -91,7 +92,7 @@ def test_each_stride_is_probed_as_if_alone(tmp_path: Path, solver: str) -> None:
     table = run(store, sites=["stages.*"], **choice)
     for site in ("stages.0.out", "stages.1.out"):
         alone = run(store, sites=[site], **choice)
-        assert table.where(site=site)["value"].tolist() == alone["value"].tolist()
+        assert having(table, site=site)["value"].tolist() == alone["value"].tolist()
 
 
 @pytest.mark.parametrize("mode", ["border", "corner"])

@@ -18,6 +18,7 @@ from PIL import Image
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import jaccard_score
 
+from tests.tables import having
 from tests.test_dense_probe import Array, command, every_pixel, layout, made, upsampled
 from vitsee_cli.main import main
 from vitsee_core.analyses.dense_probe import plot, run
@@ -64,7 +65,7 @@ def miou(truth: Array, found: Array) -> float:
 
 
 def value(table: Table, **wanted: Any) -> float:
-    rows = table.where(site=SITE, metric="miou", baseline="", **wanted)
+    rows = having(table, site=SITE, metric="miou", baseline="", **wanted)
     assert len(rows) == 1
     return float(rows["value"][0])
 
@@ -264,7 +265,7 @@ def test_protocols_list_what_differs(tmp_path: Path) -> None:
     unlike = capi.notes["protocol"]["differences"]
     assert "an input of 16 x 12 px, not 224 x 224" in unlike
     assert capi.notes["solver"]["resolution"] == "input"
-    assert capi.where(baseline="")["k"].tolist() == [1, 3]
+    assert having(capi, baseline="")["k"].tolist() == [1, 3]
     dino = run(store, preset="dinov3", steps=3, **choice)
     unlike = dino.notes["protocol"]["differences"]
     assert "3 steps, not 40,000; the warm-up is shorter in proportion" in unlike
@@ -273,7 +274,7 @@ def test_protocols_list_what_differs(tmp_path: Path) -> None:
         assert any("no sliding window" in line for line in table.notes["protocol"]["differences"])
     assert dino.notes["solver"]["resolution"] == "label"
     birds = run(store, preset="hummingbird", bank=60, **choice)
-    assert birds.where(baseline="")["k"].tolist() == [30]
+    assert having(birds, baseline="")["k"].tolist() == [30]
     for table in (capi, dino, birds):
         figure = plot(table)
         texts = [text.get_text() for text in figure.findobj(Text)]
@@ -310,7 +311,7 @@ def test_capi_chooses_k_and_distance(tmp_path: Path, distance: str) -> None:
     choice: dict[str, Any] = {"masks": [masks, others], "preset": "capi", "sites": [SITE]}
     table = run(train, test, **choice)
     chosen = table.notes["train"]["chosen"][SITE]
-    own = table.where(baseline="", metric="miou")
+    own = having(table, baseline="", metric="miou")
     assert own["k"].tolist() == [chosen["k"]]
     again = run(train, test, ks=[chosen["k"]], distance=chosen["distance"], **choice)
     assert value(again) == own["value"][0]

@@ -79,7 +79,7 @@ def test_a_whole_basis_loses_nothing(store: Store, tmp_path: Path) -> None:
     d = Dictionary("linear", w.T.copy(), np.ones(D, np.float32), w, np.zeros(D, np.float32),
                    centre=True)  # fmt: skip
     _, table = encode_store(store, {SITE: d, "pooled": d}, tmp_path / "codes.zarr")
-    assert table.where(metric="r2")["value"] == pytest.approx([1, 1])
+    assert table.filter(metric="r2")["value"] == pytest.approx([1, 1])
 
 
 def test_vectors_and_several_sites(store: Store, tmp_path: Path) -> None:
@@ -133,10 +133,10 @@ def test_analyses_read_codes(tmp_path: Path) -> None:
     x = class_features(labels, VIT.n_tokens, D, signal=3.0)
     store = write_model(tmp_path / "a.zarr", {SITE: x}, labels=labels)
     codes, _ = encode_store(store, {SITE: made("relu")}, tmp_path / "codes.zarr")
-    purity = cluster.run(codes, tokens="mean", baselines=()).where(metric="purity")
+    purity = cluster.run(codes, tokens="mean", baselines=()).filter(metric="purity")
     assert purity["value"] > 0.9
     assert purity["weights"].tolist()[0].endswith("codes of a dictionary")
-    assert len(pca.run(codes, components=3).where(metric="explained_variance")) == 3
+    assert len(pca.run(codes, components=3).filter(metric="explained_variance")) == 3
 
 
 @pytest.mark.parametrize(

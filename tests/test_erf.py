@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tests.command_line import refused, said
 from tests.random_stores import PLANS, create, expected, slab_of, tokens_site
 from tests.random_stores import write as write_random
+from tests.tables import having, unique
 from vitsee_core.analyses import erf
 from vitsee_core.analyses.erf import COLUMNS, METRICS, centre_of_mass, offset, plot, radius, run
 from vitsee_core.figures.fitting import all_axes
@@ -157,17 +158,17 @@ def test_table(tmp_path: Path) -> None:
         field[1] = 0
     store = write(tmp_path / "a.zarr", fields, counts, n_images=17)
     table = run(store)
-    assert tuple(table.columns) == COLUMNS
-    assert table.unique("site") == list(SITES[1:])
+    assert tuple(table.written.columns) == COLUMNS
+    assert unique(table, "site") == list(SITES[1:])
     for site, field in fields.items():
         mean = field.astype(np.float32).astype(float).sum(0) / 6
-        rows = table.where(site=site)
+        rows = having(table, site=site)
         for metric, p in (("radius50_px", 0.5), ("radius90_px", 0.9)):
             (row,) = np.flatnonzero(rows["metric"] == metric)
             assert rows["value"][row] == pytest.approx(slow_radius(mean, p), rel=1e-7)
             assert rows["row"][row] is None
             assert np.isnan([rows[name][row] for name in ("std", "low", "high")]).all()
-        cells = rows.where(metric="gradient")
+        cells = rows.filter(metric="gradient")
         y, x = cells["row"].astype(int), cells["col"].astype(int)
         np.testing.assert_allclose(cells["value"].astype(float), mean[y, x], rtol=1e-12)
         assert len(cells) == SIZE[0] * SIZE[1]
@@ -207,8 +208,8 @@ def test_choosing_images_and_sites(tmp_path: Path) -> None:
     ordered = write(tmp_path / "c.zarr", blobs(4), counts, order="dataset")
     seeds = [run(ordered, images=4, seed=s, metrics=["radius50_px"]) for s in range(8)]
     assert len({table["value"][0] for table in seeds}) > 1
-    assert run(store, sites=["blocks.1.in"]).unique("site") == ["blocks.0.out"]
-    assert run(store, sites=["blocks.-1.out"]).unique("site") == ["blocks.1.out"]
+    assert unique(run(store, sites=["blocks.1.in"]), "site") == ["blocks.0.out"]
+    assert unique(run(store, sites=["blocks.-1.out"]), "site") == ["blocks.1.out"]
     with pytest.raises(MissingInput, match=r"a has no receptive field of embed"):
         run(store, sites=["embed"])
     with pytest.raises(VitseeError, match=r"no metric 'radius'"):
@@ -233,9 +234,9 @@ def test_a_branch_that_is_zero(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     store = write(tmp_path / "a.zarr", fields, np.array([4, 4]))
     table = run(store)
     assert "a: the gradient is 0 everywhere at blocks.0.attn.branch: no radius" in caplog.text
-    zero = table.where(site="blocks.0.attn.branch")
-    assert np.isnan(zero.where(metric="radius50_px")["value"].astype(float)).all()
-    assert not zero.where(metric="gradient")["value"].astype(float).any()
+    zero = table.filter(site="blocks.0.attn.branch")
+    assert np.isnan(zero.filter(metric="radius50_px")["value"].astype(float)).all()
+    assert not zero.filter(metric="gradient")["value"].astype(float).any()
     plot(table)
     empty = write(tmp_path / "e.zarr", blobs(2), np.array([0, 0]))
     with pytest.raises(VitseeError, match=r"e has no readable image"):

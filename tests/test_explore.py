@@ -21,6 +21,7 @@ import vitsee
 from tests.explored_pages import Page, read_page
 from tests.extractions import extracted
 from tests.stores import write_sites
+from tests.tables import groups_of, having
 from vitsee_cli.main import main
 from vitsee_core.explore import tokens
 from vitsee_core.explore.attended import pack_rows, query_cells, query_step
@@ -208,10 +209,10 @@ def test_cosines_are_those_of_cosine_map(page: Page, everything: Path) -> None:
     stores = [everything / "vit.zarr", everything / "cnn.zarr"]
     for k, store in enumerate(stores):
         table = vitsee.cosine_map(store, image=["3"], at=["1,1"], to=["5"])
-        maps = table.where(metric="cosine")
-        for site, rows in maps.groups("site"):
+        maps = table.filter(metric="cosine")
+        for site, rows in groups_of(maps, "site"):
             own = page.site(k, str(site))
-            for name, cells in rows.groups("image"):
+            for name, cells in groups_of(rows, "image"):
                 query = page.image(str(rows["query"][0]))
                 cols = own.about["grid"][1]
                 cell = cols + 1
@@ -243,12 +244,12 @@ def test_colours_are_those_of_pca(page: Page, everything: Path) -> None:
     checked = 0
     for k, store in enumerate(("vit", "cnn")):
         for own in page.sites[k]:
-            rows = table.where(store=store, site=own.about["name"], metric="score")
-            share = table.where(store=store, site=own.about["name"], metric="explained_variance")
+            rows = having(table, store=store, site=own.about["name"], metric="score")
+            share = having(table, store=store, site=own.about["name"], metric="explained_variance")
             assert own.about["explained"] == pytest.approx(share["value"].sum(), abs=1e-3)
             colours = Colours.read(table.notes["colours"][store][own.about["name"]])
-            for name, cells in rows.groups("image"):
-                scores = np.stack([cells.where(component=c)["value"] for c in (1, 2, 3)], 1)
+            for name, cells in groups_of(rows, "image"):
+                scores = np.stack([having(cells, component=c)["value"] for c in (1, 2, 3)], 1)
                 found = own.colours
                 assert found is not None
                 shown = found[page.image(str(name))] / 255
@@ -261,22 +262,22 @@ def test_norms_are_those_of_the_tokens(page: Page, everything: Path) -> None:
     for k, name in enumerate(("vit.zarr", "cnn.zarr")):
         table = vitsee.norms(everything / name, metrics=["norm"], tokens="patches")
         for own in page.sites[k]:
-            mean = float(table.where(site=own.about["name"])["value"][0])
+            mean = float(having(table, site=own.about["name"])["value"][0])
             assert own.norms.mean() == pytest.approx(mean, rel=1 / 256)
 
 
 def test_attention_is_that_of_attn_map(page: Page, everything: Path) -> None:
     names = [one["id"] for one in page.about["images"]][:2]
     table = vitsee.attn_map(everything / "vit.zarr", image=names, query=[(2, 3)], sites="blocks")
-    rows = table.where(metric="attention")
+    rows = table.filter(metric="attention")
     for own in page.blocks[0]:
         assert own.about["queries"] == [*range(16)], "a grid of 4 x 4 is not thinned"
         for name in names:
-            of = rows.where(site=own.about["name"], image=name)
-            heads = of.where(token="cls")["value"].astype(float).reshape(-1, 16)
+            of = having(rows, site=own.about["name"], image=name)
+            heads = of.filter(token="cls")["value"].astype(float).reshape(-1, 16)
             shown = own.heads[page.image(name)]
             assert (np.abs(shown - heads) <= heads.max(1, keepdims=True) / 500 + 1e-4).all()
-            mean = of.where(token="2,3")["value"].astype(float).reshape(-1, 16).mean(0)
+            mean = of.filter(token="2,3")["value"].astype(float).reshape(-1, 16).mean(0)
             assert own.patches is not None
             query = own.patches[page.image(name), 2 * 4 + 3]
             assert np.abs(query - mean).max() <= mean.max() / 500 + 1e-4

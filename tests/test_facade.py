@@ -88,7 +88,7 @@ def test_a_table_that_was_made_in_python_has_a_sidecar(tmp_path: Path) -> None:
     again = run.invoke(main, ["rerun", f"{words[0]}.json", "--force"])
     assert again.exit_code == 1 and again.stdout == "" and again.stderr.count("\n") == 1
     assert "was made in Python, by vitsee.attn_dist(" in again.stderr
-    part = table.take(np.array([0]))
+    part = table.with_frame(table.frame.head(1))
     part.write(tmp_path / "part.csv")
     assert vitsee.Table.read(tmp_path / "part.csv").notes == table.notes
     assert "command" not in json.loads((tmp_path / "part.csv.json").read_text())

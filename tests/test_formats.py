@@ -67,9 +67,10 @@ def test_same_table_same_bytes_and_back(tmp_path: Path, ending: str) -> None:
     table().write(path)
     path.with_name(path.name + ".json").write_text(json.dumps({"notes": {"seed": 7}}))
     read = Table.read(path)
-    assert list(read.columns) == list(table().columns)
-    for name, values in table().columns.items():
+    assert list(read.written.columns) == list(table().written.columns)
+    for name in read.written.columns:
         if name != "l2":
+            values = table()[name]
             shown = [v.replace("\x1b", r"\x1b") if isinstance(v, str) else v for v in values]
             np.testing.assert_array_equal(read[name], np.array(shown, values.dtype))
     # Words beside numbers are words.

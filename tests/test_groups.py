@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 from matplotlib.figure import Figure
 
@@ -53,13 +54,13 @@ def test_a_label_with_a_group_or_a_path(
 def curves(metric: str = "top1") -> Table:
     made = [curve(name, 0.2 + 0.1 * i, 0.02) for i, name in enumerate(MODELS)]
     table = Table.concat(made)
-    return Table(table.columns | {"metric": np.full(len(table), metric, object)})
+    return Table(table.frame.with_columns(metric=pl.lit(metric)))
 
 
 @styled
 def two_metrics() -> Figure:
     table = Table.concat([curves("top1"), curves("top5")])
-    return draw_depth_panels(table, ["top1", "top5"])
+    return draw_depth_panels(table.frame, ["top1", "top5"])
 
 
 @pytest.mark.slow
@@ -87,7 +88,7 @@ def test_a_panel_per_group_and_metric() -> None:
 
 
 def test_looks_without_groups_are_by_store() -> None:
-    table = Table.concat([curve("a", 0.2, 0.01), curve("b", 0.3, 0.01)])
+    table = Table.concat([curve("a", 0.2, 0.01), curve("b", 0.3, 0.01)]).frame
     assert [*store_looks(table)] == ["a", "b"]
     assert len({look["color"] for look in store_looks(table).values()}) == 2
     assert [group for group, _ in by_group(table)] == [""]
@@ -149,12 +150,12 @@ def maps_of(n_layers: int, n_heads: int, images: list[str]) -> Table:
     tables = []
     for store in MODELS:
         rows = fake_maps(n_layers, n_heads, (4, 4), "mean_cls")
-        own = rows.columns | {"store": np.full(len(rows), store, object)}
+        own = rows.frame.with_columns(store=pl.lit(store))
         for image in images:
             more = {"image": image, "token": "cls", "metric": "attention"}
-            tables.append(Table(own | {k: np.full(len(rows), v, object) for k, v in more.items()}))
+            tables.append(own.with_columns(**{name: pl.lit(cell) for name, cell in more.items()}))
         if not images:
-            tables.append(Table(own))
+            tables.append(own)
     return Table.concat(tables)
 
 

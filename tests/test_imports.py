@@ -337,4 +337,4 @@ def test_stores_of_two_makers_are_not_train_and_test(tmp_path: Path) -> None:
         )
     with pytest.raises(VitseeError, match=r"different models \(a against b\)"):
         vitsee.knn(stores[0], stores[1])
-    assert (vitsee.knn(stores[0], stores[2], ks=[1]).where(metric="top1")["value"] == 1).all()
+    assert (vitsee.knn(stores[0], stores[2], ks=[1]).filter(metric="top1")["value"] == 1).all()

@@ -30,7 +30,7 @@ from tests.spair_sets import (
     write_store,
 )
 from tests.stores import write_sites
-from tests.tables import equal
+from tests.tables import equal, groups_of, having, unique
 from vitsee_core.analyses.keypoints import COLUMNS, matching, plot, run
 from vitsee_core.analyses.keypoints.candidates import Cells, candidates, cells_of
 from vitsee_core.analyses.keypoints.located import locate
@@ -97,7 +97,7 @@ def squares(
 
 
 def value(table: Table, metric: str, baseline: str = "", **more: Any) -> float:
-    (found,) = table.where(metric=metric, baseline=baseline, **more)["value"]
+    (found,) = having(table, metric=metric, baseline=baseline, **more)["value"]
     return float(found)
 
 
@@ -405,7 +405,9 @@ def test_metrics_are_chosen(tmp_path: Path) -> None:
     whole = run(store, pairs=pairs)
     for kind in ("pck", "pck_point", "pck_image"):
         found = run(store, pairs=pairs, metrics=[kind])
-        rows = whole.where(metric=[m for m in whole.unique("metric") if m.startswith(f"{kind}@")])
+        rows = having(
+            whole, metric=[m for m in unique(whole, "metric") if m.startswith(f"{kind}@")]
+        )
         assert found["value"].tolist() == rows["value"].tolist() and len(found)
         assert plot(found).axes
     with pytest.raises(VitseeError, match="no metric 'x'; metrics of keypoints: pck, pck_point"):
@@ -415,8 +417,8 @@ def test_metrics_are_chosen(tmp_path: Path) -> None:
 def test_groups_are_tables_of_their_pairs(tmp_path: Path) -> None:
     store, folder, _ = made(tmp_path)
     table = run(store, pairs=folder, by=["class", "viewpoint", "scale"], alphas=[0.2])
-    assert tuple(table.columns) == COLUMNS
-    whole = table.where(**{"class": "", "group": ""})
+    assert tuple(table.written.columns) == COLUMNS
+    whole = having(table, **{"class": "", "group": ""})
     assert len(whole) == 3 * 4 and whole["n_pairs"].tolist() == [12] * 12
     groups = {"viewpoint 0", "viewpoint 1", "viewpoint 2", "scale 0", "scale 1", "scale 2"}
     assert set(table["group"]) == {"", *groups}
@@ -427,11 +429,11 @@ def test_groups_are_tables_of_their_pairs(tmp_path: Path) -> None:
     ):
         own = write_pairs(tmp_path / column, chosen)
         alone = run(store, pairs=own, alphas=[0.2])
-        part = table.where(**{column: name})
+        part = having(table, **{column: name})
         for cell in ("metric", "value", "n_pairs", "n_points", "n_images", "baseline"):
             assert part[cell].tolist() == alone[cell].tolist()
         np.testing.assert_allclose(part["std"], alone["std"], atol=1e-12)
-    assert not {"class", "group"} & set(run(store, pairs=folder).columns)
+    assert not {"class", "group"} & set(run(store, pairs=folder).written.columns)
 
 
 def test_replicates_are_the_values_without_each_image(tmp_path: Path) -> None:
@@ -465,7 +467,7 @@ def test_sites_without_a_grid(tmp_path: Path) -> None:
         layout=LAYOUT, ids=ids, sizes=sizes, transform=transform(),
     )  # fmt: skip
     folder = write_pairs(tmp_path / "s", pairs)
-    assert run(store, pairs=folder, sites=["*"]).unique("site") == ["blocks.0.out"]
+    assert unique(run(store, pairs=folder, sites=["*"]), "site") == ["blocks.0.out"]
     with pytest.raises(VitseeError, match="pooled has no tokens on the image's grid"):
         run(store, pairs=folder, sites=["pooled"])
 
@@ -537,12 +539,12 @@ def test_random_features_are_a_baseline(tmp_path: Path, preset: str | None) -> N
     own = {f"blocks.{i}.out": grids * 0 + np.arange(1.0 + i, dim + 1 + i) for i in range(2)}
     store = write_store(tmp_path / "a.zarr", own, ids, sizes)
     options = {"pairs": folder, "preset": preset, "seed": 7}
-    drawn = run(store, baselines=["random"], **options).where(baseline="random")
-    plain = run(known, **options).where(baseline="")
+    drawn = run(store, baselines=["random"], **options).filter(baseline="random")
+    plain = having(run(known, **options), baseline="")
     assert len(drawn) == 2 * len(plain)
-    for _, of_site in drawn.groups("site"):
+    for _, of_site in groups_of(drawn, "site"):
         for name in ("metric", "value", "low", "high", "n_points"):
             assert np.array_equal(of_site[name], plain[name], equal_nan=name != "metric")
-    assert "random" not in run(store, **options).unique("baseline")
+    assert "random" not in unique(run(store, **options), "baseline")
     with pytest.raises(VitseeError, match="no baseline 'uniform'; expected random"):
         run(store, baselines=["uniform"], **options)

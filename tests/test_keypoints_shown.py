@@ -29,6 +29,7 @@ from tests.spair_sets import (
     write_store,
 )
 from tests.stores import write_sites
+from tests.tables import having
 from vitsee_cli.main import main
 from vitsee_core.analyses.keypoints import plot, run, spair
 from vitsee_core.analyses.keypoints.located import locate
@@ -421,7 +422,7 @@ def test_images_of_several_sizes_on_one_canvas(tmp_path: Path) -> None:
     assert not store.fills.all()
     table = run(open_store(whole), store, pairs=root, match="token", alphas=[0.05])
     low, high = (
-        table.where(store=name, baseline="grid", metric="pck@0.05", site="embed")["value"][0]
+        having(table, store=name, baseline="grid", metric="pck@0.05", site="embed")["value"][0]
         for name in ("whole", "tiles")
     )
     assert high > 3 * low > 0

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.stores import CNN_PAIR, write_labelled
-from tests.tables import equal
+from tests.tables import equal, having, unique
 from vitsee_cli.main import main
 from vitsee_core.analyses.knn import COLUMNS, VOTES, plot, ranks, run
 from vitsee_core.kernels.neighbours import PAD, Neighbours
@@ -242,12 +242,12 @@ def test_run_against_a_loop(tmp_path: Path, vote: str) -> None:
         for k in (1, 5):
             votes = [loop_classes(one[:k], labels, 7, vote, 0.07) for one in found]
             right = [c[0] == own for c, own in zip(votes, test.samples.label, strict=True)]
-            rows = table.where(site=site, k=k)
-            assert rows.where(metric="top1")["value"].tolist() == [np.mean(right)]
+            rows = having(table, site=site, k=k)
+            assert rows.filter(metric="top1")["value"].tolist() == [np.mean(right)]
             top5 = [own in c[:5] for c, own in zip(votes, test.samples.label, strict=True)]
             expected = [np.mean(top5)] if k >= 5 else []
-            assert rows.where(metric="top5")["value"].tolist() == expected
-            classes = rows.where(metric="top1_class")
+            assert rows.filter(metric="top5")["value"].tolist() == expected
+            classes = rows.filter(metric="top1_class")
             assert classes["class"].tolist() == list("abcdefg")
             for number in range(7):
                 own = np.array(right)[test.samples.label == number]
@@ -259,8 +259,8 @@ def test_run_against_a_loop(tmp_path: Path, vote: str) -> None:
 def test_metrics_are_chosen(tmp_path: Path) -> None:
     train, test = pair(tmp_path)
     whole = run(train, test, ks=[5])
-    for metric in whole.unique("metric"):
-        rows, found = whole.where(metric=metric), run(train, test, ks=[5], metrics=[metric])
+    for metric in unique(whole, "metric"):
+        rows, found = having(whole, metric=metric), run(train, test, ks=[5], metrics=[metric])
         assert set(found["metric"].tolist()) == {metric}
         assert found["value"].tolist() == rows["value"].tolist()
     with pytest.raises(VitseeError, match="no metric 'map'; metrics of knn: top1, top5"):
@@ -272,13 +272,13 @@ def test_metrics_are_chosen(tmp_path: Path) -> None:
 def test_columns_and_places(tmp_path: Path) -> None:
     train, test = pair(tmp_path)
     table = run(train, test, baselines=["random"])
-    assert list(table.columns) == [name for name in COLUMNS if name != "class"]
-    assert table.unique("store") == ["test"]
-    real = table.where(baseline="", metric="top1")
+    assert list(table.written.columns) == [name for name in COLUMNS if name != "class"]
+    assert unique(table, "store") == ["test"]
+    real = having(table, baseline="", metric="top1")
     assert real["site"].tolist() == ["embed", "blocks.0.out", "blocks.1.out"]
     assert real["depth"].tolist() == [0, 1, 2]
     assert set(real["k"].tolist()) == {20}
-    chance = table.where(baseline="random", metric="top1")
+    chance = table.filter(baseline="random", metric="top1")
     # one draw for each number of channels, and all sites have four
     assert len(chance) == 3 and len(set(chance["value"].tolist())) == 1
     assert table.notes["compared"]["tokens"] == dict.fromkeys(real["site"].tolist(), "cls")
@@ -293,9 +293,9 @@ def test_separable_and_unlearnable(tmp_path: Path) -> None:
     other = {"clear": np.eye(6)[labels] + 0.01 * gauss(n, 6, 2), "noise": gauss(n, 6, 3)}
     test = write_labelled(tmp_path / "b.zarr", other, labels, slab=64, hash_offset=1000)
     table = run(train, test, sites=["clear", "noise"], baselines=["random"])
-    top1 = table.where(metric="top1")
-    assert top1.where(site="clear", baseline="")["value"].tolist() == [1.0]
-    chance = [top1.where(site="noise", baseline=b)["value"][0] for b in ("", "random")]
+    top1 = table.filter(metric="top1")
+    assert having(top1, site="clear", baseline="")["value"].tolist() == [1.0]
+    chance = [having(top1, site="noise", baseline=b)["value"][0] for b in ("", "random")]
     # five standard errors around 1/6
     assert all(abs(value - 1 / 6) < 5 * math.sqrt(5 / 36 / n) for value in chance)
 
@@ -318,13 +318,13 @@ def test_top5_needs_five_neighbours_and_six_classes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train, test = pair(tmp_path)
-    assert run(train, test, ks=(4,)).unique("metric") == ["top1"]
+    assert unique(run(train, test, ks=(4,)), "metric") == ["top1"]
     values = {"pooled": gauss(20, 3, 0)}
     labels = np.arange(20) % 5
     a = write_labelled(tmp_path / "a.zarr", values, labels)
     b = write_labelled(tmp_path / "b.zarr", values, labels, hash_offset=99)
     with caplog.at_level("INFO"):
-        assert run(a, b, sites=["pooled"], ks=(8,)).unique("metric") == ["top1"]
+        assert unique(run(a, b, sites=["pooled"], ks=(8,)), "metric") == ["top1"]
     assert "k >= 5 and more than 5 classes" in caplog.text
 
 
@@ -398,13 +398,13 @@ def test_panels(tmp_path: Path) -> None:
     lines = {str(line.get_label()): line for line in figure.axes[0].lines}
     assert {"test, k = 1", "test, k = 9", "baseline: random features"} <= set(lines)
     drawn = np.asarray(lines["test, k = 9"].get_ydata())
-    curve = table.where(metric="top1", k=9, baseline="")
+    curve = having(table, metric="top1", k=9, baseline="")
     assert drawn.tolist() == curve["value"][:3].tolist()
     # a curve has one colour in all panels
     other = next(line for line in figure.axes[1].lines if line.get_label() == "test, k = 9")
     assert other.get_color() == lines["test, k = 9"].get_color()
     assert [text.get_text() for text in figure.axes[0].get_xticklabels()][-1] == "pooled"
-    plot(table.where(site="pooled"))
+    plot(table.filter(site="pooled"))
 
 
 def knn_command(*args: str | Path) -> Result:

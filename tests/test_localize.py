@@ -25,7 +25,7 @@ from tests.manifests import edited
 from tests.printed_text import flat
 from tests.reference_cka import loop_cka
 from tests.stores import Site, write_sites
-from tests.tables import check_chosen_metrics
+from tests.tables import check_chosen_metrics, groups_of, having, unique
 from vitsee_cli.main import main
 from vitsee_core.analyses import localize
 from vitsee_core.analyses.localize import COLUMNS, SITE_COLUMNS, location_maps, plot, run, site_maps
@@ -116,7 +116,7 @@ def loop_maps(acts: Array, pixels: Array, grid: tuple[int, int], step: int) -> F
 
 def maps_of(table: Table, name: str = "value") -> Float:
     """(tokens, patches) in the table's order."""
-    return np.asarray(table[name].reshape(len(table.unique("token")), -1))
+    return np.asarray(table[name].reshape(len(unique(table, "token")), -1))
 
 
 # Values
@@ -133,7 +133,7 @@ def test_by_hand(tmp_path: Path) -> None:
     layout = TokenLayout((), (1, 2), stride_px=(1.0, 1.0))
     acts = np.array([x, y], np.float64).T[..., np.newaxis]
     table = run(write(tmp_path / "a.zarr", {"blocks.0.out": (acts, layout)}, pixels))
-    assert tuple(table.columns) == COLUMNS
+    assert tuple(table.written.columns) == COLUMNS
     assert table["token"].tolist() == ["0,0", "0,0", "0,1", "0,1"]
     assert table["row"].tolist() == [0] * 4 and table["col"].tolist() == [0, 1, 0, 1]
     assert table["value"] == pytest.approx([-0.5, 1, 1, -0.5], rel=1e-6)
@@ -159,7 +159,7 @@ def test_every_token_and_patch_is_the_double_loop(store: Store) -> None:
 def test_chosen_tokens_and_the_class_token(tmp_path: Path, store: Store) -> None:
     everything = maps_of(run(store))
     table = run(store, tokens=["1,2", "0,1", "1,2", "cls"])
-    assert table.unique("token") == ["cls", "1,2", "0,1"]
+    assert unique(table, "token") == ["cls", "1,2", "0,1"]
     assert maps_of(table)[1:] == pytest.approx(everything[[5, 1]], abs=1e-6)
     expected = [loop_cka(ACTS[:, 0], p) for p in cell_pixels(PIXELS, (2, 3), 4)]
     assert maps_of(table)[0] == pytest.approx(expected, abs=1e-6)
@@ -181,13 +181,13 @@ def test_tokens_that_copy_their_patch(tmp_path: Path) -> None:
         PIXELS,
     )
     table = run(store, summary="token")
-    by_metric = {name: rows["value"] for name, rows in table.groups("metric")}
+    by_metric = {name: rows["value"] for name, rows in groups_of(table, "metric")}
     assert by_metric["own_cka"] == pytest.approx(np.ones(6), abs=1e-5)
     assert by_metric["own_rank"].tolist() == [1] * 6
     assert by_metric["own_rank_relative"].tolist() == by_metric["peak_distance_px"].tolist()
     assert by_metric["own_margin"].min() > 0.5
     table = run(store, summary="site")
-    assert table.where(metric="own_top1")["value"].tolist() == [1, pytest.approx(1 / 6)]
+    assert table.filter(metric="own_top1")["value"].tolist() == [1, pytest.approx(1 / 6)]
     assert table["n_tokens"].tolist() == [6] * 7
 
 
@@ -217,17 +217,17 @@ def test_grids_of_different_size_in_one_call(tmp_path: Path) -> None:
         "d.out": (tokens_of(pixels, 2, 5), LAYOUT),
     }
     table = run(write(tmp_path / "a.zarr", acts, pixels), sites=["blocks"])
-    assert table.unique("site") == list(acts)
+    assert unique(table, "site") == list(acts)
     for (name, (values, layout)), step in zip(acts.items(), (4, 8, 3, 4), strict=True):
         expected = loop_maps(values, pixels, layout.grid or (0, 0), step)
-        assert maps_of(table.where(site=name)) == pytest.approx(expected, abs=1e-6)
+        assert maps_of(having(table, site=name)) == pytest.approx(expected, abs=1e-6)
     patch = table.notes["stores"]["a"]["patch_px"]
     assert patch == {"a.out": [4, 4], "b.out": [8, 8], "c.out": [3, 3], "d.out": [4, 4]}
     summary = run(open_store(tmp_path / "a.zarr"), sites=["b.out"], summary="site")
     assert np.isnan(summary["value"]).all() and summary["n_tokens"].tolist() == [0] * 7
     # two sites with the same patches: their Gram matrices serve both, the result is that of one
     alone = run(open_store(tmp_path / "a.zarr"), sites=["d.out"])
-    assert alone["value"] == pytest.approx(table.where(site="d.out")["value"], rel=1e-12)
+    assert alone["value"] == pytest.approx(table.filter(site="d.out")["value"], rel=1e-12)
 
 
 def test_patches_cut_at_the_edge(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_constant_patch_has_no_value(tmp_path: Path) -> None:
     assert table["n_tokens"].tolist() == [4] * 7 and np.isfinite(table["value"]).all()
     assert table["value"][-1] == 1 / 5
     tokens = run(store, summary="token")
-    assert np.isnan(tokens.where(token="0,0")["value"]).all()
+    assert np.isnan(tokens.filter(token="0,0")["value"]).all()
     for table in (tokens, run(store, tokens=["0,1"])):  # the latter is nothing but NaN
         plot(table).savefig(io.BytesIO(), dpi=40)
 
@@ -477,7 +477,7 @@ def test_the_jackknife_leaves_images_out(tmp_path: Path) -> None:
         [loop_cka(np.delete(acts[:, 2], k, 0), np.delete(patch, k, 0)) for k in range(n)]
     )
     std = math.sqrt((n - 1) / n * ((without - without.mean()) ** 2).sum())
-    row = table.where(row=1, col=1)
+    row = table.filter(row=1, col=1)
     value = loop_cka(acts[:, 2], patch)
     assert row["std"][0] == pytest.approx(std, rel=1e-4)
     half = t_quantile(n - 1) * std
@@ -488,22 +488,22 @@ def test_the_jackknife_leaves_images_out(tmp_path: Path) -> None:
 
 def test_spread_of_summaries(store: Store) -> None:
     table = run(store, summary="site")
-    smooth = table.where(metric=["own_cka", "own_margin"])
+    smooth = having(table, metric=["own_cka", "own_margin"])
     half = t_quantile(BLOCKS - 1) * smooth["std"]
     for bound, by_hand in (("low", smooth["value"] - half), ("high", smooth["value"] + half)):
         np.testing.assert_allclose(smooth[bound], by_hand)
     assert (half > 0).all()
-    others = table.where(metric=["own_top1", "own_rank", "own_rank_relative", "peak_distance_px"])
+    others = having(table, metric=["own_top1", "own_rank", "own_rank_relative", "peak_distance_px"])
     assert np.isnan(others["std"]).all()  # a jackknife has nothing to say of ranks
     repeats = run(store, summary="site", preset="raghu", batch=10, repeats=3)
     about = repeats.notes["stores"]["a"]
     assert [about[name] for name in ("estimator", "batch", "batches", "repeats")] == [
         *("minibatch", 10, 3, 3)
     ]
-    assert np.isfinite(repeats.where(baseline="")["std"]).all()
-    assert np.isnan(repeats["low"]).all() and repeats.unique("spread") == ["repeats"]
-    assert tuple(repeats.columns) == SITE_COLUMNS
-    assert tuple(run(store, summary="token").columns) == COLUMNS
+    assert np.isfinite(having(repeats, baseline="")["std"]).all()
+    assert np.isnan(repeats["low"]).all() and unique(repeats, "spread") == ["repeats"]
+    assert tuple(repeats.written.columns) == SITE_COLUMNS
+    assert tuple(run(store, summary="token").frame.columns) == COLUMNS
 
 
 @pytest.mark.slow
@@ -511,7 +511,7 @@ def test_scales_of_the_summary_do_not_depend_on_how_alike_the_tokens_are(store: 
     table = run(store, summary="token")
     for value, margin in ((1.0, 0.0), (2.0, 0.5)):
         values = np.where(table["metric"] == "own_margin", margin, value)
-        figure = plot(Table(table.columns | {"value": values}))
+        figure = plot(Table(table.written.with_columns(value=values)))
         own, rank, less = (axes.images[0].norm for axes in figure.axes[:3])
         assert (own.vmin, own.vmax) == (0, value)
         assert (rank.vmin, rank.vmax) == (1, 6)
@@ -533,16 +533,16 @@ def test_summaries_are_those_of_the_maps(store: Store) -> None:
             "own_margin": maps[t, t] - max(others),
             "peak_distance_px": 4 * math.hypot(peak[0] - row, peak[1] - col),
         }
-        rows = table.where(token=f"{row},{col}")
+        rows = having(table, token=f"{row},{col}")
         assert dict(zip(rows["metric"].tolist(), rows["value"].tolist(), strict=True)) == (
             pytest.approx(expected, rel=1e-12)
         )
         assert rows["row"].tolist() == [row] * 5 and rows["col"].tolist() == [col] * 5
     site = run(store, summary="site")
-    first = np.mean(table.where(metric="own_rank")["value"] == 1)
+    first = np.mean(table.filter(metric="own_rank")["value"] == 1)
     assert site["value"][0] == pytest.approx(first)
-    assert site.where(metric="own_margin")["value"][0] == pytest.approx(
-        table.where(metric="own_margin")["value"].mean()
+    assert site.filter(metric="own_margin")["value"][0] == pytest.approx(
+        table.filter(metric="own_margin")["value"].mean()
     )
 
 
@@ -695,7 +695,7 @@ def test_a_fine_grid_is_thinned_evenly(
     whole = run(store, sites=["b.0.out"], tokens=["each"])
     monkeypatch.setattr(site_maps, "MOST_PAIRS", n_tokens * 132)
     found = run(store, sites=["b.0.out"])
-    assert found.unique("token") == [f"{row},{col}" for row in rows for col in cols]
+    assert unique(found, "token") == [f"{row},{col}" for row in rows for col in cols]
     patches = cell_pixels(pixels, (12, 11), 1)
     chosen = [row * 11 + col for row in rows for col in cols]
     for k, cell in enumerate(chosen[:3]):
@@ -711,9 +711,9 @@ def test_a_fine_grid_is_thinned_evenly(
     said = f"f: b.0.out: {len(chosen)} of its 132 tokens are compared, every {every}"
     assert said in caplog.text and "--tokens each takes all" in caplog.text
     of_site = run(store, sites=["b.0.out"], summary="site")
-    assert set(of_site.where(baseline="")["n_tokens"].tolist()) == {len(chosen)}
+    assert set(having(of_site, baseline="")["n_tokens"].tolist()) == {len(chosen)}
     own = own_patch(maps_of(found), chosen)
-    margin = of_site.where(metric="own_margin")["value"]
+    margin = of_site.filter(metric="own_margin")["value"]
     assert margin[0] == pytest.approx(own[OWN_METRICS.index("own_margin")].mean(), rel=1e-6)
     assert len(plot(of_site).axes) == 3 and plot(found).axes
     assert plot(run(store, sites=["b.0.out"], summary="token")).axes
@@ -769,7 +769,7 @@ def test_a_mosaic_draws_every_token_it_can(tmp_path: Path, monkeypatch: pytest.M
     drawn: Any = axes.images[0].get_array()
     shown = np.ma.filled(drawn, np.nan)
     assert shown.shape == (5, 5)  # 2 x 2 maps of 2 x 2 patches, a gap between them
-    one = table.where(site="blocks.2.out", token="1,0")
+    one = table.filter(site="blocks.2.out", token="1,0")
     assert shown[3:, :2] == pytest.approx(one["value"].reshape(2, 2))
     assert len(axes.collections[0].get_paths()) == 4
     monkeypatch.setattr(location_maps, "MOST_MOSAICS", 2)

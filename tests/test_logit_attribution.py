@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 from click.testing import CliRunner
@@ -16,6 +17,7 @@ from torch import nn
 
 from tests.extractions import VIT, extracted, plant_images
 from tests.stores import Site, write_sites
+from tests.tables import groups_of, having, unique
 from vitsee_cli.main import main
 from vitsee_core.analyses.logit_attribution import headline, plot, run
 from vitsee_core.analyses.logit_attribution.contributions import Readout
@@ -99,7 +101,7 @@ HEADED = ("class token", "norm, then mean", "registers and layer scale")
 
 def values_of(table: Table, **where: Any) -> dict[tuple[str, str], float]:
     """(site, part) -> value."""
-    rows = table.where(**where)
+    rows = having(table, **where)
     keys = zip(rows["site"].tolist(), rows["part"].tolist(), strict=True)
     return dict(zip(keys, rows["value"].astype(float).tolist(), strict=True))
 
@@ -120,7 +122,7 @@ def test_parts_add_up_to_the_logits(name: str, stores: dict[str, Store]) -> None
     for raw in (True, False):
         table = run(store, classes=("class0", "class1"), raw=raw)
         assert table.notes["residue"][store.label]["largest"] < 1e-5
-        for c, own in table.groups("class"):
+        for c, own in groups_of(table, "class"):
             parts = values_of(own)
             expected = logits if raw else logits - logits.mean(1, keepdims=True)
             whole = expected[:, int(str(c)[-1])].mean()
@@ -212,10 +214,10 @@ def test_heads_against_hooks_on_the_model(slow: tuple[Store, Slow]) -> None:
     store, model = slow
     table = run(store, heads=True, classes=("0",), raw=True)
     for i in range(6):
-        rows = table.where(site=f"blocks.{i}.attn")
-        inner = rows.take(~np.isin(rows["part"].tolist(), ["attn"]))
+        rows = having(table, site=f"blocks.{i}.attn")
+        inner = rows.filter(pl.col("part") != "attn")
         assert inner["part"].tolist() == ["head"] * (len(inner) - 1) + ["projection_bias"]
-        whole = rows.where(part="attn")["value"][0]
+        whole = rows.filter(part="attn")["value"][0]
         assert inner["value"].astype(float).sum() == pytest.approx(whole, abs=2e-6)
     block = model.module.blocks[3]
     n_heads = block.attn.num_heads
@@ -224,7 +226,7 @@ def test_heads_against_hooks_on_the_model(slow: tuple[Store, Slow]) -> None:
     alone = z @ block.attn.proj.weight.detach().double().numpy().T
     if hasattr(block.ls1, "gamma"):
         alone = alone * block.ls1.gamma.detach().double().numpy()
-    last = table.where(site="blocks.3.attn", head=n_heads - 1)
+    last = having(table, site="blocks.3.attn", head=n_heads - 1)
     assert last["value"][0] == pytest.approx(model.part(alone, 0), abs=2e-6)
 
 
@@ -263,12 +265,12 @@ def test_patches_against_hooks_on_the_model(slow: tuple[Store, Slow]) -> None:
     store, model = slow
     table = run(store, patches=True, image=("3",), classes=("0",), raw=True)
     name = str(store.samples.id[3])
-    assert table.unique("image") == [name] and table.unique("class") == ["class0"]
+    assert unique(table, "image") == [name] and unique(table, "class") == ["class0"]
     kept = model.kept
     n_tokens = kept["in"].shape[1]
     cells = range(n_tokens - 4 * 6, n_tokens)
     for i in (0, 3):
-        found = table.where(site=f"blocks.{i}.attn")
+        found = having(table, site=f"blocks.{i}.attn")
         if model.read == (0,):
             expected = moved_by_hand(model, i, 3)[list(cells)]
         else:
@@ -279,9 +281,9 @@ def test_patches_against_hooks_on_the_model(slow: tuple[Store, Slow]) -> None:
                 expected[n] = N * model.part(branch, 0)
         assert found["value"].astype(float) == pytest.approx(expected, abs=2e-6)
         assert found["row"].tolist()[5:7] == [0, 1] and found["col"].tolist()[5:7] == [5, 0]
-    parts = dict(table.groups("part"))
+    parts = dict(groups_of(table, "part"))
     total = parts["patches"]["value"].astype(float)
-    inner = table.take(~np.isin(table["part"].tolist(), ["patches", "rest", "logit"]))
+    inner = table.filter(~pl.col("part").is_in(["patches", "rest", "logit"]))
     by_cell = inner["value"].astype(float).reshape(-1, len(cells)).sum(0)
     assert total == pytest.approx(by_cell)
     logit = parts["logit"]["value"][0]
@@ -296,9 +298,9 @@ def test_maps_of_several_models_and_of_a_cnn(stores: dict[str, Store]) -> None:
     """The same images, at their places; less the mean over classes the maps of two are opposite."""
     some = [stores["class token"], stores["last stage of a CNN"]]
     table = run(*(store for store in some), patches=True, classes=("0", "1"))
-    values = [rows["value"].astype(float) for _, rows in table.groups("class")]
+    values = [rows["value"].astype(float) for _, rows in groups_of(table, "class")]
     assert values[0] == pytest.approx(-values[1], abs=1e-12)
-    assert len(table.unique("image")) == 4
+    assert len(unique(table, "image")) == 4
     plot(table)
     plot(table, scale="map")
 
@@ -346,7 +348,7 @@ def test_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert own[("logits", "residue")] == pytest.approx(0, abs=1e-7)
     assert own[("logits", "logit")] == pytest.approx((0.25 + 1.25) / 2)
     assert table["n_images"].tolist() == [2] * 5
-    by_class = run(store, by_class=True).where(site="embed")
+    by_class = run(store, by_class=True).filter(site="embed")
     assert dict(zip(by_class["class"], by_class["value"], strict=True)) == {"cat": -1.5, "dog": 1}
     assert plot(table).axes[0].get_ylabel().split()[-2:] == ["the", "label"]
     assert by_class["n_images"].tolist() == [1, 1] and np.isnan(by_class["low"].astype(float)).all()

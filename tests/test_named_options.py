@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 import vitsee
+from tests.tables import unique
 from vitsee_cli.main import main
 from vitsee_core.extraction.named_options import options_in_name
 from vitsee_core.extraction.options import OptionError
@@ -71,5 +72,5 @@ def test_weights_of_one_model_twice(tmp_path: Path) -> None:
     found = CliRunner().invoke(main, [*map(str, words)])
     assert found.exit_code == 0, found.stderr
     table = Table.read(path)
-    assert len(table.unique("store")) == 2 and table.unique("model") == ["demo:vit"]
-    assert any("random 0" in store for store in table.unique("store"))
+    assert len(unique(table, "store")) == 2 and unique(table, "model") == ["demo:vit"]
+    assert any("random 0" in store for store in unique(table, "store"))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 from numpy.typing import NDArray
 
@@ -16,6 +17,7 @@ from tests.extractions import RESNET, VIT, extracted, plant_images
 from tests.residuals import products_of
 from tests.stores import VIT as LAYOUT
 from tests.stores import write_sites
+from tests.tables import having, unique
 from vitsee_core.analyses.norms import METRICS, OF_ACTIVATIONS, OF_NORMS, plot, run
 from vitsee_core.analyses.norms.outliers import (
     bimodality,
@@ -36,7 +38,7 @@ LINE = TokenLayout((), (1, 2), stride_px=(16.0, 16.0))
 
 
 def value(table: Table, metric: str, **where: Any) -> float:
-    (found,) = table.where(metric=metric, **where)["value"].tolist()
+    (found,) = having(table, metric=metric, **where)["value"].tolist()
     return float(found)
 
 
@@ -48,27 +50,27 @@ def test_by_hand(tmp_path: Path) -> None:
     # -8). Medians of |x|: 3.5 and 5.
     x = np.array([[[3, 4], [0, 200]], [[3, 4], [6, -8]]], float)
     table = run(write_sites(tmp_path / "a.zarr", {"embed": x}, layout=LINE))
-    patches = table.where(token="patches")
+    patches = table.filter(token="patches")
     assert value(patches, "norm") == 55.0  # means 102.5 and 7.5
     half = t_quantile(1) * np.std([102.5, 7.5], ddof=1) / math.sqrt(2)
-    assert patches.where(metric="norm")["low"][0] == pytest.approx(55 - half, rel=1e-12)
+    assert patches.filter(metric="norm")["low"][0] == pytest.approx(55 - half, rel=1e-12)
     assert value(patches, "norm_median") == 7.5  # 5, 5, 10, 200
     assert value(patches, "outlier_share") == 0.25
     # |x - 7.5| = 2.5, 2.5, 2.5, 192.5: the threshold is 7.5 + 6 x 1.4826 x 2.5 = 29.7
     assert value(patches, "outlier_share_mad") == 0.25
-    cells = table.where(row=0)
-    assert cells.where(metric="norm")["value"].tolist() == [5.0, 105.0]
-    assert cells.where(metric="outlier_share")["value"].tolist() == [0.0, 0.5]
+    cells = table.filter(row=0)
+    assert cells.filter(metric="norm")["value"].tolist() == [5.0, 105.0]
+    assert cells.filter(metric="outlier_share")["value"].tolist() == [0.0, 0.5]
     assert value(table, "massive_top1") == 104.0
     assert value(table, "massive_ratio") == pytest.approx((200 / 3.5 + 8 / 5) / 2, rel=1e-12)
     assert value(table, "massive_share") == 0.0  # 200 is above 100, but 57 times the median
     # cosines (0.8, and (18 - 32) / 50 = -0.28)
     assert value(table, "neighbour_cos") == pytest.approx((0.8 - 0.28) / 2, rel=1e-12)
-    top = table.where(metric="massive_token_share")
+    top = table.filter(metric="massive_token_share")
     assert top["at"].tolist() == ["0,1"]
     assert top["value"].tolist() == [1.0]
-    assert table.where(metric="massive_channel_share")["channel"].tolist() == [1]
-    bins = table.where(metric="norm_histogram")
+    assert table.filter(metric="massive_channel_share")["channel"].tolist() == [1]
+    bins = table.filter(metric="norm_histogram")
     counts = dict(zip(bins["norm_from"].tolist(), bins["value"].tolist(), strict=True))
     # 5, 10 and 200 lie in the eighths 18 (4.757 to 5.187), 26 and 61 of factors of 2
     assert counts == {2 ** (18 / 8): 0.5, 2 ** (26 / 8): 0.25, 2 ** (61 / 8): 0.25}
@@ -83,7 +85,7 @@ def test_a_massive_activation_by_hand(tmp_path: Path) -> None:
     x[2, 2, 7] = 99  # 6,336 times, but below 100
     table = run(write_sites(tmp_path / "a.zarr", {"embed": x}))
     assert value(table, "massive_share") == pytest.approx(1 / 3)
-    row = table.where(metric="massive_top1")
+    row = table.filter(metric="massive_top1")
     assert (row["channel"][0], row["at"][0]) == (7, "cls")
     assert value(table, "massive_token_share") == pytest.approx(2 / 3)
     assert value(table, "massive_channel_share") == 1.0
@@ -177,8 +179,8 @@ def test_against_loops(metric: str, tmp_path: Path) -> None:
     valid = [i not in (4, 11) for i in range(len(x))]
     kept = x[np.array(valid)]
     store = write_sites(tmp_path / "a.zarr", {"embed": x}, valid=valid, slab=5)
-    table = run(store, threshold=20.0).where(metric=metric, row=[None])
-    row = table.where(token="patches") if metric in OF_NORMS else table
+    table = having(run(store, threshold=20.0), metric=metric, row=[None])
+    row = table.filter(token="patches") if metric in OF_NORMS else table
     # sums in float64 in another order
     assert row["value"][0] == pytest.approx(loop(kept, metric, 20.0), rel=1e-11)
     assert row["n_images"][0] == 21
@@ -208,7 +210,7 @@ def test_tokens_without_length_have_no_cosine(tmp_path: Path) -> None:
     x[0, 1:] = 0  # no patch of an image
     x[1, 2] = 0  # one patch of another
     table = run(write_sites(tmp_path / "a.zarr", {"embed": x}))
-    row = table.where(metric="neighbour_cos")
+    row = table.filter(metric="neighbour_cos")
     assert row["n_images"][0] == 3
     assert np.isfinite(row["value"][0])
 
@@ -225,19 +227,19 @@ def test_dot_products_give_the_activations_norms(model: Any, tmp_path: Path) -> 
     extracted(*model, "--data", images, *more, "--tokens", "pooled", "-o", tmp_path / "few.zarr")
     both, pooled = (open_store(tmp_path / f"{name}.zarr") for name in ("all", "few"))
     table, alone = run(both), run(pooled)
-    assert not {*alone.unique("metric")} & {*OF_ACTIVATIONS}
+    assert not {*unique(alone, "metric")} & {*OF_ACTIVATIONS}
     sources = table.notes["norms_from"]["all"]
     assert any(source.startswith("residual/") for source in sources.values())
-    for site in table.unique("site"):
+    for site in unique(table, "site"):
         x = both.acts(site, "patches")[:].astype(np.float64)
         expected = np.linalg.norm(x, axis=-1).mean(0).ravel()
         for found in (table, alone) if sources[site] != "activations" else (table,):
-            cells = found.where(site=site, metric="norm")
-            cells = cells.take(np.array([row is not None for row in cells["row"].tolist()]))
+            cells = having(found, site=site, metric="norm")
+            cells = cells.filter(pl.col("row").is_not_null())
             # products were summed in float32 while extracting
             assert cells["value"] == pytest.approx(expected, rel=2e-5)
     acts = {site for site, source in sources.items() if source == "activations"}
-    assert set(alone.unique("site")) == set(table.unique("site")) - acts
+    assert set(unique(alone, "site")) == set(unique(table, "site")) - acts
     plot(table)
     plot(alone)
 
@@ -318,7 +320,7 @@ def test_the_figure(tmp_path: Path) -> None:
     sites = {"embed": tokens_of(), "blocks.0.out": tokens_of(1)}
     store = write_sites(tmp_path / "a.zarr", sites)
     table = run(store)
-    assert set(METRICS) == set(table.unique("metric"))
+    assert set(METRICS) == set(unique(table, "metric"))
     figure = plot(table)
     figure.canvas.draw()
     ticks = figure.axes[0].yaxis.get_ticklabels(which="both")

@@ -82,8 +82,8 @@ def test_an_analysis_from_a_path(make_store: MakeStore) -> None:
     expected = attn_dist.run(open_store(path), metrics=("distance_px",), sites=("blocks.1",))
     found = attn_dist.run(path, metrics="distance_px", sites="blocks.1")
     assert len(found) == 2
-    for name, values in expected.columns.items():
-        np.testing.assert_array_equal(found[name], values)
+    for name in expected.written.columns:
+        np.testing.assert_array_equal(found[name], expected[name])
 
 
 # ---------------------------------------------------------------- what is shown

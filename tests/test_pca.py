@@ -16,6 +16,7 @@ from sklearn.decomposition import PCA
 from tests.command_line import said
 from tests.extractions import VIT, extracted
 from tests.stores import write_sites
+from tests.tables import having, unique
 from vitsee_core.analyses.pca import plot, run
 from vitsee_core.figures.plotting import figure_bytes
 from vitsee_core.patch_maps.colours import Colours
@@ -51,7 +52,7 @@ def signed(axes: Array) -> Array:
 
 def scores_of(table: Table, image: str, grid: tuple[int, int], k: int = 3, **where: Any) -> Array:
     found = np.full((*grid, k), np.nan)
-    rows = table.where(metric="score", image=image, **where)
+    rows = having(table, metric="score", image=image, **where)
     columns = (rows[name].tolist() for name in ("row", "col", "component", "value"))
     for r, c, component, value in zip(*columns, strict=True):
         assert math.isnan(found[r, c, component - 1])
@@ -104,7 +105,7 @@ def test_scores_are_scikit_learns(tmp_path: Path, normalise: bool) -> None:
     close = 1e-6 if normalise else 1e-9
     expected = scikit(patches.reshape(-1, DIM), 4)
     axes = signed(expected.components_)
-    explained = table.where(metric="explained_variance")
+    explained = table.filter(metric="explained_variance")
     assert explained["component"].tolist() == [1, 2, 3, 4]
     assert np.allclose(explained["value"], expected.explained_variance_ratio_, rtol=close)
     assert set(explained["n_images"].tolist()) == {9}
@@ -129,7 +130,7 @@ def test_intervals_and_halves_against_a_loop(tmp_path: Path) -> None:
         found: Array = scikit(some[:, 1:].reshape(-1, DIM), 3).explained_variance_ratio_
         return found
 
-    explained = table.where(metric="explained_variance")
+    explained = table.filter(metric="explained_variance")
     left = np.array([shares(np.delete(x, i, 0)) for i in range(N)])
     error = np.sqrt((N - 1) / N * ((left - left.mean(0)) ** 2).sum(0))
     assert np.allclose(explained["std"], math.sqrt(N) * error, rtol=1e-7)
@@ -141,7 +142,7 @@ def test_intervals_and_halves_against_a_loop(tmp_path: Path) -> None:
     assert np.allclose(table.replicates[:3], left.T, rtol=1e-9)
     axes = [scikit(some[:, 1:].reshape(-1, DIM), 3).components_ for some in (x[::2], x[1::2])]
     cosines = [abs(float(a @ b)) for a, b in zip(*axes, strict=True)]
-    assert np.allclose(table.where(metric="axis_agreement")["value"], cosines, atol=1e-9)
+    assert np.allclose(table.filter(metric="axis_agreement")["value"], cosines, atol=1e-9)
 
 
 def test_few_images_and_shown_ones(tmp_path: Path) -> None:
@@ -150,7 +151,7 @@ def test_few_images_and_shown_ones(tmp_path: Path) -> None:
     few = run(store, sites="embed", images=5)
     expected = scikit(x[:5, 1:].reshape(-1, DIM), 3).explained_variance_ratio_
     assert np.allclose(few["value"][:3], expected, rtol=1e-9)
-    assert few.where(metric="score").unique("image") == [f"image{i}" for i in range(4)]
+    assert unique(few.filter(metric="score"), "image") == [f"image{i}" for i in range(4)]
     shown = run(store, sites="embed", fit_shown=True, image=["8"])
     expected = scikit(x[8, 1:], 3).explained_variance_ratio_
     assert np.allclose(shown["value"][:3], expected, rtol=1e-9)
@@ -180,7 +181,7 @@ def test_the_foreground_has_axes_of_its_own(tmp_path: Path) -> None:
     for side, on in (("centre", middle), ("negative", middle), ("positive", ~middle)):
         table = run(store, sites="embed", foreground=side)
         expected = scikit(grid[:, on].reshape(-1, DIM), 3)
-        explained = table.where(metric="explained_variance")
+        explained = table.filter(metric="explained_variance")
         assert np.allclose(explained["value"], expected.explained_variance_ratio_, rtol=1e-8)
         assert explained["n_examples"][0] == N * on.sum()
         scores = scores_of(table, "image2", (4, 4))
@@ -262,7 +263,7 @@ def test_pictures_from_the_table_alone(tmp_path: Path) -> None:
     assert np.allclose(drawn[..., :3], expected, atol=1e-12) and (drawn[..., 3] == 1).all()
     assert figure.axes[1].images[0].origin == "upper"
     # Without the notes too: over the whole image, colours from the scores in the table.
-    assert len(plot(Table(table.columns)).axes) == 20
+    assert len(plot(Table(table.written)).axes) == 20
 
 
 @pytest.mark.slow
@@ -309,9 +310,9 @@ def test_what_cannot_be_had_is_one_line(tmp_path: Path) -> None:
 def test_patches_that_are_all_alike(tmp_path: Path) -> None:
     store = write_sites(tmp_path / "a.zarr", {"embed": np.ones((4, 13, 5))}, layout=GRID)
     table = run(store, sites="embed")
-    assert np.isnan(table.where(metric="explained_variance")["value"]).all()
-    assert np.isnan(table.where(metric="axis_agreement")["value"]).all()
-    assert (table.where(metric="score")["value"] == 0).all()
+    assert np.isnan(table.filter(metric="explained_variance")["value"]).all()
+    assert np.isnan(table.filter(metric="axis_agreement")["value"]).all()
+    assert (table.filter(metric="score")["value"] == 0).all()
     assert len(plot(table).axes) == 8
     with pytest.raises(VitseeError, match="embed of a has 0 patches that count"):
         run(store, sites="embed", foreground="positive")

@@ -140,7 +140,7 @@ def test_range_and_logarithm_of_curves(curves: Path) -> None:
     for axes in figure.axes:
         assert axes.get_yscale() == "log" and axes.get_ylim() == (1, 9)
         assert axes.get_xscale() == "linear"
-    values = open_result(curves).file.table.where(metric="distance_px")["value"]
+    values = open_result(curves).file.table.filter(metric="distance_px")["value"]
     for axes in redraw(curves, look=Look(log=("y",))).axes:
         low, high = axes.get_ylim()
         assert 0 < low < high and high > values.max()
@@ -332,7 +332,7 @@ def test_first_and_last_are_those_of_the_table() -> None:
     heads = [row | {"site": f"{row['block']}.heads"} for row in rows[1:]]
     assert rows_of_sites(Table.from_rows(heads), ["last"])["site"].tolist() == ["layer2.0.heads"]
     with pytest.raises(SiteError, match="no site matches 'last'; sites of this table, cnn: stem"):
-        rows_of_sites(table.take(np.array([0])), ["last"])
+        rows_of_sites(table.with_frame(table.frame.head(1)), ["last"])
 
 
 def test_rows_without_sites_stay() -> None:

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 
 from tests.every_command import TABLES, vitsee
 from tests.printed_text import flaws
+from tests.tables import having, unique
 from vitsee_core.analyses.norms.norm_figures import draw_norms
 from vitsee_core.figures.depth_curves import (
     draw_depth_curves,
@@ -84,7 +86,7 @@ def test_all_text_of_twenty_models_can_be_read(
 def test_norms_of_a_model_without_outliers_among_others(made: Made) -> None:
     """In place of its maps there is a line, which needs less room than any panel."""
     table = under_names(made("norms", 0).file.table, 2, "vit_base_patch16_{}")
-    columns = {name: column.copy() for name, column in table.columns.items()}
+    columns = {name: table[name] for name in table.written.columns}
     share = np.isin(table["metric"], ("outlier_share", "outlier_share_mad"))
     columns["value"][share] = np.where(table["store"][share] == table["store"][0], 0.5, 0.0)
     for name in MEDIA:
@@ -96,14 +98,12 @@ def test_norms_of_a_model_without_outliers_among_others(made: Made) -> None:
 
 def under_names(table: Table, n: int, name: str) -> Table:
     """The rows of the first store, n times under other names."""
-    first = table.where(store=table.unique("store")[0])
+    first = having(table, store=unique(table, "store")[0])
     labels = [
         name.format(i // 4) + f"_{i % 4}" if "/" in name else name.format(i) for i in range(n)
     ]
-    copies = [
-        Table(first.columns | {"store": np.full(len(first), label, object)}) for label in labels
-    ]
-    return Table(Table.concat(copies).columns, table.notes)
+    copies = [Table(first.written.with_columns(store=pl.lit(label))) for label in labels]
+    return Table(Table.concat(copies).frame, table.notes)
 
 
 def test_what_the_check_finds() -> None:
@@ -157,7 +157,7 @@ def curve(store: str, value: float, half: float, n: int = 4) -> Table:
 def drawn(table: Table) -> tuple[list[str], int, list[str]]:
     """Colours of the curves, number of bands, legend."""
     _, (axes,) = panels(1)
-    draw_depth_curves(axes, table)
+    draw_depth_curves(axes, table.frame)
     lines = [line for line in axes.lines if len(line.get_xdata())]  # type: ignore[arg-type]
     bands = [c for c in axes.collections if type(c).__name__ == "FillBetweenPolyCollection"]
     labels = axes.get_legend_handles_labels()[1]
@@ -187,4 +187,4 @@ def test_missing_values_are_explained() -> None:
     table = curve("a", 0.2, 0.05)
     values = table["value"]
     values[1] = np.nan
-    assert "no value" in drawn(Table(table.columns | {"value": values}))[2]
+    assert "no value" in drawn(Table(table.written.with_columns(value=values)))[2]

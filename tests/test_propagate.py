@@ -19,7 +19,7 @@ from PIL import Image
 
 import vitsee
 from tests.reference_davis import evaluated, pixels_of, propagated
-from tests.tables import check_chosen_metrics
+from tests.tables import check_chosen_metrics, having, unique
 from tests.videos import CELL, METRICS, Array, plant, store_of, two_videos, value
 from vitsee_core.analyses.propagate import COLUMNS, plot, run
 from vitsee_core.analyses.propagate.davis import find_masks, find_videos
@@ -51,8 +51,8 @@ def test_tokens_that_tell_objects_reach_the_grids_ceiling(tmp_path: Path) -> Non
     labels, tokens = scene()
     store = store_of(tmp_path / "s.zarr", {"a": tokens}, (48, 80))
     table = run(store, masks=plant(tmp_path / "D", {"a": labels}))
-    assert tuple(table.columns) == tuple(c for c in COLUMNS if c not in ("video", "object"))
-    assert table.where(baseline="")["metric"].tolist() == METRICS
+    assert tuple(table.written.columns) == tuple(c for c in COLUMNS if c not in ("video", "object"))
+    assert having(table, baseline="")["metric"].tolist() == METRICS
     for metric in METRICS:
         assert value(table, metric) == value(table, metric, baseline="grid")
     assert value(table, "j") > 0.85  # corners are rounded
@@ -126,7 +126,7 @@ def test_a_notebook_gives_paths_as_text(tmp_path: Path) -> None:
 def test_rows_of_videos_and_objects(tmp_path: Path) -> None:
     store, masks = two_videos(tmp_path)
     table = run(store, masks=masks, per_video=True, save=tmp_path / "saved")
-    assert tuple(table.columns) == COLUMNS
+    assert tuple(table.written.columns) == COLUMNS
     of_a = evaluated(tmp_path / "saved", masks / "Annotations/480p", ["a"])
     of_b = evaluated(tmp_path / "saved", masks / "Annotations/480p", ["b"])
     for metric in METRICS:
@@ -136,7 +136,7 @@ def test_rows_of_videos_and_objects(tmp_path: Path) -> None:
         assert np.mean(both) == pytest.approx(a)
         # three objects, of which a has two: its video counts twice
         assert value(table, metric, video="") == pytest.approx((2 * a + b) / 3)
-        row = table.where(metric=metric, baseline="", video="")
+        row = having(table, metric=metric, baseline="", video="")
         std = np.std([*both, b], ddof=1)
         assert row["std"][0] == pytest.approx(std)
         # the jackknife: without b, without a
@@ -148,12 +148,12 @@ def test_rows_of_videos_and_objects(tmp_path: Path) -> None:
         if metric.endswith("recall"):
             ends = [*map(np.asarray, jackknife_share(row["value"][0], np.array([b, a]), 2))]
         assert [row["low"][0], row["high"][0]] == pytest.approx([*map(float, ends)])
-    counts = table.where(metric="j", baseline="")
+    counts = having(table, metric="j", baseline="")
     assert counts["n_objects"].tolist() == [3, 2, 1, 1, 1, 1]
     assert counts["n_videos"].tolist() == [2, 1, 1, 1, 1, 1]
     assert counts["n_images"].tolist() == [8, 5, 5, 5, 3, 3]
     assert counts["video"].tolist() == ["", "a", "a", "a", "b", "b"]
-    spread = table.where(metric="j", baseline="", video="a", object=1)["std"]
+    spread = having(table, metric="j", baseline="", video="a", object=1)["std"]
     assert 0 < float(spread[0]) < 1
 
 
@@ -194,10 +194,10 @@ def test_controls(tmp_path: Path) -> None:
     # random tokens are those of the seed, whatever the store's are
     again = run(store, masks=masks, baselines=["random"], seed=0)
     assert value(again, "jf", baseline="random") == value(table, "jf", baseline="random")
-    assert again.unique("baseline") == ["", "random"]
+    assert unique(again, "baseline") == ["", "random"]
     other = run(store, masks=masks, baselines=["random"], seed=1)
     assert value(other, "jf", baseline="random") != value(table, "jf", baseline="random")
-    assert run(store, masks=masks, baselines=[]).unique("baseline") == [""]
+    assert unique(run(store, masks=masks, baselines=[]), "baseline") == [""]
 
 
 @pytest.mark.slow
@@ -230,10 +230,10 @@ def test_several_stores_and_sites(tmp_path: Path) -> None:
     other = two_videos(tmp_path / "b", slab=7)[0]
     other.label = "b"
     table = run(store, other, masks=masks)
-    assert table.unique("store") == ["s", "b"]
+    assert unique(table, "store") == ["s", "b"]
     for metric in METRICS:
         for baseline in ("", "grid", "random"):
-            rows = table.where(metric=metric, baseline=baseline)
+            rows = having(table, metric=metric, baseline=baseline)
             assert rows["value"][0] == rows["value"][1]
     figure = plot(table)
     assert [axes.get_ylabel().split()[-1] for axes in figure.axes] == ["F", "J", "F"]

@@ -22,6 +22,7 @@ from PIL import Image
 from tests.extractions import extracted
 from tests.reference_davis import evaluated
 from tests.stores import write_sites
+from tests.tables import having, unique
 from tests.videos import CELL, METRICS, plant, store_of, two_videos, value
 from vitsee_cli.main import main
 from vitsee_core.analyses.propagate import run
@@ -286,11 +287,11 @@ def test_from_a_data_set_to_a_picture(demo: Path, tmp_path: Path) -> None:
     assert (tmp_path / "r.png").stat().st_size > 10_000
     table = Table.read(tmp_path / "r.csv")
     store = open_store(demo / "s.zarr")
-    for site in table.unique("site"):
+    for site in unique(table, "site"):
         saved = tmp_path / "saved" / "s" / str(site)
         expected = evaluated(saved, demo / "DAVIS/Annotations/480p", ["a", "b", "c"])
         for metric in METRICS:
-            rows = table.where(site=site, metric=metric, video="", baseline="")
+            rows = having(table, site=site, metric=metric, video="", baseline="")
             assert float(rows["value"][0]) == pytest.approx(expected[metric], abs=1e-12)
     image = Image.open(saved / "a" / "00002.png")
     assert (image.mode, image.size) == ("P", (80, 48))
@@ -327,7 +328,7 @@ def test_normal_and_dense_stores(tmp_path: Path) -> None:
     assert "no token sees" not in result.stderr
     table = Table.read(tmp_path / "r.csv")
     for store in ("normal", "dense"):
-        for site in table.unique("site"):
+        for site in unique(table, "site"):
             saved = tmp_path / "saved" / store / str(site)
             expected = evaluated(saved, tmp_path / "DAVIS/Annotations/480p", ["a", "b", "c"])
             found = {m: value(table, m, store=store, site=site) for m in METRICS}
@@ -368,7 +369,7 @@ def test_settings_reach_the_sidecar(demo: Path, tmp_path: Path) -> None:
         "temperature": 0.2, "seeds": "nearest", "upsample": "nearest",
     }  # fmt: skip
     assert notes["preset"].startswith("dinov3: ")
-    assert Table.read(tmp_path / "r.csv").unique("site") == ["norm"]
+    assert unique(Table.read(tmp_path / "r.csv"), "site") == ["norm"]
 
 
 def test_mistakes_are_one_line(demo: Path) -> None:

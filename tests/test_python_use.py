@@ -93,7 +93,7 @@ def test_arrays_that_are_refused(tmp_path: Path) -> None:
 def test_a_table_draws_itself(tmp_path: Path) -> None:
     store = write_sites(tmp_path / "a.zarr", {"x": features(20, 4, 0), "y": features(20, 4, 1)})
     table = vitsee.spectrum(store, sites=["x", "y"])
-    for own in (table, table.where(metric="rankme")):
+    for own in (table, table.filter(metric="rankme")):
         assert isinstance(own.plot(), Figure)
     table.write(tmp_path / "r.csv")
     assert isinstance(Table.read(tmp_path / "r.csv").plot(), Figure)

@@ -17,6 +17,7 @@ from tests.attention_maps import random_attention
 from tests.attention_rows import random_rows, save_mask
 from tests.command_line import invoke as command
 from tests.stores import write_labelled, write_residuals, write_sites
+from tests.tables import having
 from tests.test_erf import write as write_fields
 from vitsee_core.analyses import (
     cka,
@@ -94,7 +95,7 @@ def of_saliency(folder: Path, kept: Array) -> Table:
     rows = dataclasses.replace(rows, mean=mean, cls=cls)
     index = np.flatnonzero(kept).tolist()
     store = attention_rows.write(folder / "a.zarr", [rows], size=(8, 12), index=index)
-    return saliency.run(store, masks=masks).where(baseline="")
+    return having(saliency.run(store, masks=masks), baseline="")
 
 
 def of_localize(folder: Path, kept: Array) -> Table:
@@ -119,7 +120,7 @@ def of_head_types(folder: Path, kept: Array) -> Table:
     made = random_attention(attention_maps.layout(), N, [2, 3], seed=6)
     made = dataclasses.replace(made, a=tuple(a[kept] for a in made.a))
     table = head_types.run(attention_maps.write(folder / "a.zarr", [made], slab=1))
-    return table.where(metric=list(head_types.SCORES))
+    return having(table, metric=list(head_types.SCORES))
 
 
 @pytest.mark.slow
@@ -220,7 +221,7 @@ def test_command_writes_them_beside_the_table(
     table = cka.run(tmp_path / "a.zarr", sites="all", no_cache=True)
     np.testing.assert_array_equal(read_replicates(file).replicates, table.replicates)
     beside = read_result(replicates.beside(out)).table
-    assert "site_a" in beside.columns and "std" not in beside.columns
+    assert "site_a" in beside.written.columns and "std" not in beside.written.columns
 
 
 def test_replicates_of_another_table_are_refused(tmp_path: Path) -> None:

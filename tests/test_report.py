@@ -27,6 +27,7 @@ from PIL import Image
 from tests.command_line import invoke, one_line
 from tests.every_command import TABLES, vitsee
 from tests.stores import write_sites
+from tests.tables import unique
 from vitsee_core.figures.plotting import figure_bytes, stores_in_order
 from vitsee_core.report import earlier, pictures
 from vitsee_core.report.captions import captions
@@ -295,7 +296,7 @@ def test_a_heatmap_has_each_value_where_it_belongs(folder: Path) -> None:
     table = Table.read(folder / "deep" / "er" / "cka.csv")
     (chart,) = charts_of(table)
     assert chart["kind"] == "heat" and chart["rows"] == chart["cols"]
-    sites = table.unique("site_a")
+    sites = unique(table, "site_a")
     assert chart["rows"] == [site_words(site) for site in sites]
     lines = csv.DictReader(io.StringIO((folder / "deep" / "er" / "cka.csv").read_text()))
     for line in lines:
@@ -372,7 +373,7 @@ def test_tables_without_a_chart() -> None:
         store=["a"] * n, site=[f"s{i}" for i in range(n)], block=[""] * n,
         rel_depth=[i / n for i in range(n)], metric=["m"] * n, value=[1.0] * n,
     )  # fmt: skip
-    assert charts_of(many) == [] and len(charts_of(many.take(np.arange(n - 2)))) == 1
+    assert charts_of(many) == [] and len(charts_of(many.with_frame(many.frame.head(n - 2)))) == 1
 
 
 # ------------------------------------------------------------------------------------ facts

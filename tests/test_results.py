@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
+from tests.tables import groups_of, having, unique
 from vitsee_core.report.outputs import Outputs, check_outputs, write_results
 from vitsee_core.tables.files import check_new_files, renamed, write_files
 from vitsee_core.tables.results import Table, read_result
@@ -54,7 +55,7 @@ def test_csv_floats_come_back(value: float) -> None:
 
 
 def test_columns_keep_their_types() -> None:
-    columns = table().columns
+    columns = table()
     assert columns["head"].dtype.kind == "i"
     assert columns["value"].dtype == np.float64
     assert np.isnan(columns["value"][1])
@@ -63,14 +64,17 @@ def test_columns_keep_their_types() -> None:
 
 def test_where_unique_groups_concat() -> None:
     result = table()
-    assert result.where(store="a")["head"].tolist() == [0, 2]
-    assert result.where(store="a", head=[1, 2])["head"].tolist() == [2]
-    assert len(result.where(store="nobody")) == 0
-    assert result.unique("store") == ["a", "b"]
-    assert [(label, len(rows)) for label, rows in result.groups("store")] == [("a", 2), ("b", 1)]
-    twice = Table.concat([result, result.where(store="b")])
+    assert result.filter(store="a")["head"].tolist() == [0, 2]
+    assert having(result, store="a", head=[1, 2])["head"].tolist() == [2]
+    assert len(result.filter(store="nobody")) == 0
+    assert unique(result, "store") == ["a", "b"]
+    assert [(label, len(rows)) for label, rows in groups_of(result, "store")] == [
+        ("a", 2),
+        ("b", 1),
+    ]
+    twice = Table.concat([result, result.filter(store="b")])
     assert twice["head"].tolist() == [0, 1, 2, 1]
-    assert result.where(store="a").notes == {"seed": 7}
+    assert result.filter(store="a").notes == {"seed": 7}
 
 
 def test_columns_of_two_lengths_are_a_bug() -> None:
@@ -102,7 +106,7 @@ def test_files_and_nothing_on_stdout(tmp_path: Path) -> None:
     assert (tmp_path / "r.csv").read_text() == csv_of(table())
     assert (tmp_path / "r.png").read_bytes()[1:4] == b"PNG"
     sidecar = json.loads((tmp_path / "r.csv.json").read_text())
-    assert {*sidecar["columns"]} == {*table().columns}
+    assert {*sidecar["columns"]} == {*table().written.columns}
     assert sidecar["sha256"] == hashlib.sha256((tmp_path / "r.csv").read_bytes()).hexdigest()
     digest = sidecar.pop("digest")
     assert read_result(tmp_path / "r.csv").as_written

@@ -17,6 +17,7 @@ from sklearn.metrics import average_precision_score
 from tests.extractions import extracted
 from tests.printed_text import flat
 from tests.stores import write_labelled, write_sites
+from tests.tables import groups_of, having, unique
 from tests.test_retrieval_precision import loop_at, loop_precision
 from vitsee_cli.main import main
 from vitsee_core.analyses.retrieve import AT, COLUMNS, plot, run
@@ -132,7 +133,7 @@ def expected(
 
 
 def check(table: Table, site: str, values: dict[str, list[Any]]) -> None:
-    rows = table.where(site=site, baseline="")
+    rows = having(table, site=site, baseline="")
     assert rows["metric"].tolist() == list(values) or sorted(rows["metric"]) == sorted(values)
     for metric, each in values.items():
         (i,) = np.flatnonzero(rows["metric"] == metric)
@@ -151,10 +152,10 @@ def test_run_against_sorting(tmp_path: Path, ending: str) -> None:
     table = run(store, truth=path)
     for site in SITES:
         check(table, site, expected(store, read_truth(path), site))
-    assert list(table.columns) == [name for name in COLUMNS if name != "query"]
+    assert list(table.written.columns) == [name for name in COLUMNS if name != "query"]
     assert set(table["n_images"].tolist()) == {14}
     # the last query has no hard image
-    hard = table.where(metric="map_hard", baseline="")
+    hard = having(table, metric="map_hard", baseline="")
     assert set(hard["n_queries"].tolist()) == {4}
     assert table.notes["average_precision"] == "trapezoid"
     assert len(table.notes["truth"]["sha256"]) == 64
@@ -164,9 +165,9 @@ def test_metrics_are_chosen(tmp_path: Path) -> None:
     store = pictures(tmp_path / "a.zarr", ox_ids())
     truth = truth_file(tmp_path / "truth.json")
     whole = run(store, truth=truth)
-    for metric in whole.unique("metric"):
+    for metric in unique(whole, "metric"):
         found = run(store, truth=truth, metrics=[metric])
-        rows = whole.where(metric=metric)
+        rows = having(whole, metric=metric)
         assert set(found["metric"].tolist()) == {metric}
         for name in ("value", "low", "high"):
             np.testing.assert_array_equal(found[name], rows[name])
@@ -186,7 +187,7 @@ def test_by_hand(tmp_path: Path) -> None:
     (tmp_path / "gnd.json").write_text(json.dumps({**value, "gnd": [truth]}))
 
     def values(**more: Any) -> dict[str, float]:
-        table = run(store, truth=tmp_path / "gnd.json", sites="a", **more).where(baseline="")
+        table = having(run(store, truth=tmp_path / "gnd.json", sites="a", **more), baseline="")
         return dict(zip(table["metric"].tolist(), table["value"].tolist(), strict=True))
 
     found = values()
@@ -197,9 +198,9 @@ def test_by_hand(tmp_path: Path) -> None:
     assert found["map_hard"] == pytest.approx((0 / 2 + 1 / 3) / 2, abs=1e-12)
     assert values(form="plain")["map_medium"] == pytest.approx((1 + 2 / 3 + 3 / 5) / 3, abs=1e-12)
     rows = run(store, truth=tmp_path / "gnd.json", sites="a", per_query=True)
-    own = rows.where(query="q", metric="ap_medium")
-    assert own["value"].tolist() == [found["map_medium"]] and len(rows.where(query="q")) == 3
-    assert "query" in rows.columns and rows.notes[WORD]["s"]["n_blocks"] == 1
+    own = rows.filter(query="q", metric="ap_medium")
+    assert own["value"].tolist() == [found["map_medium"]] and len(rows.filter(query="q")) == 3
+    assert "query" in rows.written.columns and rows.notes[WORD]["s"]["n_blocks"] == 1
 
 
 def test_queries_of_a_store_of_their_own(tmp_path: Path) -> None:
@@ -243,7 +244,7 @@ def test_what_changes_nothing(tmp_path: Path) -> None:
         return vectors_store(tmp_path / name / "ox.zarr", [ids[i] for i in order], vectors, **more)
 
     def values(store: Store, **more: Any) -> list[float]:
-        found: list[float] = run(store, truth=path, **more).where(baseline="")["value"].tolist()
+        found: list[float] = having(run(store, truth=path, **more), baseline="")["value"].tolist()
         return found
 
     first = values(made("a"))
@@ -274,7 +275,9 @@ def test_a_copy_as_junk_changes_nothing(tmp_path: Path) -> None:
     again = run(
         vectors_store(tmp_path / "b.zarr", [*ids, "copy"], doubled), truth=tmp_path / "more.json"
     )
-    assert again.where(baseline="")["value"].tolist() == first.where(baseline="")["value"].tolist()
+    assert (
+        having(again, baseline="")["value"].tolist() == having(first, baseline="")["value"].tolist()
+    )
 
 
 def test_images_that_could_not_be_read_rank_last_and_are_named(
@@ -307,16 +310,18 @@ def test_equal_vectors_are_chance(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     store = vectors_store(tmp_path / "ox.zarr", ids, sites)
     with caplog.at_level("INFO", "vitsee_core"):
         table = run(store, truth=path, sites=list(sites), per_query=True)
-    same, chance = (table.where(site="same", baseline=b, query=None) for b in ("", "chance"))
+    same, chance = (having(table, site="same", baseline=b, query=None) for b in ("", "chance"))
     assert same["value"].tolist() == pytest.approx(chance["value"].tolist(), abs=1e-15)
     assert "ox same: the vector of every image is the same; its value is that" in caplog.text
     assert "ox zero: 1 of 5 queries are zero" in caplog.text
-    one = [table.where(site=s, query="q2", metric="ap_easy")["value"][0] for s in ("same", "zero")]
+    one = [
+        having(table, site=s, query="q2", metric="ap_easy")["value"][0] for s in ("same", "zero")
+    ]
     assert one[0] == one[1]
-    others = [table.where(site=s, query="q1", metric="ap_easy")["value"][0] for s in sites]
+    others = [having(table, site=s, query="q1", metric="ap_easy")["value"][0] for s in sites]
     assert others[1] == others[2] != others[0]
     # chance does not look at the features
-    each = [table.where(site=s, baseline="chance")["value"].tolist() for s in sites]
+    each = [having(table, site=s, baseline="chance")["value"].tolist() for s in sites]
     assert each[0] == each[1] == each[2]
 
 
@@ -329,9 +334,9 @@ def test_chance_is_what_noise_gives(tmp_path: Path) -> None:
     sites = {f"s{i:03d}": rng.normal(size=(len(ids), 3)) for i in range(200)}
     table = run(vectors_store(tmp_path / "n.zarr", ids, sites), truth=path, sites="s*")
     for metric in ("map_easy", "map_medium", "map_hard", "mp@5_medium"):
-        rows = table.where(metric=metric)
-        noise = rows.where(baseline="")["value"]
-        (chance,) = {*rows.where(baseline="chance")["value"].tolist()}
+        rows = having(table, metric=metric)
+        noise = having(rows, baseline="")["value"]
+        (chance,) = {*rows.filter(baseline="chance")["value"].tolist()}
         error = noise.std(ddof=1) / np.sqrt(len(noise))
         assert abs(noise.mean() - chance) < 4 * error and error < 0.02, metric
 
@@ -347,15 +352,15 @@ def test_a_csv_with_usage(tmp_path: Path) -> None:
     text = "id,images,Usage\nq0,i1 i0,Public\nq1,i3,Private\nq2,None,Ignored\n"
     (tmp_path / "s.csv").write_text(text)
     table = run(store, truth=tmp_path / "s.csv", sites="a", at=(2,), per_query=True)
-    rows = table.where(baseline="", query=None)
+    rows = having(table, baseline="", query=None)
     assert rows["metric"].tolist() == ["map@100", "mp@2", "map@100_public", "map@100_private"]
     # q0: i0 and i1 are the nearest; q1: i2, then i3, which points more their common way
     assert rows["value"].tolist() == pytest.approx([0.75, 0.75, 1.0, 0.5], abs=1e-12)
     assert rows["n_queries"].tolist() == [2, 2, 1, 1] and rows["n_images"].tolist() == [4] * 4
-    assert {*table.unique("query")} == {None, "q0", "q1"}
-    assert set(table.where(query="q1")["metric"].tolist()) == {"ap@100", "ap@100_private"}
+    assert {*unique(table, "query")} == {None, "q0", "q1"}
+    assert set(table.filter(query="q1")["metric"].tolist()) == {"ap@100", "ap@100_private"}
     chance = chance_precision(np.array([2, 1]), np.array([4, 4]), "plain", 100)
-    found = table.where(baseline="chance", metric="map@100")["value"]
+    found = table.filter(baseline="chance", metric="map@100")["value"]
     assert found.tolist() == pytest.approx([chance.mean()], abs=1e-12)
     with pytest.raises(VitseeError, match="map@100 is defined for the plain average precision"):
         run(store, truth=tmp_path / "s.csv", sites="a", form="trapezoid")
@@ -384,11 +389,11 @@ def test_labels_against_scikit_learn(tmp_path: Path, form: str) -> None:
                 assert values["map"][-1] == pytest.approx(score, abs=1e-12)
             values["mp@1"].append(loop_at(right, 1))
             values["mp@3"].append(loop_at(right, 3))
-        rows = table.where(site=site, baseline="", query=None)
+        rows = having(table, site=site, baseline="", query=None)
         check(rows, site, values)
-        each = table.where(site=site, metric="ap")["value"].tolist()
+        each = having(table, site=site, metric="ap")["value"].tolist()
         assert each == pytest.approx(values["map"], abs=1e-12)
-    assert table.where(baseline="")["n_images"].tolist()[0] == 20
+    assert having(table, baseline="")["n_images"].tolist()[0] == 20
 
 
 @pytest.mark.slow
@@ -398,7 +403,7 @@ def test_labels_in_blocks_of_queries(tmp_path: Path) -> None:
     for memory in (1, 20_000):
         again = run(store, memory=memory, jobs=2)
         assert again["value"].tolist() == whole["value"].tolist()
-    assert run(store, images=30).where(baseline="")["n_images"].tolist()[0] == 30
+    assert having(run(store, images=30), baseline="")["n_images"].tolist()[0] == 30
 
 
 def test_labels_with_queries_of_their_own(tmp_path: Path) -> None:
@@ -415,7 +420,7 @@ def test_labels_with_queries_of_their_own(tmp_path: Path) -> None:
         orders = [order_of(query, x) for query in y]
         classes = [0, 1, 2, 3, 4, 0]
         right = [[bool(labels[j] == c) for j in o] for o, c in zip(orders, classes, strict=True)]
-        value = table.where(site=site, baseline="", metric="map")["value"][0]
+        value = having(table, site=site, baseline="", metric="map")["value"][0]
         assert value == pytest.approx(np.mean([loop_precision(r, "plain") for r in right]))
     same = {site: gauss(3, 0)[:, None].repeat(3, 1) for site in SITES}
     twin = write_labelled(tmp_path / "twin.zarr", same, [0, 1, 4])
@@ -441,7 +446,7 @@ def test_replicates_are_searches_without_a_block(tmp_path: Path) -> None:
         for metric, values in zip(expected, zip(*found, strict=True), strict=True):
             expected[metric].append(float(np.mean(values)))
     for metric, means in expected.items():
-        row = table.where(site="embed", baseline="", metric=metric)
+        row = having(table, site="embed", baseline="", metric=metric)
         assert row.replicates is not None
         assert row.replicates[0] == pytest.approx(means, abs=1e-12)
         error = float(standard_error(row.replicates[0]))
@@ -463,7 +468,7 @@ def test_standard_errors_are_those_of_other_images(tmp_path: Path) -> None:
         labels = rng.integers(0, 4, 80)
         x = rng.normal(size=(80, 6)) + 0.8 * np.eye(6)[labels]
         table = run(write_labelled(tmp_path / f"{k}.zarr", {"pooled": x}, labels), sites=["head"])
-        row = table.where(metric="map", baseline="")
+        row = having(table, metric="map", baseline="")
         assert row.replicates is not None
         values.append(float(row["value"][0]))
         errors.append(float(standard_error(row.replicates[0])))
@@ -542,7 +547,7 @@ def test_a_setting_without_queries_is_left_out(
     (tmp_path / "gnd.json").write_text(json.dumps(value))
     with caplog.at_level("INFO", "vitsee_core"):
         table = run(pictures(tmp_path / "ox.zarr", ox_ids()), truth=tmp_path / "gnd.json")
-    assert {m.partition("_")[2] for m in table.unique("metric")} == {"easy", "medium"}
+    assert {m.partition("_")[2] for m in unique(table, "metric")} == {"easy", "medium"}
     assert "map_hard is left out: no query has a right image for it" in caplog.text
 
 
@@ -569,7 +574,7 @@ def test_several_models_and_their_figure(tmp_path: Path) -> None:
     ]
     table = run(*stores, truth=path, queries=queries, per_query=True)
     for store, own in zip(stores, reversed(queries), strict=True):
-        rows = table.where(store=store.label, query=None)
+        rows = having(table, store=store.label, query=None)
         for site in SITES:
             check(rows, site, expected(store, read_truth(path), site, own))
     digests = {note["digest"] for note in table.notes[WORD].values()}
@@ -608,7 +613,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout) == (0, ""), result.stderr
     table = Table.read(out)
     assert set(table["n_images"].tolist()) == {23}
-    assert "mp@3_hard" in table.unique("metric") and png.read_bytes()[:4] == b"\x89PNG"
+    assert "mp@3_hard" in unique(table, "metric") and png.read_bytes()[:4] == b"\x89PNG"
     sidecar = json.loads((tmp_path / "r.csv.json").read_text())
     assert [store["label"] for store in sidecar["stores"]] == ["ox", "q", "d"]
     assert sidecar["parameters"]["truth"] == str(path)
@@ -682,17 +687,17 @@ def test_random_vectors_are_a_baseline(tmp_path: Path) -> None:
     known = vectors_store(tmp_path / "n.zarr", ids, {"embed": noise[0]})
     truth = truth_file(tmp_path / "gnd.json")
     table = run(store, truth=truth, baselines=["random"], seed=3)
-    drawn = table.where(baseline="random")
-    assert drawn.unique("site") == list(SITES)
-    plain = run(known, truth=truth, seed=3).where(baseline="")
-    for _, of_site in drawn.groups("site"):
+    drawn = table.filter(baseline="random")
+    assert unique(drawn, "site") == list(SITES)
+    plain = having(run(known, truth=truth, seed=3), baseline="")
+    for _, of_site in groups_of(drawn, "site"):
         for name in ("metric", "value", "std", "low", "high", "n_queries", "n_images"):
             assert of_site[name].tolist() == plain[name].tolist(), name
     own = pictures(tmp_path / "q.zarr", ids, seed=9)
     theirs = vectors_store(tmp_path / "m.zarr", ids, {"embed": noise[1]})
     both = {"truth": truth, "seed": 3, "sites": ["embed"]}
-    apart = run(store, queries=[own], baselines=["random"], **both).where(baseline="random")
-    expected_values = run(known, queries=[theirs], **both).where(baseline="")["value"]
+    apart = run(store, queries=[own], baselines=["random"], **both).filter(baseline="random")
+    expected_values = having(run(known, queries=[theirs], **both), baseline="")["value"]
     assert apart["value"].tolist() == expected_values.tolist()
     with pytest.raises(VitseeError, match="no baseline 'shuffled'; expected random"):
         run(store, truth=truth, baselines=["shuffled"])

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tests.every_command import vitsee
+from tests.tables import having, unique
 from tests.test_segments import random_objects, store_of, vectors_of, write_coco
 from vitsee_core.analyses import knn, probe
 from vitsee_core.masks.segments import Segmentation
@@ -64,15 +65,15 @@ def truth(path: Path) -> tuple[Array, Array]:
 
 
 def rows_of(table: Any, **where: Any) -> dict[str, Any]:
-    found = table.where(**where)
+    found = having(table, **where)
     assert len(found) == 1
-    return {name: found[name][0] for name in found.columns}
+    return {name: found[name][0] for name in found.written.columns}
 
 
 def test_knn_against_a_loop(pair: Pair) -> None:
     train, test, files = pair
     table = knn.run(train, test, masks=files, ks=(3,), sites=SITE, per_class=True)
-    assert tuple(table.columns) == knn.SEGMENT_COLUMNS
+    assert tuple(table.written.columns) == knn.SEGMENT_COLUMNS
     a, b = vectors_of(train, files[0]), vectors_of(test, files[1])
     (labels, _), (own, images) = truth(files[0]), truth(files[1])
     unit = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (a, b)]
@@ -95,7 +96,7 @@ def test_knn_against_a_loop(pair: Pair) -> None:
     assert table.replicates[0] == pytest.approx(np.array(without), abs=1e-12)
     ends = jackknife_share(row["value"], np.array(without), len(with_one))
     assert (row["low"], row["high"]) == pytest.approx(ends)
-    classes = table.where(metric="top1_class")
+    classes = table.filter(metric="top1_class")
     assert classes["class"].tolist() == [f"kind {i}" for i in range(4)]
     assert classes["n_segments"].tolist() == np.bincount(own, minlength=4).tolist()
     of_class = [np.mean(np.array(right)[own == c]) for c in range(3)]
@@ -108,7 +109,7 @@ def test_knn_against_a_loop(pair: Pair) -> None:
 def test_ridge_against_the_normal_equations(pair: Pair) -> None:
     train, test, files = pair
     table = probe.run(train, test, masks=files, l2=[0.5], sites=SITE)
-    assert tuple(table.columns) == tuple(n for n in probe.SEGMENT_COLUMNS if n != "class")
+    assert tuple(table.written.columns) == tuple(n for n in probe.SEGMENT_COLUMNS if n != "class")
     a, b = (v.astype(float) for v in (vectors_of(train, files[0]), vectors_of(test, files[1])))
     (labels, _), (own, images) = truth(files[0]), truth(files[1])
     y = np.where(np.arange(4) == labels[:, None], 1.0, -1.0)
@@ -171,7 +172,7 @@ def test_names_and_numbers_as_classes(pair: Pair, tmp_path: Path) -> None:
         values[:4], values[4:, 6:] = 10, 9
         Image.fromarray(values).save(folder / f"1000-{image}.png")
     table = knn.run(train, test, masks=[files[0], folder], sites=SITE, ks=(1,), per_class=True)
-    assert table.unique("class")[-5:] == ["9", "10", "kind 0", "kind 1", "kind 2"]
+    assert unique(table, "class")[-5:] == ["9", "10", "kind 0", "kind 1", "kind 2"]
     assert rows_of(table, metric="top1")["value"] == 0
 
 
@@ -216,7 +217,7 @@ def test_the_images_own_classes_do_not_count(tmp_path: Path) -> None:
         for run in (knn.run, probe.run):
             table = run(train, test, masks=path, sites=SITE, allow_shared=True)
             assert not [line for line in table.notes["remarks"] if "by number" in line]
-            assert len(table.where(metric="top1")) == 1
+            assert len(table.filter(metric="top1")) == 1
 
 
 def test_any_choice_gives_the_same_as_its_fields(pair: Pair) -> None:

@@ -15,6 +15,7 @@ from PIL import Image
 
 from tests.command_line import refused, said
 from tests.stores import write_labelled
+from tests.tables import having, unique
 from vitsee_core.analyses.cluster import SEGMENT_COLUMNS, plot, run
 from vitsee_core.analyses.cluster.clusters import agreement, agreement_without, k_means
 from vitsee_core.demo.coco import outlines, run_lengths
@@ -380,24 +381,24 @@ def by_kind(tmp_path: Path, n: int = 12, noise: float = 0.0, name: str = "a") ->
 
 
 def value(table: Table, baseline: str = "", site: str = SITE) -> dict[str, float]:
-    rows = table.where(baseline=baseline, site=site)
+    rows = having(table, baseline=baseline, site=site)
     return dict(zip(rows["metric"].tolist(), rows["value"].tolist(), strict=True))
 
 
 def test_one_colour_per_category(tmp_path: Path) -> None:
     store, path = by_kind(tmp_path)
     table = run(store, masks=path, n_seeds=2)
-    assert tuple(table.columns) == SEGMENT_COLUMNS
+    assert tuple(table.written.columns) == SEGMENT_COLUMNS
     assert value(table) == {"segment_purity": 1, "segment_nmi": 1, "segment_ari": 1}
     assert list(dict.fromkeys(table["baseline"])) == ["", "shuffled", "random", "image"]
-    assert table.unique("k") == [3]
-    assert table.unique("n_images") == [12]
-    assert table.unique("n_segments") == [24]
+    assert unique(table, "k") == [3]
+    assert unique(table, "n_images") == [12]
+    assert unique(table, "n_segments") == [24]
     assert value(table, "shuffled")["segment_purity"] < 0.7
     assert value(table, "random")["segment_ari"] < 0.5
     # an image's mean is the same for both of its segments, which are of different categories
     assert value(table, "image")["segment_purity"] == 0.5
-    own = table.where(baseline="", site=SITE)
+    own = having(table, baseline="", site=SITE)
     assert own["high"].tolist() == [1, 1, 1] and own["low"].tolist()[1:] == [1, 1]
     # of purity, a share, that of 12 images which all agree: 1 / (1 + t(0.975, 11)^2 / 12)
     assert own["low"][0] == pytest.approx(1 / (1 + 2.200985**2 / 12), rel=1e-6)
@@ -433,13 +434,13 @@ def test_the_preset_is_the_published_protocol(tmp_path: Path) -> None:
     store, path = by_kind(tmp_path, n=45)
     table = run(store, masks=path, preset="walmer", n_seeds=1, baselines=[], sites=SITE)
     about = table.notes["images"]["a"]
-    assert table.unique("k") == [80]
+    assert unique(table, "k") == [80]
     assert about["weights"] == "vit_analysis"
     assert about["crowd"] is True
     assert "of the first 999 images of the masks" in about["chosen"]
     masks = Segmentation(path, weights="any", crowd=False)
     beside = run(store, masks=masks, preset="walmer", k=2, n_seeds=1, baselines=[], sites=SITE)
-    assert beside.unique("k") == [2]
+    assert unique(beside, "k") == [2]
     assert beside.notes["images"]["a"]["weights"] == "any"
     assert beside.notes["images"]["a"]["crowd"] is False
 

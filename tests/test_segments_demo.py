@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 import vitsee
+from tests.tables import having, unique
 from vitsee_cli.main import main
 from vitsee_core.analyses import cluster, probe
 from vitsee_core.demo.coco import write_coco
@@ -82,11 +83,11 @@ def test_objects_of_two_models(made: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(main, [*command, "--png", str(png), "--replicates"])
     assert result.exit_code == 0, result.output
     table = Table.read(out)
-    assert table.unique("store") == ["vit", "resnet"]
-    assert table.unique("metric") == ["segment_purity", "segment_nmi", "segment_ari"]
+    assert unique(table, "store") == ["vit", "resnet"]
+    assert unique(table, "metric") == ["segment_purity", "segment_nmi", "segment_ari"]
     for model in ("vit", "resnet"):
-        rows = table.where(store=model, metric="segment_nmi")
-        own, shuffled = (rows.where(baseline=name)["value"] for name in ("", "shuffled"))
+        rows = having(table, store=model, metric="segment_nmi")
+        own, shuffled = (having(rows, baseline=name)["value"] for name in ("", "shuffled"))
         # colours are in the embedding
         assert own[0] > shuffled[0] + 0.05
     axes = cluster.plot(table).axes[0]
@@ -101,19 +102,19 @@ def test_objects_of_two_models(made: Path, tmp_path: Path) -> None:
 def test_parts_of_three_files(made: Path, tmp_path: Path) -> None:
     files = [made / "parts" / f"{split}.json" for split in ("train", "val", "test")]
     table = vitsee.cluster(made / "parts.zarr", masks=files, n_seeds=2, seed=1)
-    assert table.unique("k") == [8]
-    assert table.unique("n_images") == [56]
-    rows = table.where(site="embed", metric="segment_purity")
+    assert unique(table, "k") == [8]
+    assert unique(table, "n_images") == [56]
+    rows = table.filter(site="embed", metric="segment_purity")
     value = dict(zip(rows["baseline"].tolist(), rows["value"].tolist(), strict=True))
     assert value[""] > value["shuffled"] + 0.1
     save_figure(cluster.plot(table), tmp_path / "parts.png")
     held = vitsee.probe(
         made / "parts.zarr", masks=files, holdout=0.3, per_class=True, sites="embed"
     )
-    top1 = held.where(metric="top1")
+    top1 = held.filter(metric="top1")
     assert top1["value"][0] > 0.5
     names = itertools.product(("Top", "Trouser", "Shoe", "Bag"), ("Upper", "Lower"))
-    assert {*held.where(metric="top1_class")["class"]} == {*map(" ".join, names)}
+    assert {*held.filter(metric="top1_class")["class"]} == {*map(" ".join, names)}
     save_figure(probe.plot(held), tmp_path / "probe.png")
 
 

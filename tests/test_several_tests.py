@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.stores import write_labelled
+from tests.tables import having, unique
 from vitsee_cli.main import main
 from vitsee_core.analyses import knn, probe
 from vitsee_stores import Store
@@ -45,11 +46,11 @@ def test_each_store_is_tested_as_alone(stores: list[Store], name: str) -> None:
     run, options = RUNS[name]
     train, *tests = stores
     table = run(train, *tests, **options)
-    assert table.unique("store") == ["clean", "blurred"]
+    assert unique(table, "store") == ["clean", "blurred"]
     assert [about["store"] for about in table.notes["tests"]] == ["clean", "blurred"]
     assert [about["rows"] for about in table.notes["tests"]] == [12, 15]
     for test in tests:
-        alone, rows = run(train, test, **options), table.where(store=test.label)
+        alone, rows = run(train, test, **options), having(table, store=test.label)
         for column in alone.columns:
             assert rows[column].tolist() == pytest.approx(alone[column].tolist(), nan_ok=True)
     real = [baseline == "" for baseline in table["baseline"].tolist()]

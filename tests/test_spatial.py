@@ -17,6 +17,7 @@ from PIL import Image
 
 from tests.extractions import VIT, extracted, plant_images
 from tests.stores import write_sites
+from tests.tables import having, unique
 from vitsee_cli.main import main
 from vitsee_core.analyses.spatial import METRICS, plot, run
 from vitsee_core.analyses.spatial.shares import TokenSums
@@ -241,7 +242,7 @@ def test_the_table_against_loops(tmp_path: Path) -> None:
     expected = [loop_structure(one.reshape(7, 7, 4)) for one in kept]
     for name in expected[0]:
         values = np.array([one[name] for one in expected])
-        rows = table.where(metric=name)
+        rows = having(table, metric=name)
         assert rows["value"][0] == pytest.approx(values.mean(), rel=1e-9)
         assert rows["std"][0] == pytest.approx(values.std(ddof=1), rel=1e-7)
         assert rows.replicates is not None
@@ -249,11 +250,11 @@ def test_the_table_against_loops(tmp_path: Path) -> None:
     for keep, column in ((blocks >= 0, None), (blocks != 3, 3)):
         image, place = loop_shares(kept[keep])
         for name, value in (("share_image", image), ("share_position", place)):
-            rows = table.where(metric=name)
+            rows = having(table, metric=name)
             found = rows["value"][0] if column is None else rows.replicates[0][column]  # type: ignore[index]
             assert found == pytest.approx(value, rel=1e-10)
-    assert table.where(metric="share_position")["null"][0] == 48 / (22 * 49 - 1)
-    assert table.where(metric="fourier_radial")["frequency"].tolist() == [2 / 7, 4 / 7, 6 / 7]
+    assert table.filter(metric="share_position")["null"][0] == 48 / (22 * 49 - 1)
+    assert table.filter(metric="fourier_radial")["frequency"].tolist() == [2 / 7, 4 / 7, 6 / 7]
     plot(table)
 
 
@@ -265,7 +266,7 @@ def test_a_figure_of_some_sites(tmp_path: Path) -> None:
     b = write_sites(tmp_path / "b.zarr", {"embed": x[:, :1]}, layout=layout(1, 1))
     table = run(a, b)
     no_profile = (table["store"] == "b") & (table["metric"] == "fourier_radial")
-    figure = plot(table.take(~no_profile))
+    figure = plot(table.filter(~no_profile))
     titles = [axes.get_title("left") for axes in figure.axes if axes.get_visible()]
     assert "a" in titles and "b" not in titles
 
@@ -303,8 +304,8 @@ def test_masks_through_the_command(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["spatial", str(tmp_path / "a.zarr"), *masks, *out])
     assert result.exit_code == 0, result.output
     table = Table.read(tmp_path / "s.csv")
-    assert set(table.unique("metric")) == set(METRICS)
-    rows = table.where(metric="srss")
+    assert set(unique(table, "metric")) == set(METRICS)
+    rows = table.filter(metric="srss")
     assert set(rows["n_images"].tolist()) == {3}
     store = open_store(tmp_path / "a.zarr")
     acts = store.acts(rows["site"][-1], "patches")[:].astype(np.float64)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tests.extractions import RESNET, VIT, extracted, plant_images
 from tests.residuals import cnn, vit
 from tests.stores import attention_group, write_attention, write_labelled, write_residuals
+from tests.tables import unique
 from vitsee_cli.main import main
 from vitsee_core.analyses import attn_dist, cluster, normratio
 from vitsee_core.runtime.store_selection import select_each, sites_of
@@ -89,7 +90,7 @@ def test_cluster_takes_a_union(two: list[Store]) -> None:
     places = zip(table["store"].tolist(), table["site"].tolist(), strict=True)
     assert {*places} == {("a", "blocks.1.out"), ("b", "layer1.1.out")}
     alone = cluster.run(two[1], sites=["layer1.1.out"], baselines=[], n_seeds=1)
-    assert table.where(store="b")["value"].tolist() == alone["value"].tolist()
+    assert table.filter(store="b")["value"].tolist() == alone["value"].tolist()
 
 
 def test_a_store_without_attention_is_left_out(
@@ -101,7 +102,7 @@ def test_a_store_without_attention_is_left_out(
     other = write_attention(tmp_path / "r18.zarr", [], {}, n_images=5, left_out=reason)
     table = attn_dist.run(store, other)
     alone = attn_dist.run(store)
-    assert table.unique("store") == ["a"]
+    assert unique(table, "store") == ["a"]
     assert table["value"].tolist() == alone["value"].tolist()
     said = "r18 has no attention summaries: resnet18 has no token-to-token "
     assert table.notes["left_out"] == {"r18": f"{said}attention"}
@@ -117,16 +118,16 @@ def test_a_store_without_residuals_is_left_out(tmp_path: Path) -> None:
     a, b = vit(tmp_path / "a.zarr"), cnn(tmp_path / "c.zarr")
     plain = write_residuals(tmp_path / "b.zarr", {}, n_images=3)
     table = normratio.run(a, plain, b, tokens=["patches"])
-    assert table.unique("store") == ["a", "c"]
+    assert unique(table, "store") == ["a", "c"]
     assert [*table.notes["left_out"]] == ["b"]
     assert table.notes["images"].keys() == {"a", "c"}
 
 
 def test_sublayers_by_place(tmp_path: Path) -> None:
     a = vit(tmp_path / "a.zarr")
-    assert normratio.run(a, sites=["last"]).unique("site") == ["blocks.1.attn", "blocks.1.mlp"]
-    assert normratio.run(a, sites=["last,!mlp"]).unique("site") == ["blocks.1.attn"]
-    assert normratio.run(a, sites=["attn"]).unique("site") == ["blocks.0.attn", "blocks.1.attn"]
+    assert unique(normratio.run(a, sites=["last"]), "site") == ["blocks.1.attn", "blocks.1.mlp"]
+    assert unique(normratio.run(a, sites=["last,!mlp"]), "site") == ["blocks.1.attn"]
+    assert unique(normratio.run(a, sites=["attn"]), "site") == ["blocks.0.attn", "blocks.1.attn"]
 
 
 @pytest.mark.slow

@@ -197,7 +197,7 @@ def test_one_s_own_study(tmp_path: Path) -> None:
     second, first = read_study(folder).sections
     assert (second.title, second.note) == ("Figure 2", "The second figure first.")
     accuracy = Table.read(folder / "results" / "accuracy.csv")
-    best = accuracy.where(metric="top1")["value"].astype(np.float64).max()
+    best = accuracy.filter(metric="top1")["value"].astype(np.float64).max()
     one, none = paper_numbers(first, find_materials(folder).results)
     assert one[:2] == ("accuracy", "0.5") and one.ours.startswith(f"{best:.4g} [")
     assert none == ("another", "1", "not measured here")

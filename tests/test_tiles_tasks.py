@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tests.extractions import extracted
+from tests.tables import having
 from vitsee_core.analyses import best_layer, cluster, propagate
 from vitsee_core.demo.coco import write_coco
 from vitsee_core.demo.davis import write_davis
@@ -61,8 +62,8 @@ def test_videos_do_not_see_the_canvas(davis: Path, tmp_path: Path) -> None:
         path = tmp_path / f"{name}.zarr"
         store = tiled(frames, path, "--order", "dataset", *only(tmp_path / "l.txt", name))
         assert store.fills.all()
-        alone = propagate.run(store, **options).where(video=name)
-        both = whole.where(video=name)
+        alone = having(propagate.run(store, **options), video=name)
+        both = having(whole, video=name)
         assert alone["metric"].tolist() == both["metric"].tolist()
         np.testing.assert_array_equal(alone["value"], both["value"])
 
@@ -82,7 +83,7 @@ def test_table_4(davis: Path, tmp_path: Path) -> None:
     ]
     table = propagate.run(*stores, masks=davis / "DAVIS")
     grid = {
-        name: float(table.where(store=name, baseline="grid", metric="j")["value"][0])
+        name: float(having(table, store=name, baseline="grid", metric="j")["value"][0])
         for name in ("normal", "dense")
     }
     assert grid["dense"] > grid["normal"]  # 6 x 10 cells against 4 x 4
@@ -121,7 +122,7 @@ def test_segments_do_not_see_the_canvas(tmp_path: Path) -> None:
         for name, found in vectors(alone, masks).items():
             np.testing.assert_array_equal(found, whole[name])
     table = cluster.run(store, masks=Segmentation(masks), sites=SITE, n_seeds=1)
-    assert np.isfinite(table.where(metric="segment_purity")["value"].astype(float)).all()
+    assert np.isfinite(table.filter(metric="segment_purity")["value"].astype(float)).all()
 
 
 @pytest.mark.slow

@@ -125,7 +125,7 @@ def test_tables_of_before_the_column_keep_their_labels(tmp_path: Path) -> None:
     old = write(tmp_path / "old.csv", scores([0.1, 0.2, 0.6, 0.5]), "knn")
     new = scores([0.4, 0.2, 0.1, 0.1], metric="accuracy", weights="random 0")
     table = best_layer.run([old])
-    assert table["store"].tolist() == ["vit"] and "weights" not in table.columns
+    assert table["store"].tolist() == ["vit"] and "weights" not in table.written.columns
     table = best_layer.run([old, write(tmp_path / "new.csv", new, "probe")])
     assert table["store"].tolist() == ["vit", "vit"]
     assert table["weights"].tolist() == ["", "random 0"]

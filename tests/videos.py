@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.stores import write_sites
+from tests.tables import having
 from vitsee_core.indexed_masks import write_mask
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store
@@ -62,6 +63,6 @@ def two_videos(folder: Path, **more: Any) -> tuple[Store, Path]:
 
 
 def value(table: Table, metric: str, **where: Any) -> float:
-    rows = table.where(**({"metric": metric, "baseline": ""} | where))
+    rows = having(table, **({"metric": metric, "baseline": ""} | where))
     assert len(rows) == 1
     return float(rows["value"][0])

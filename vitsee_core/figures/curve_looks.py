@@ -11,7 +11,6 @@ import polars as pl
 
 from vitsee_core.figures.plotting import colour, marker, store_order
 from vitsee_core.tables.groups import SIGN, groups_of, split_label
-from vitsee_core.tables.results import frame_of
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import PARTS, token_words
 
@@ -39,11 +38,10 @@ def by_curve(rows: pl.DataFrame, by: Sequence[str] = ()) -> dict[Curve, pl.DataF
     return {curve: own.sort("rel_depth", maintain_order=True) for curve, own in found.items()}
 
 
-def curve_looks(rows: Any, by: Sequence[str] = ()) -> dict[Curve, Look]:
+def curve_looks(rows: pl.DataFrame, by: Sequence[str] = ()) -> dict[Curve, Look]:
     """(store, values of `by`, kind of site) -> how it is drawn. The colour is the store's where
     there are several, see `store_looks`; sites that belong to no block look as the first kind of
     their store."""
-    rows = frame_of(rows)
     curves = list(by_curve(rows, by))
     stores = store_order(rows)
     kinds = list(dict.fromkeys(curve[1:] for curve in curves if curve[-1] != "head"))
@@ -65,10 +63,9 @@ def curve_looks(rows: Any, by: Sequence[str] = ()) -> dict[Curve, Look]:
     return found
 
 
-def store_looks(rows: Any) -> dict[str, Look]:
+def store_looks(rows: pl.DataFrame) -> dict[str, Look]:
     """Store -> colour, marker and stroke. Stores of several groups (`GROUP/NAME/VARIANT`) have the
     colour of their name and the stroke and marker of their variant, in every group the same."""
-    rows = frame_of(rows)
     order = store_order(rows)
     if len(groups_of(rows["store"].unique())) == 1:
         return {

@@ -17,7 +17,6 @@ from vitsee_core.figures.depth_curves import (
 )
 from vitsee_core.figures.panels import Grid, stack
 from vitsee_core.tables.groups import groups_of, split_label
-from vitsee_core.tables.results import frame_of
 from vitsee_core.tables.text import shorten
 
 if TYPE_CHECKING:
@@ -46,10 +45,10 @@ class CurveGrid:
     height: float = 14.0
 
     @classmethod
-    def of(cls, n: int, rows: Any) -> CurveGrid:
+    def of(cls, n: int, rows: pl.DataFrame) -> CurveGrid:
         """For n metrics of these rows: panels are taller where sites outside the blocks are named
         below the axis."""
-        rows = frame_of(rows)
+        rows = rows
         outside = (site for site in rows["site"].unique() if site_kind(site) == "head")
         names = max((len(head_words(site)) for site in outside), default=0)
         return cls(n, groups_of(rows["store"].unique(maintain_order=True)), 14 + 0.5 * names)
@@ -98,12 +97,12 @@ class CurveGrid:
                 axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
 
 
-def of_metrics(rows: Any, metrics: Sequence[str]) -> list[tuple[str, Any]]:
+def of_metrics(rows: pl.DataFrame, metrics: Sequence[str]) -> list[tuple[str, Any]]:
     return [(metric, rows.filter(metric=metric)) for metric in metrics]
 
 
 def draw_depth_panels(
-    rows: Any,
+    rows: pl.DataFrame,
     metrics: Sequence[str],
     finish: Callable[[Axes, Any, str], None] | None = None,
     *,
@@ -121,7 +120,7 @@ def draw_depth_panels(
         spread: see there.
         counts: the column whose number stands at the upper right, and what it counts.
     """
-    among = frame_of(rows).filter(pl.col("metric").is_in(metrics))
+    among = rows.filter(pl.col("metric").is_in(metrics))
     grid = CurveGrid.of(len(metrics), among)
     figure, (box,) = stack(grid)
     panels = grid.panels(box, of_metrics(among, metrics))

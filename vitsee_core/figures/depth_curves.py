@@ -23,7 +23,6 @@ from vitsee_core.figures.curve_looks import (
 from vitsee_core.figures.panels import handles_of, legend_below, note_count, small
 from vitsee_core.figures.plotting import GREY
 from vitsee_core.tables.groups import by_group
-from vitsee_core.tables.results import frame_of
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import baseline_words, metric_words, site_words
 
@@ -41,11 +40,11 @@ INTERVAL = "95 % interval"
 
 def draw_depth_curves(
     axes: Axes,
-    rows: Any,
+    rows: pl.DataFrame,
     *,
     by: Sequence[str] = (),
     ylabel: str | None = None,
-    among: Any = None,
+    among: pl.DataFrame | None = None,
     spread: str = INTERVAL,
     counts: tuple[str, str] = ("n_images", ""),
 ) -> None:
@@ -67,8 +66,7 @@ def draw_depth_curves(
         spread: what `low` and `high` are.
         counts: the column whose number stands at the upper right, and what it counts.
     """
-    rows = frame_of(rows)
-    among = rows if among is None else frame_of(among)
+    among = rows if among is None else among
     curves, looks = by_curve(rows, by), curve_looks(among, by)
     dashes, shared = dashes_of(among), shared_baselines(curves)
     heads = [s for s in rows["site"].unique(maintain_order=True) if site_kind(s) == "head"]

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from vitsee_core.figures.curve_looks import by_curve, curve_looks
 from vitsee_core.figures.plotting import GREY
-from vitsee_core.tables.results import frame_of
 
 if TYPE_CHECKING:
+    import polars as pl
     from matplotlib.axes import Axes
 
 DOTS = {"marker": ".", "markersize": 3, "linestyle": "none", "alpha": 0.6}
@@ -17,8 +17,8 @@ DOTTED = {"linestyle": (0, (1, 2)), "linewidth": 1}
 
 def draw_marks(
     axes: Axes,
-    rows: Any,
-    among: Any,
+    rows: pl.DataFrame,
+    among: pl.DataFrame,
     column: str,
     look: dict[str, Any],
     label: str = "",
@@ -35,7 +35,7 @@ def draw_marks(
     """
     if label:
         axes.plot([], [], color=GREY, label=label, **look)
-    looks = curve_looks(frame_of(among))
-    for curve, own in by_curve(frame_of(rows)).items():
+    looks = curve_looks(among)
+    for curve, own in by_curve(rows).items():
         if curve[-1] != "head":
             axes.plot(own["rel_depth"], own[column], color=looks[curve]["color"], **look)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import polars as pl
 
 from vitsee_core.figures.panels import Grid, colour_bar, count, name_part, room, stack
-from vitsee_core.tables.results import frame_of
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import site_words
 from vitsee_core.types import Float
@@ -63,22 +62,20 @@ class Tiles:
         return n_rows * (height + down) - down, n_columns * (width + across) - across
 
 
-def cut_maps(rows: Any) -> Iterator[tuple[int, int, str, Float]]:
+def cut_maps(rows: pl.DataFrame) -> Iterator[tuple[int, int, str, Float]]:
     """(depth, head, site, map) of each head of a table with columns row and col, by depth and head;
     a row without a head counts as head 0. The cells of a map are in the table once each."""
-    ordered = (
-        frame_of(rows).with_columns(pl.col("head").fill_null(0)).sort("depth", "head", "row", "col")
-    )
+    ordered = rows.with_columns(pl.col("head").fill_null(0)).sort("depth", "head", "row", "col")
     for (depth, head), own in ordered.group_by("depth", "head", maintain_order=True):
         height = own["row"].n_unique()
         yield depth, head, own["site"][0], own["value"].to_numpy().reshape(height, -1)
 
 
-def tile_table(rows: Any, convert: Callable[[Float], Float] | None = None) -> list[Tiles]:
+def tile_table(rows: pl.DataFrame, convert: Callable[[Float], Float] | None = None) -> list[Tiles]:
     """The maps of a store, each converted by `convert`, by grid size, the largest first; rows are
     the layers that have it."""
     by_size: dict[tuple[int, ...], list[tuple[int, int, str, Float]]] = {}
-    for entry in cut_maps(frame_of(rows)):
+    for entry in cut_maps(rows):
         by_size.setdefault(entry[-1].shape, []).append(entry)
     found = []
     for entries in by_size.values():
@@ -262,7 +259,7 @@ def draw_grid(
     if alone:
         head = "" if first["head"] is None else f" head {first['head']}"
         who = f"{who}, {all_tiles[0].row_labels[0]}{head}"
-    name_part(figure, f"{who}: {title} (n = {count(table)})")
+    name_part(figure, f"{who}: {title} (n = {count(table.frame)})")
     return figure
 
 

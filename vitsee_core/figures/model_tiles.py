@@ -16,10 +16,10 @@ from vitsee_core.figures.head_tiles import (
 )
 from vitsee_core.figures.panels import Grid, bars_at_ends, count, map_title, name_part, room, stack
 from vitsee_core.tables.groups import by_group
-from vitsee_core.tables.results import frame_of
 from vitsee_core.types import Float
 
 if TYPE_CHECKING:
+    import polars as pl
     from matplotlib.figure import Figure
 
     from vitsee_core.tables.results import Table
@@ -39,11 +39,11 @@ def draw_models(
 ) -> Figure:
     """The maps of several stores side by side on one scale, each store's heads in a picture of its
     own. Call it inside a function decorated with `styled`; arguments: see `draw_grid`."""
-    models = models_of(table, convert)
+    models = models_of(table.frame, convert)
     limits = value_range([tiles for _, tiles in models])
     grid = models_grid([tiles for _, tiles in models])
     figure, (part,) = stack(grid)
-    title = f"{title} (n = {count(table)})"
+    title = f"{title} (n = {count(table.frame)})"
     draw_side_by_side(
         part, grid, models, title, unit, scale=scale, limits=limits, midlines=midlines
     )
@@ -51,13 +51,13 @@ def draw_models(
 
 
 def models_of(
-    table: Any, convert: Callable[[Float], Float] | None = None
+    rows: pl.DataFrame, convert: Callable[[Float], Float] | None = None
 ) -> list[tuple[str, Tiles]]:
     """(label, tiles) of each store and grid size, the stores of a group beside each other."""
     return [
         (store, tiles)
-        for _, rows in by_group(frame_of(table))
-        for (store,), own in rows.group_by("store", maintain_order=True)
+        for _, of_group in by_group(rows)
+        for (store,), own in of_group.group_by("store", maintain_order=True)
         for tiles in tile_table(own, convert)
     ]
 

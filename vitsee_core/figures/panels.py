@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 import polars as pl
 
-from vitsee_core.tables.results import frame_of
 from vitsee_core.tables.text import shorten
 
 if TYPE_CHECKING:
@@ -291,14 +290,13 @@ def map_axes(axes: Axes) -> None:
         spine.set(visible=True, linewidth=0.5, color="grey")
 
 
-def count(rows: Any, name: str = "n_images") -> str:
+def count(rows: pl.DataFrame, name: str = "n_images") -> str:
     """`2000`, or `1990 to 2000`: the counts of rows with a value, "" without that column."""
-    rows = frame_of(rows)
     if name not in rows.columns:
         return ""
     if "value" in rows.columns:
         rows = rows.filter(pl.col("value").is_not_null())
-    low, high = rows[name].min(), rows[name].max()
+    low, high = cast("tuple[int | None, int | None]", (rows[name].min(), rows[name].max()))
     if low is None:
         return ""
     return f"{high:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
@@ -316,7 +314,7 @@ def beyond(values: Any, low: float, high: float) -> str:
     return "both" if below and above else "min" if below else "max" if above else "neither"
 
 
-def note_count(axes: Axes, rows: Any, name: str = "n_images", word: str = "") -> None:
+def note_count(axes: Axes, rows: pl.DataFrame, name: str = "n_images", word: str = "") -> None:
     """Write `n = 2000` at the upper right of a panel."""
     if n := count(rows, name):
         text = f"n = {n}{word and ' '}{word.removesuffix('s') if n == '1' else word}"

@@ -244,7 +244,7 @@ def _frame(axes: Axes, edges: Sequence[float]) -> None:
         spine.set(visible=True, linewidth=0.4, color=GREY)
 
 
-def shown_sites(rows: Any) -> dict[str, list[str]]:
+def shown_sites(rows: pl.DataFrame) -> dict[str, list[str]]:
     """The sites of each store that are drawn: all, or evenly spaced ones with the first and the
     last."""
     most = min(MOST_ACROSS, int((room() - PHOTO - BAR - 5) / (TILE + GAP)))
@@ -254,7 +254,7 @@ def shown_sites(rows: Any) -> dict[str, list[str]]:
     }
 
 
-def grid_of(rows: Any, sheet: Mapping[str, Any], site: str, image: str) -> tuple[Any, Any]:
+def grid_of(rows: pl.DataFrame, sheet: Mapping[str, Any], site: str, image: str) -> tuple[Any, Any]:
     """(rows, cols) and edges of a site's grid on an image, from the notes; else as far as there are
     cells, over the whole image."""
     own = sheet.get("grids", {}).get(str(rows["store"][0]), {}).get(site, {})
@@ -269,7 +269,7 @@ def thinned(rows: pl.DataFrame, sites: Mapping[str, Sequence[str]]) -> list[str]
     return ["evenly spaced layers; the table has all"] if some else []
 
 
-def place_values(rows: Any, shape: Sequence[int]) -> Float:
+def place_values(rows: pl.DataFrame, shape: Sequence[int]) -> Float:
     """(rows, cols) values of the cells, NaN where there is no row."""
     found = np.full(tuple(shape), np.nan)
     found[rows["row"].to_numpy(), rows["col"].to_numpy()] = rows["value"].to_numpy()

@@ -31,6 +31,7 @@ from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import figure_text
 
 if TYPE_CHECKING:
+    import polars as pl
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -200,10 +201,10 @@ def stores_in_order(labels: Sequence[str]) -> Iterator[None]:
         _STORES.reset(before)
 
 
-def store_order(rows: Any) -> list[str]:
+def store_order(rows: pl.DataFrame) -> list[str]:
     """Stores whose places are the numbers of their colours: those of `stores_in_order`, and then
     the rows' own."""
-    own = getattr(rows, "frame", rows)["store"].unique(maintain_order=True)
+    own = rows["store"].unique(maintain_order=True)
     return list(dict.fromkeys([*_STORES.get(), *own]))
 
 

@@ -7,7 +7,8 @@ its own is NAME/VARIANT: one colour per name, one stroke per variant (`DINO/B/16
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+
+import polars as pl
 
 SIGN = "/"
 
@@ -25,12 +26,9 @@ def groups_of(labels: Iterable[str]) -> list[str]:
     return found if len(found) > 1 else [""]
 
 
-def by_group(rows: Any) -> Iterator[tuple[str, Any]]:
+def by_group(rows: pl.DataFrame) -> Iterator[tuple[str, pl.DataFrame]]:
     """(group, the rows of its stores); ("", the rows) where there are not several groups."""
-    import polars as pl
-
-    frame = getattr(rows, "frame", rows)
-    stores = frame["store"].unique(maintain_order=True).to_list()
+    stores = rows["store"].unique(maintain_order=True).to_list()
     groups = groups_of(stores)
     if len(groups) == 1:
         yield "", rows

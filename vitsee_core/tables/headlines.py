@@ -17,7 +17,7 @@ import polars as pl
 from vitsee_core.runtime.machine import counted
 from vitsee_core.tables.columns import PARTS
 from vitsee_core.tables.metrics import depends_on_size, direction
-from vitsee_core.tables.results import Table, frame_of
+from vitsee_core.tables.results import Table
 
 Answer = tuple[str, str]
 LIMITS = ("low", "high")
@@ -72,7 +72,7 @@ def too_few(n: float, what: str) -> str:
 def picked(table: Table | pl.DataFrame, **wanted: Any) -> pl.DataFrame:
     """The rows with a finite value and these cells; None requires an empty cell, which a missing
     column has everywhere; a tuple allows several values."""
-    rows = frame_of(table)
+    rows = table.frame if isinstance(table, Table) else table
     if "value" not in rows.columns:
         return rows.clear()
     rules = [pl.col("value").is_finite()]
@@ -87,7 +87,7 @@ def picked(table: Table | pl.DataFrame, **wanted: Any) -> pl.DataFrame:
 
 def by_store(table: Table | pl.DataFrame, **wanted: Any) -> list[tuple[str, pl.DataFrame]]:
     """(store, its rows of `picked`, from input to output)."""
-    rows = frame_of(table)
+    rows = table.frame if isinstance(table, Table) else table
     if not {"store", "site", "rel_depth", "metric"} <= {*rows.columns}:
         return []
     stores = picked(rows, **wanted).partition_by("store", maintain_order=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from vitsee_core.runtime import registry
 from vitsee_core.tables import replicates
-from vitsee_core.tables.columns import REPLICATES, column_of, is_given, typed
+from vitsee_core.tables.columns import REPLICATES, column_of, typed
 from vitsee_core.tables.files import read_file, write_files
 from vitsee_core.tables.formats import TABLE_ENDINGS, WRITTEN, ending_of, read_table, table_bytes
 from vitsee_core.tables.sidecars import describe_call, digest_of, sidecar_bytes
-from vitsee_core.types import Float, Mask
+from vitsee_core.types import Float
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.metadata import parse
 from vitsee_stores.notebook import html_table, shown_cell, to_frame
@@ -64,7 +64,7 @@ class Table:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "frame", typed(frame_of(self.frame)))
+        object.__setattr__(self, "frame", typed(_frame_of(self.frame)))
 
     @classmethod
     def from_rows(
@@ -100,7 +100,7 @@ class Table:
             columns: the columns and their order; by default as they appear.
             notes: facts about the whole table.
         """
-        frames = [typed(frame_of(part)) for part in parts]
+        frames = [typed(_frame_of(part)) for part in parts]
         frame = pl.concat(frames, how="diagonal_relaxed")
         if columns is not None:
             own = [n for n in (*columns, REPLICATES) if n in frame.columns or n != REPLICATES]
@@ -233,60 +233,8 @@ class Table:
             lines.insert(half, ["…"] * frame.width)
         return html_table(f"{n} rows", frame.columns, lines)
 
-    # -------------------------------------------------------------------- to be removed
 
-    @property
-    def columns(self) -> Any:
-        return _Columns(self)
-
-    def cells(self, name: str) -> list[Any]:
-        return self[name].tolist() if name in self.frame.columns else [None] * len(self)
-
-    def take(self, index: NDArray[Any]) -> Table:
-        index = np.asarray(index)
-        frame = self.frame.filter(index) if index.dtype == bool else self.frame[index.tolist()]
-        return self.with_frame(frame)
-
-    def where(self, **wanted: Any) -> Table:
-        rules = []
-        for name, value in wanted.items():
-            choices = value if isinstance(value, (list, tuple, set, frozenset)) else (value,)
-            rule = pl.col(name).is_in([c for c in choices if is_given(c)])
-            empty = any(not is_given(c) for c in choices)
-            rules.append((rule | pl.col(name).is_null()) if empty else rule.fill_null(False))
-        return self.filter(*rules)
-
-    def unique(self, name: str) -> list[Any]:
-        return self.frame[name].unique(maintain_order=True).to_list()
-
-    def given(self, name: str) -> Mask:
-        return self.frame[name].is_not_null().to_numpy()
-
-    def groups(self, name: str) -> Iterator[tuple[Any, Table]]:
-        for own in self.frame.partition_by(name, maintain_order=True):
-            yield own[name][0], self.with_frame(own)
-
-
-class _Columns(Mapping[str, Any]):
-    def __init__(self, table: Table) -> None:
-        self.table = table
-
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        if name not in self.table.frame.columns:
-            raise KeyError(name)
-        return self.table[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.table.written.columns)
-
-    def __len__(self) -> int:
-        return self.table.written.width
-
-    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
-        return {**self, **other}
-
-
-def frame_of(part: Table | pl.DataFrame | Mapping[str, Any]) -> pl.DataFrame:
+def _frame_of(part: Table | pl.DataFrame | Mapping[str, Any]) -> pl.DataFrame:
     """A frame of a table, a frame, or columns: arrays and sequences of one length, and scalars that
     hold for every row. Raises ValueError: columns of several lengths."""
     if isinstance(part, (Table, pl.DataFrame)):

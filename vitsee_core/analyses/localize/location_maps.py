@@ -236,7 +236,7 @@ def _finish(
         handles["the token's own patch"] = Patch(facecolor="none", edgecolor=OWN)
     if np.isnan(values).any():
         handles["no value: constant"] = Patch(facecolor=NO_VALUE)
-    words = "; ".join(part for part in (text, f"n\u00a0=\u00a0{count(table)}") if part)
+    words = "; ".join(part for part in (text, f"n\u00a0=\u00a0{count(table.frame)}") if part)
     legend_below(figure, handles | {words: Line2D([], [], linestyle="none")})
 
 

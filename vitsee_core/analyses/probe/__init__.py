@@ -328,11 +328,11 @@ def run(
         if n_ways + (folds is not None) > 1:
             raise VitseeError("give one of TEST, --test-split, --holdout and --folds at most")
         require_comparable(train, tests)
-        wanted = asked_for(metrics or OF_RESPONSES, OF_RESPONSES, "probe --response")
+        of_responses = asked_for(metrics or OF_RESPONSES, OF_RESPONSES, "probe --response")
         return run_responses(
             train, tests, response, response_ids, test_split, holdout, execution, l2=l2,
             sites=sites, tokens=tokens, standardise=standardise, folds=folds, by_column=by_column,
-            allow_shared=allow_shared, metrics=wanted,
+            allow_shared=allow_shared, metrics=of_responses,
         )  # fmt: skip
     if n_ways != 1:
         raise VitseeError("give exactly one of TEST, --test-split NAME and --holdout SHARE")
