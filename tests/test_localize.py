@@ -503,7 +503,7 @@ def test_spread_of_summaries(store: Store) -> None:
     assert np.isfinite(having(repeats, baseline="")["std"]).all()
     assert np.isnan(repeats["low"]).all() and unique(repeats, "spread") == ["repeats"]
     assert tuple(repeats.written.columns) == SITE_COLUMNS
-    assert tuple(run(store, summary="token").frame.columns) == COLUMNS
+    assert tuple(run(store, summary="token").written.columns) == COLUMNS
 
 
 @pytest.mark.slow

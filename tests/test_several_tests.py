@@ -51,7 +51,7 @@ def test_each_store_is_tested_as_alone(stores: list[Store], name: str) -> None:
     assert [about["rows"] for about in table.notes["tests"]] == [12, 15]
     for test in tests:
         alone, rows = run(train, test, **options), having(table, store=test.label)
-        for column in alone.columns:
+        for column in alone.written.columns:
             assert rows[column].tolist() == pytest.approx(alone[column].tolist(), nan_ok=True)
     real = [baseline == "" for baseline in table["baseline"].tolist()]
     assert real == sorted(real, reverse=True), "the baselines' rows come last"
