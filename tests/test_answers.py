@@ -14,7 +14,7 @@ from tests.every_command import TABLES
 from vitsee_core.figures.panels import new_figure
 from vitsee_core.figures.plotting import styled
 from vitsee_core.report.captions import headline
-from vitsee_core.tables.headlines import margin, measured, number, observations, picked
+from vitsee_core.tables.headlines import margin, measured, number, observations, picked, said_once
 from vitsee_core.tables.results import Table
 
 SITES = [f"blocks.{i}.out" for i in range(6)]
@@ -37,6 +37,20 @@ def rows(metric: str, values: list[float], store: str = "vit", **more: Any) -> l
 def table_of(*parts: list[dict[str, Any]]) -> Table:
     every = [row for part in parts for row in part]
     return Table.from_rows(every, list(dict.fromkeys(name for row in every for name in row)))
+
+
+def test_too_few_images_are_said_once() -> None:
+    few = "(of 4 images: too few to conclude from)"
+    lines = [("a", f"1.0 {few} px at embed, 2 {few} px at last"), ("b", f"3 {few} px at embed")]
+    without = [("a", "1.0 px at embed, 2 px at last"), ("b", "3 px at embed")]
+    assert said_once(lines) == (without, "of 4 images: too few to conclude from")
+    assert said_once(lines[:1]) == (without[:1], "of 4 images: too few to conclude from")
+    for other in ("5 at last", f"5 {few.replace('4 im', '8 im')}"):  # not all of them alike
+        mixed = [*lines, ("c", other)]
+        once = ("a", f"1.0 px at embed, 2 px at last {few}")
+        assert said_once(mixed) == ([once, lines[1], ("c", other)], "")
+    assert said_once([]) == ([], "")
+    assert said_once([("a", "1"), ("b", "2")]) == ([("a", "1"), ("b", "2")], "")
 
 
 def test_numbers() -> None:

@@ -215,10 +215,15 @@ def test_every_command_has_a_card(
             shutil.copy(made, tmp_path / f"{command}{ending}")
     text = page_of(tmp_path, tmp_path)
     page = Outline(text)
-    assert len(page.all("img")) == len(TABLES) and "no figure:" not in text
+    drawn = [one for one in page.all("img") if one["alt"]]
+    assert re.findall("no figure:.*", text) == [] and len(drawn) == len(TABLES)
     assert "Other results" not in text
     tiles = [one for one in page.all("li") if one.get("class", "").startswith("tile")]
     assert len(tiles) == len(TABLES)
+    seen = [one for one in page.all("span") if {"data-curve", "data-of"} & {*one}]
+    own = [one for one in page.all("img") if not one["alt"]]
+    assert len(seen) + len(own) == len(TABLES) and len(own) > 8
+    assert all(float(one["height"]) < 1.31 * float(one["width"]) for one in own)
     for words in captions().values():
         shown = [html.unescape(one) for tag in ("a", "h3") for one in page.text[tag]]
         assert shown.count(words.question) == 2, "on a tile and above the card"

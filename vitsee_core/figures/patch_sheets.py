@@ -244,10 +244,10 @@ def _frame(axes: Axes, edges: Sequence[float]) -> None:
         spine.set(visible=True, linewidth=0.4, color=GREY)
 
 
-def shown_sites(rows: pl.DataFrame) -> dict[str, list[str]]:
+def shown_sites(rows: pl.DataFrame, *, bar: bool = True) -> dict[str, list[str]]:
     """The sites of each store that are drawn: all, or evenly spaced ones with the first and the
-    last."""
-    most = min(MOST_ACROSS, int((room() - PHOTO - BAR - 5) / (TILE + GAP)))
+    last. bar: whether a colour bar stands beside them."""
+    most = min(MOST_ACROSS, int((room() - PHOTO - BAR * bar - 5) / (TILE + GAP)))
     return {
         store: evenly(own["site"].unique(maintain_order=True).to_list(), most)
         for (store,), own in rows.group_by("store", maintain_order=True)
@@ -293,7 +293,7 @@ def draw_colours(table: Table) -> Figure:
     sheet = table.notes.get("sheet", {})
     of_object = table.notes.get("foreground", "none") != "none"
     explained = _explained(table.frame)
-    sites = shown_sites(scores)
+    sites = shown_sites(scores, bar=False)
     by_site = scores.partition_by("store", "site", as_dict=True)
     colours = {
         (store, site): _colours(table.notes, by_site[store, site], store, site)

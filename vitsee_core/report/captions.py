@@ -4,7 +4,8 @@ The first line of an analysis' docstring is its title and the question that it a
 is a few sentences on what its figure shows and what misleads in it, `SOURCE` the papers and
 figures; one of several kinds of figures has `READINGS` too, by the `kind` in its table's notes.
 `headline(table)`, where there is one, gives the answer in a line per store; `AT_A_GLANCE` the
-metric whose curves say most, where it is not the first, or "" where the figure itself does.
+metric whose curves say most, where it is not the first, or "" where the figure itself does, drawn
+of the rows of `at_a_glance(table)` where there is such a function.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 from vitsee_core.report.captions import Caption, caption, headline
 from vitsee_core.report.charts import charts_of
 from vitsee_core.report.facts import n_images, result_cautions, stores_of
-from vitsee_core.report.pictures import Addresses, Picture, picture
+from vitsee_core.report.pictures import Addresses, Picture, picture, tile
 from vitsee_core.report.redrawing import Result
 from vitsee_core.report.tables import command_of, first_rows, link_of, short_notes
 from vitsee_core.runtime.progress import Progress, counting
@@ -75,6 +75,7 @@ class Group:
     id: str
     command: str
     cards: list[Card]
+    tile: Picture | None = None  # drawn for the tile, where a figure stands for the analysis
 
     @property
     def caption(self) -> Caption:
@@ -167,6 +168,7 @@ def groups_of(
           for one in results]  # fmt: skip
     labels = _labels(results, of)
     addresses = Addresses(earlier or {}, results)
+    found: dict[str, list[Group]] = {h: [] for h in (*figures, *sections, OTHER)}
     with counting(progress, len(results), "results"), closing(addresses):
         for number, result in enumerate(results):
             try:
@@ -179,9 +181,12 @@ def groups_of(
                 cause = "changed since" if guest is None else f"of the package {guest.by}"
                 left_out[result.file.path] = f"{cause}: {type(error).__name__}: {error}"
             progress.advance(1)
-    found: dict[str, list[Group]] = {h: [] for h in (*figures, *sections, OTHER)}
-    for number, ((heading, command), some) in enumerate(cards.items()):
-        found[heading].append(Group(f"a{number}", command, some))
+        for number, ((heading, command), some) in enumerate(cards.items()):
+            group = Group(f"a{number}", command, some)
+            first = results[int(some[0].id.removeprefix("r"))]
+            if not (group.curve or some[0].heat) and some[0].picture.address:
+                group = replace(group, tile=tile(first, addresses))
+            found[heading].append(group)
     return {heading: groups for heading, groups in found.items() if groups}
 
 

@@ -36,7 +36,11 @@ SHOWN_STORES = 60  # characters of a name
 def charts_of(table: Table) -> list[dict[str, Any]]:
     """The charts of a table, none where it has no such shape or more marks than `MOST_MARKS`."""
     rows, names = table.frame, {*table.frame.columns}
-    if not len(table) or len(table) > 20 * MOST_MARKS or "value" not in names or TASK in names:
+    if "value" not in names or TASK in names:
+        return []
+    if any(_varies(rows, name) for name in ABOUT_MAP):  # rows about the whole beside parts
+        rows = rows.filter(pl.col(n).is_null() for n in ABOUT_MAP if n in names)
+    if not 0 < len(rows) <= 20 * MOST_MARKS:
         return []
     if {"site_a", "site_b"} <= names:
         found = _pairs(rows)
@@ -84,8 +88,6 @@ def _pairs(every: pl.DataFrame) -> list[dict[str, Any]]:
 
 def _curves(every: pl.DataFrame) -> list[dict[str, Any]]:
     """A panel per metric: a line per store (and token, k, ...) or, with heads, a dot per head."""
-    if any(_varies(every, name) for name in ABOUT_MAP):  # rows about the whole beside parts
-        every = every.filter(pl.col(n).is_null() for n in ABOUT_MAP if n in every.columns)
     every = every.with_columns(_part(every).alias(PART))
     stores, found = store_order(every), []
     for (metric,), rows in _grouped(every, ("metric",)):

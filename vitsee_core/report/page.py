@@ -32,6 +32,7 @@ from vitsee_core.report.study_record import failures, read_study, remarks
 from vitsee_core.report.tables import command_of
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.tables.files import check_new_files, write_files
+from vitsee_core.tables.headlines import said_once
 from vitsee_core.tables.text import visible
 from vitsee_core.web.inlining import asset, csp_hash, json_for_html, script, template
 
@@ -110,6 +111,7 @@ def render(
         sections=found,
         figures=figures,
         paper_numbers=paper_numbers,
+        said_once=said_once,
         results=materials.results,
         stores=stores_by_model(materials),
         facts=store_facts,

@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from vitsee_core.figures.panels import Medium
 from vitsee_core.figures.plotting import DPI, figure_bytes, store_order
 from vitsee_core.report.materials import picture_beside
 from vitsee_core.report.redrawing import Result
+from vitsee_core.runtime import registry
 from vitsee_core.runtime.machine import n_cores
 from vitsee_core.tables.text import visible
 
@@ -19,6 +21,7 @@ PIXELS_AN_INCH = 110  # of a figure on the page
 # Of lossless WebP: how hard it is tried. Slower settings gain some percent more.
 METHOD, EFFORT = 2, 50
 STEP = 4
+TALLEST = 1.3  # of a tile's picture, height over width
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,34 @@ def picture(result: Result, addresses: Addresses) -> Picture:
     except Exception as error:  # a stranger's table may be anything: the page says so
         reason = f"no figure: {type(error).__name__}: {visible(str(error))[:300]}"
         return Picture("", trouble=reason)
-    width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
-    size = (round(width * PIXELS_AN_INCH / DPI), round(height * PIXELS_AN_INCH / DPI))
     address, digest = addresses.of(png)
-    return Picture(address, *size, digest=digest)
+    return Picture(address, *_size(png), digest=digest)
+
+
+TILE = Medium(3.3, 3.0, 6.5, 6)  # a tile's width, from which on letters get smaller
+
+
+def tile(result: Result, addresses: Addresses) -> Picture | None:
+    """The figure that stands for an analysis, drawn for the width of a tile: of the rows that its
+    `at_a_glance` chooses, where it has that. None: it cannot be drawn, or would be too tall."""
+    few = getattr(result.analysis, "at_a_glance", lambda table: table)
+    try:
+        with registry.blamed(result.analysis.__name__):
+            rows = few(result.file.table)
+        png = figure_bytes(result.figure(rows, medium=TILE), ".png", DPI)
+    except Exception:
+        return None  # its figure stands there
+    width, height = _size(png)
+    if height > TALLEST * width:
+        return None
+    address, digest = addresses.of(png)
+    return Picture(address, width, height, digest=digest)
+
+
+def _size(png: bytes) -> tuple[int, int]:
+    """Width and height of a PNG in CSS pixels."""
+    width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
+    return round(width * PIXELS_AN_INCH / DPI), round(height * PIXELS_AN_INCH / DPI)
 
 
 def _coloured_alike(result: Result) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vitsee_core.figures.attribute_charts import draw_attribute_chart
 from vitsee_core.figures.looks import Look
-from vitsee_core.figures.panels import drawn_for
+from vitsee_core.figures.panels import Medium, drawn_for
 from vitsee_core.figures.plotting import drawn_as
 from vitsee_core.runtime import registry
 from vitsee_core.tables.attributes import in_groups, with_attribute
@@ -46,7 +46,7 @@ class Result:
         self,
         table: Table | None = None,
         size: tuple[float, float] | None = None,
-        medium: str | None = None,
+        medium: str | Medium | None = None,
     ) -> Figure:
         """The figure that the command draws, of the whole table or of some of its rows. Raises
         VitseeError: the table was changed, and is nothing that the command draws any more."""

@@ -9,7 +9,8 @@ were requested, give no answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import polars as pl
@@ -67,6 +68,23 @@ def observations(rows: pl.DataFrame) -> tuple[float, str]:
 def too_few(n: float, what: str) -> str:
     """`of 2 images: too few to conclude from`."""
     return f"of {counted(int(n), what)}: too few to conclude from"
+
+
+_TOO_FEW = re.compile(r" \((of [\d,]+ \w+: too few to conclude from)\)")
+
+
+def said_once(answers: Sequence[Answer]) -> tuple[list[Answer], str]:
+    """The answers without the remark that too few images are behind them, and the remark, where all
+    that they say of this is the same and each says it; else the answers with it once a line."""
+    remarks = [list(dict.fromkeys(_TOO_FEW.findall(text))) for _, text in answers]
+    if answers and all(len(some) == 1 and some == remarks[0] for some in remarks):
+        return [(who, _TOO_FEW.sub("", text)) for who, text in answers], remarks[0][0]
+    once = []
+    for (who, text), some in zip(answers, remarks, strict=True):
+        if len(some) == 1 and len(_TOO_FEW.findall(text)) > 1:
+            text = f"{_TOO_FEW.sub('', text)} ({some[0]})"
+        once.append((who, text))
+    return once, ""
 
 
 def picked(table: Table | pl.DataFrame, **wanted: Any) -> pl.DataFrame:

@@ -64,6 +64,7 @@ from vitsee_core.runtime.streaming import Rows
 from vitsee_core.statistics.moments import INTERVAL_METHOD, SlabMoments, Summary
 from vitsee_core.statistics.shares import METHOD as SHARES
 from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.glances import some_of
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float
 from vitsee_stores.errors import VitseeError
@@ -317,6 +318,13 @@ def _numbers(
         for head in heads.tolist():
             found.append(place | {"head": head} | summary.cells((block.row, head)))
     return Table.from_rows(found, NUMBER_COLUMNS, notes)
+
+
+def at_a_glance(table: Table) -> Table:
+    """Four heads of three blocks; all of what is no map."""
+    return (
+        some_of(table, store=1, image=1, site=3, head=4) if "row" in table.frame.columns else table
+    )
 
 
 @styled

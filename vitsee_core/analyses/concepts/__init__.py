@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.analyses.concepts.fitting import (
     METHODS,
@@ -60,6 +61,7 @@ from vitsee_core.statistics.shares import jackknife_share
 from vitsee_core.statistics.value_columns import jackknife_cells
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.files import check_new_files
+from vitsee_core.tables.glances import some_of
 from vitsee_core.tables.headlines import Answer, by_store, measured, picked
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
@@ -106,6 +108,7 @@ COLUMNS = (
 )
 METRICS = ("r2", "stability", "purity")  # of a whole dictionary
 SHUFFLED = "shuffled"
+GLANCED = 4  # concepts on a card of the report
 MAX_SEED = 2**32 - 1  # scikit-learn's
 
 
@@ -222,6 +225,13 @@ def run(
 
 
 plot = draw_concepts
+
+
+def at_a_glance(table: Table) -> Table:
+    """The patches of the first store's most frequent concepts."""
+    one = some_of(table, store=1, site=1)
+    first = one.frame.filter(metric="share").sort("value", descending=True, maintain_order=True)
+    return one.filter(pl.col("concept").is_in(first["concept"][:GLANCED].implode()))
 
 
 def headline(table: Table) -> list[Answer]:

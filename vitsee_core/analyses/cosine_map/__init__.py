@@ -26,6 +26,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.analyses.cosine_map.cosine_sheets import SCALES, draw_cosines
 from vitsee_core.analyses.cosine_map.cosines import (
@@ -46,6 +47,7 @@ from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.store_selection import StoreSelection, select_each
 from vitsee_core.statistics.moments import INTERVAL_METHOD, SlabMoments, Summary
 from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.glances import most_varied, some_of
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float
 from vitsee_stores.errors import VitseeError
@@ -178,6 +180,15 @@ def run(
         **selected.notes(),
     }
     return Table.concat(tables, notes=notes)
+
+
+def at_a_glance(table: Table) -> Table:
+    """The patch whose cosines differ most within its own image, in three layers of each model."""
+    rows = table.frame
+    if "query" in rows.columns:
+        own = rows.filter(pl.col("query") == pl.col("image"), metric="cosine")
+        table = some_of(table.with_frame(most_varied(own, "query")), at=1)
+    return some_of(table, site=3)
 
 
 def plot(

@@ -41,6 +41,7 @@ from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.glances import some_of
 from vitsee_core.tables.headlines import Answer, by_store, first_and_last
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
@@ -161,6 +162,12 @@ def run(
         **selected.notes(),
     }
     return Table.from_rows(rows, COLUMNS, notes)
+
+
+def at_a_glance(table: Table) -> Table:
+    """The fields of three sites of each model."""
+    fields = table.filter(metric="gradient")
+    return some_of(fields, site=3) if len(fields) else table
 
 
 @styled

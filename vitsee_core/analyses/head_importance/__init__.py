@@ -24,6 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.analyses.head_importance.ablated_runs import AblatedRuns, Head, batches
 from vitsee_core.analyses.head_importance.importance_figure import draw_importance
@@ -55,6 +56,7 @@ from vitsee_core.statistics.jackknife import Blocks, interval
 from vitsee_core.statistics.paired_shares import TEST
 from vitsee_core.statistics.value_columns import Cells
 from vitsee_core.tables.columns import SITE, VALUES, site_columns
+from vitsee_core.tables.glances import some_of
 from vitsee_core.tables.headlines import Answer, extremes, measured, picked
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
@@ -165,6 +167,11 @@ def run(
 
 
 plot = draw_importance
+
+
+def at_a_glance(table: Table) -> Table:
+    """The first store's heads, by one metric."""
+    return some_of(table, store=1).filter(pl.col("metric") != "top1_difference")
 
 
 def _belongs(metric: str, wanted: Sequence[str]) -> bool:

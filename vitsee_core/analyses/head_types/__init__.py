@@ -42,6 +42,7 @@ from vitsee_core.runtime.options import ATTENTION, Gather, Offers, Option, block
 from vitsee_core.runtime.progress import counting
 from vitsee_core.statistics.jackknife import interval
 from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.glances import some_of
 from vitsee_core.tables.headlines import Answer, by_store
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
@@ -82,6 +83,12 @@ READING = (
 SOURCE = "Walmer et al. 2023, sections 4.1, 4.2, Figs. 3, 14"
 AT_A_GLANCE = ""
 plot = draw_types
+
+
+def at_a_glance(table: Table) -> Table:
+    """The first store's types by block, and their examples."""
+    return some_of(table, store=1)
+
 
 COLUMNS = (
     *(*SITE, "row", "col", "head", "type", "detail"),

@@ -91,7 +91,7 @@ def _draw_example(axes: Axes, rows: pl.DataFrame, kind: str) -> None:
     shown = per_query(values)
     axes.imshow(stretched(shown), origin="upper")
     mark_middle(axes, values.shape)
-    detail = str(rows["detail"][0])
+    detail = rows["detail"][0]
     text = f"{site_words(site)}, head {head}" + (f"\n{detail}" if detail else "")
     lowest, highest = np.nanmin(shown), np.nanmax(shown)
     axes.set_xlabel(f"{text}\n{lowest:.2g} to {highest:.2g}", fontsize=small())

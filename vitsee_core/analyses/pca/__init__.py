@@ -27,6 +27,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.analyses.pca.axis_rows import OF_AXES, axis_rows
 from vitsee_core.analyses.pca.projection import (
@@ -56,6 +57,7 @@ from vitsee_core.statistics.covariance.sums import CovarianceSums, block_sums, t
 from vitsee_core.statistics.image_statistics import METHODS
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.glances import most_varied, some_of
 from vitsee_core.tables.headlines import Answer, by_store, first_and_last
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Integers
@@ -390,6 +392,15 @@ class _Site:
             of_patches = {"component": component, "metric": METRICS[-1]}
             parts.append({**place, **about, **of_patches, "value": scores[cells].T.ravel()})
         return Table.concat(parts, COLUMNS)
+
+
+def at_a_glance(table: Table) -> Table:
+    """The photograph whose patches differ most at the first model's last layer, in the colours of
+    three layers of each model."""
+    scores = table.frame.filter(metric="score", component=1)
+    first = scores.filter(pl.col("store") == scores["store"][0])
+    image = most_varied(first.filter(pl.col("site") == first["site"][-1]), "image")["image"][0]
+    return some_of(table.filter(pl.col("image").is_null() | (pl.col("image") == image)), site=3)
 
 
 def headline(table: Table) -> list[Answer]:

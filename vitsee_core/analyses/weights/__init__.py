@@ -18,9 +18,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
-from vitsee_core.analyses.weights.weights_figure import draw_weights
+from vitsee_core.analyses.weights.weights_figure import LABEL, draw_weights, labels
 from vitsee_core.figures.plotting import styled
 from vitsee_core.models.input_weights import FILTERS, POSITIONS, InputWeights, of_model, of_store
 from vitsee_core.runtime.arguments import analysis
@@ -57,6 +58,7 @@ NEEDS_ARRAY = {"components": FILTERS, "filters": FILTERS, "positions": POSITIONS
 MOST_FILTERS = 128  # shown unless they were asked for
 MOST_ROWS = 1 << 20  # 32 x 32 patches with one another; half a GiB
 _TIED = 1e-6
+GLANCED = 6  # components on a card of the report
 _KINDS = {
     "learned": "learned",
     "fixed": "fixed, not learned",
@@ -153,6 +155,20 @@ def _of(
         notes["positions"] = {"kind": _KINDS[own.kind], "every": step}
         log.info("%sposition embeddings (%s): %s", prefix, own.sites[POSITIONS], _KINDS[own.kind])
     return parts, notes
+
+
+def at_a_glance(table: Table) -> Table:
+    """One panel of the first model: its first components, else filters or positions."""
+    name = labels(table)[0]
+    rows = table.frame.filter(name == LABEL)
+    panels = ("component", "filter", "cosine")
+    shown = next((metric for metric in panels if metric in rows["metric"]), "")
+    sources = {n: about for n, about in table.notes.get("sources", {}).items() if n == name}
+    rows = rows.filter(
+        (pl.col("metric") == "variance_share")
+        | (pl.col("component").fill_null(0) < GLANCED) & (pl.col("metric") == shown)
+    )
+    return replace(table, frame=rows, notes={**table.notes, "sources": sources})
 
 
 @styled

@@ -1,0 +1,56 @@
+"""The few rows that stand for a table on a card of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import polars as pl
+import pytest
+
+from vitsee_core.report.pictures import TALLEST, TILE
+from vitsee_core.report.redrawing import open_result
+from vitsee_core.runtime.registry import load, own_names
+from vitsee_core.tables.glances import most_varied, some_of
+from vitsee_core.tables.results import Table
+
+GLANCED = [name for name in own_names() if hasattr(load(name), "at_a_glance")]
+
+
+def test_values_are_evenly_spaced_in_each_store() -> None:
+    rows = [
+        {"store": store, "site": f"{store}{i}", "head": None if i == 3 else i, "value": 1.0}
+        for store, n in (("a", 5), ("b", 2))
+        for i in range(n)
+    ]
+    table = Table.from_rows(rows, notes={"of": 1})
+    assert some_of(table, site=3)["site"].tolist() == ["a0", "a2", "a4", "b0", "b1"]
+    assert some_of(table, store=1, site=1)["site"].tolist() == ["a0"]
+    assert some_of(table, head=2)["site"].tolist() == ["a0", "a3", "a4", "b0"], "with what has none"
+    assert some_of(table, nothing=1).frame.equals(table.frame)
+    assert some_of(table, site=1).notes == {"of": 1}
+
+
+def test_the_image_whose_values_differ_most() -> None:
+    values = {"x": [1.0, 1.0, 1.0], "y": [0.0, 9.0, 0.0], "z": [4.0, 5.0, 6.0]}
+    rows = pl.DataFrame([{"image": name, "value": v} for name in values for v in values[name]])
+    assert most_varied(rows, "image")["value"].to_list() == values["y"]
+
+
+def small(analysis: ModuleType, path: Path) -> tuple[Table, float]:
+    """The rows at a glance, and their figure's height over its width."""
+    result = open_result(path)
+    rows = analysis.at_a_glance(result.file.table)
+    width, height = result.figure(rows, medium=TILE).get_size_inches()  # type: ignore[arg-type]
+    return rows, float(height / width)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GLANCED)
+def test_a_figure_of_few_rows_fits_a_card(
+    name: str, tables_of: Callable[[str], list[Path]]
+) -> None:
+    for path in tables_of(name.replace("_", "-")):
+        rows, ratio = small(load(name), path)
+        assert 0 < len(rows) <= len(Table.read(path)) and ratio <= TALLEST
