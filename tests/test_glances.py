@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 
 import polars as pl
 import pytest
 
-from vitsee_core.report.pictures import TALLEST, TILE
+from vitsee_core.report import pictures
+from vitsee_core.report.pictures import TALLEST, TILE, Addresses, tile
 from vitsee_core.report.redrawing import open_result
 from vitsee_core.runtime.registry import load, own_names
 from vitsee_core.tables.glances import most_varied, some_of
@@ -54,3 +57,21 @@ def test_a_figure_of_few_rows_fits_a_card(
     for path in tables_of(name.replace("_", "-")):
         rows, ratio = small(load(name), path)
         assert 0 < len(rows) <= len(Table.read(path)) and ratio <= TALLEST
+
+
+@pytest.mark.slow
+def test_what_an_earlier_page_shows_is_not_drawn_again(
+    tables_of: Callable[[str], list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for ending in (".csv", ".csv.json"):
+        made = tables_of("pca")[0].with_suffix(ending)
+        shutil.copy(made, tmp_path / f"pca{ending}")
+    result = open_result(tmp_path / "pca.csv")
+    with closing(Addresses({}, [])) as empty:
+        drawn = tile(result, empty)
+    assert drawn is not None and drawn.address.startswith("data:image/")
+    monkeypatch.setattr(pictures, "figure_bytes", None)
+    with closing(Addresses({drawn.digest: "data:x"}, [])) as earlier:
+        assert tile(result, earlier) == pictures.Picture("data:x", digest=drawn.digest)
+        (tmp_path / "pca.csv").write_text((tmp_path / "pca.csv").read_text() + "\n")
+        assert tile(result, earlier) is None, "another table, which would be drawn"

@@ -8,6 +8,7 @@ import io
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from vitsee_core.figures.panels import Medium
 from vitsee_core.figures.plotting import DPI, figure_bytes, store_order
@@ -42,6 +43,7 @@ class Addresses:
 
     def __init__(self, earlier: Mapping[str, str], results: Sequence[Result]) -> None:
         """earlier: digest -> address. results: whose pictures will be asked for."""
+        self.earlier = earlier
         self._found: dict[str, Future[str]] = {}
         self._pool = ThreadPoolExecutor(n_cores())
         for digest, address in earlier.items():
@@ -89,19 +91,24 @@ TILE = Medium(3.3, 3.0, 6.5, 6)  # a tile's width, from which on letters get sma
 
 def tile(result: Result, addresses: Addresses) -> Picture | None:
     """The figure that stands for an analysis, drawn for the width of a tile: of the rows that its
-    `at_a_glance` chooses, where it has that. None: it cannot be drawn, or would be too tall."""
+    `at_a_glance` chooses, where it has that. None: it cannot be drawn, or would be too tall. Its
+    digest is that of the table, so that what an earlier page shows is not drawn again."""
+    files = (result.file.path, Path(f"{result.file.path}.json"))
+    of = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    rows = result.file.table.frame
+    stores = store_order(rows) if "store" in rows.columns else []
+    key = hashlib.sha256(f"tile {of} {stores}".encode()).hexdigest()
+    if address := addresses.earlier.get(key):
+        return Picture(address, digest=key)
     few = getattr(result.analysis, "at_a_glance", lambda table: table)
     try:
         with registry.blamed(result.analysis.__name__):
-            rows = few(result.file.table)
-        png = figure_bytes(result.figure(rows, medium=TILE), ".png", DPI)
+            chosen = few(result.file.table)
+        png = figure_bytes(result.figure(chosen, medium=TILE), ".png", DPI)
     except Exception:
         return None  # its figure stands there
     width, height = _size(png)
-    if height > TALLEST * width:
-        return None
-    address, digest = addresses.of(png)
-    return Picture(address, width, height, digest=digest)
+    return None if height > TALLEST * width else Picture(addresses.of(png)[0], digest=key)
 
 
 def _size(png: bytes) -> tuple[int, int]:
