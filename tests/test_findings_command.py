@@ -13,8 +13,8 @@ import pytest
 from tests.command_line import invoke, one_line
 from tests.extractions import extracted
 from vitsee_core.analyses import attn_dist, knn
-from vitsee_core.findings import verdicts
-from vitsee_core.findings.verdicts import COLUMNS, run
+from vitsee_core.study.findings import verdicts
+from vitsee_core.study.findings.verdicts import COLUMNS, run
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import VitseeError

@@ -25,12 +25,12 @@ from vitsee_core import demo
 from vitsee_core.analyses import effect, head_importance, keypoints
 from vitsee_core.demo.spair import write_spair
 from vitsee_core.extraction.keywords import extract
-from vitsee_core.findings.finding import Finding
-from vitsee_core.findings.model_tables import ModelTables
-from vitsee_core.findings.papers import FINDINGS
-from vitsee_core.findings.verdicts import run
 from vitsee_core.real.making import PHOTOS, WEIGHTS
 from vitsee_core.real.photographs import PHOTOGRAPHS
+from vitsee_core.study.findings.finding import Finding
+from vitsee_core.study.findings.model_tables import ModelTables
+from vitsee_core.study.findings.papers import FINDINGS
+from vitsee_core.study.findings.verdicts import run
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store
 

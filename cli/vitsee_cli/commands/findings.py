@@ -57,7 +57,7 @@ def command(stores: tuple[StorePath, ...], outputs: Outputs, **parameters: Any) 
       reason                                  why it was not measured
       section, source, statistic              where it is from, what is computed
     """
-    from vitsee_core.findings import verdicts
+    from vitsee_core.study.findings import verdicts
 
     with console.each_line_once():  # several findings are of one table
         run_analysis(verdicts.run, None, stores, outputs, **parameters)

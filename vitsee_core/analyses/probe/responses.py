@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.analyses.probe.response_scores import mean_of_repeats
-from vitsee_core.imports.arrays import read_arrays, read_ids
+from vitsee_core.features.imports.arrays import read_arrays, read_ids
 from vitsee_core.runtime.options import Option
 from vitsee_core.types import Float, Integers
 from vitsee_stores import open_store

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from vitsee_core.findings import estimates as of
-from vitsee_core.findings.finding import Finding
+from vitsee_core.study.findings import estimates as of
+from vitsee_core.study.findings.finding import Finding
 
 if TYPE_CHECKING:
-    from vitsee_core.findings.model_tables import ModelTables
+    from vitsee_core.study.findings.model_tables import ModelTables
 
 SECTION = "Similarity of layers and models (Raghu et al. 2021)"
 

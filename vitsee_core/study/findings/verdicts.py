@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from vitsee_core.findings.model_tables import ModelTables
-from vitsee_core.findings.papers import FINDINGS
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.progress import SILENT, Progress, counting
+from vitsee_core.study.findings.model_tables import ModelTables
+from vitsee_core.study.findings.papers import FINDINGS
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError

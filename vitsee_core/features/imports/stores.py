@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.features.imports.arrays import Array, Arrays, read_arrays, read_ids
 from vitsee_core.images.decoding import hash64
 from vitsee_core.images.folders import class_labels
-from vitsee_core.imports.arrays import Array, Arrays, read_arrays, read_ids
 from vitsee_core.runtime.progress import SILENT, Progress, counting
 from vitsee_core.runtime.versions import result_versions
 from vitsee_stores import Store, StoreWriter, open_store
@@ -77,7 +77,7 @@ def import_arrays(
     """Write a store of arrays of files, one site each.
 
     Args:
-        paths: files, see `vitsee_core.imports.arrays`.
+        paths: files, see `vitsee_core.features.imports.arrays`.
         output: the store.
         names: of the sites, in order; by default the arrays' own, or the files' names.
         ids: the images' ids in the arrays' order; by default a file's column id, or `like`'s.

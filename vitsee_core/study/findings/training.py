@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vitsee_core.findings import estimates as of
-from vitsee_core.findings.finding import Finding
+from vitsee_core.study.findings import estimates as of
+from vitsee_core.study.findings.finding import Finding
 
 if TYPE_CHECKING:
-    from vitsee_core.findings.model_tables import ModelTables
+    from vitsee_core.study.findings.model_tables import ModelTables
 
 SECTION = "Training data, tasks and supervision (Raghu et al. 2021; Walmer et al. 2023)"
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vitsee_core.findings.estimates import Estimate
+from vitsee_core.study.findings.estimates import Estimate
 
 if TYPE_CHECKING:
-    from vitsee_core.findings.model_tables import ModelTables
+    from vitsee_core.study.findings.model_tables import ModelTables
 
 
 DEPENDS = "depends on the seed"

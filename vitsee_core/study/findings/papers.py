@@ -6,7 +6,7 @@ and was chosen from the papers' text and not from the numbers.
 
 from dataclasses import replace
 
-from vitsee_core.findings import attention, interventions, similarity, skips, training
+from vitsee_core.study.findings import attention, interventions, similarity, skips, training
 
 SECTIONS = (similarity, attention, skips, training, interventions)
 FINDINGS = tuple(

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.findings import estimates as of
-from vitsee_core.findings.finding import Finding
+from vitsee_core.study.findings import estimates as of
+from vitsee_core.study.findings.finding import Finding
 
 if TYPE_CHECKING:
-    from vitsee_core.findings.model_tables import ModelTables
+    from vitsee_core.study.findings.model_tables import ModelTables
 
 SECTION = "Interventions (the class token replaced halfway; single heads at their mean)"
 REPLACED = "arXiv 2604.14433 (there: registers of DINOv2, by accuracy)"
