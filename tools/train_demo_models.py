@@ -48,8 +48,13 @@ def load_split(folder: Path, stem: str) -> Split:
     """Images resized as the models' own transform does it, and labels."""
     images = read_idx(folder / f"{stem}-images-idx3-ubyte.gz")
     labels = read_idx(folder / f"{stem}-labels-idx1-ubyte.gz").astype(np.int64)
-    resized = [Image.fromarray(i).resize((SIZE, SIZE), Image.Resampling.BICUBIC) for i in images]
-    return np.stack([np.asarray(i) for i in resized]), labels
+    return resized(images), labels
+
+
+def resized(images: np.ndarray) -> np.ndarray:
+    """(n, 28, 28) uint8 -> (n, 32, 32) uint8."""
+    large = [Image.fromarray(i).resize((SIZE, SIZE), Image.Resampling.BICUBIC) for i in images]
+    return np.stack([np.asarray(i) for i in large])
 
 
 def part_of(split: Split, share: float, seed: int) -> Split:
