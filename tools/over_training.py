@@ -1,7 +1,7 @@
 """Train a model of the demo again and keep its weights on the way, for docs/guide/training-vit.md.
 
-    python tools/over_training.py run/seed0                  # the bundled 2,000 images, three minutes
-    python tools/over_training.py run/seed0 --data FASHION_MNIST_DIR    # as the demo's own
+    python tools/over_training.py run/seed0                # the bundled 2,000 images, three minutes
+    python tools/over_training.py run/seed0 --data FASHION_MNIST_DIR  # as the demo's own
 
 Writes run/seed0/step_0.pt and so on: the weights before the first update, and after 10, 20, 30, 50,
 70, 100 and so on up to the last. Recipe and updates are those of train_demo_models.py, of which

@@ -73,6 +73,7 @@ def run_analysis(
     resumes: str = "",
     dask: str | None = None,
     drawing: Mapping[str, Any] | None = None,
+    x: str | None = None,
     **parameters: Any,
 ) -> None:
     """Open the stores, compute `run(*stores, **parameters)`, and write it to `outputs`, which are
@@ -87,10 +88,13 @@ def run_analysis(
         resumes: what is kept if the command is stopped, so that repeating it continues.
         dask: the cluster that does the work.
         drawing: keywords of `plot`; the sidecar keeps them for `vitsee plot`.
+        x: "step" or "epoch" of stores over a training: the table gets its column, and of
+            comparisons the pairs of equal depth.
         parameters: everything that decides the result; recorded in the sidecar.
     """
     from vitsee_core.report.outputs import check_outputs, write_results
     from vitsee_core.tables.sidecars import describe_run
+    from vitsee_core.tables.steps import with_steps
 
     check_outputs(outputs, inputs=paths_in(parameters), images=str(parameters.get("data") or ""))
     if outputs.csv is None:
@@ -101,7 +105,9 @@ def run_analysis(
     _check_memory(opened, parameters.get("memory"))
     progress = console.Reporter(click.get_current_context().info_name or "vitsee")
     given = parameters if dask is None else absolute(parameters)
-    described = {**parameters, "allow_partial": allow_partial}
+    if x and parameters.get("pairs") == "all":  # a chart has one value of a layer at a step
+        parameters["pairs"] = "same-depth"
+    described = {**parameters, "allow_partial": allow_partial, **({"x": x} if x else {})}
     takes = inspect.signature(run).parameters
     if "force" in takes:  # the analysis writes a file of its own
         given = {**given, "force": outputs.force}
@@ -110,6 +116,8 @@ def run_analysis(
         spread_over(dask, progress) as own,
     ):
         table = run(*opened, **given, **own, **keep, progress=progress)
+    if x:
+        table = with_steps(table, x)
     guest = registry.guest_of(run.__module__)
     if guest is not None:
         registry.check_table(guest, table)
@@ -121,6 +129,8 @@ def run_analysis(
 
     def figure() -> Figure:
         assert plot is not None
+        if table.step_unit:
+            return registry.over_training()(table)  # type: ignore[no-any-return]
         with registry.blamed(run.__module__):
             return plot(table, **(drawing or {}))
 

@@ -215,6 +215,14 @@ def _with_outputs(command: Any) -> Any:
     return gathered
 
 
+steps_option = click.option(
+    "--x",
+    type=click.Choice(["step", "epoch"]),
+    help="Stores of one model over its training: read the step, or epoch, of each from its name "
+    "(vit-step1000.zarr), put it in front of the table, and draw charts along it.  "
+    "[default: the figure of the command]",
+)
+
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON for programs.  [default: for people]"
 )

@@ -52,6 +52,8 @@ def command_of(name: str) -> click.Command:
 
     try:
         decorators = [_argument(own) for own in stores]
+        if _has_layers(module) and stores[0].kind is inspect.Parameter.VAR_POSITIONAL:
+            decorators.append(options.steps_option)
         command = options.apply(analysis_options(module)(body), decorators)
         return click.command(name.replace("_", "-"), help=help_of(module))(command)
     except Exception as error:
@@ -90,6 +92,13 @@ def analysis_options(module: ModuleType) -> Callable[[Any], Any]:
         return options.apply(checked, decorators)
 
     return decorate
+
+
+def _has_layers(module: ModuleType) -> bool:
+    """Whether the rows of an analysis are values of a store's or of two stores' sites."""
+    columns = {*module.COLUMNS}
+    sites = {"store", "site"} <= columns or {"store_b", "site_b"} <= columns
+    return sites and {"metric", "value"} <= columns
 
 
 def _argument(own: Declared) -> Callable[[Any], Any]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 AXES = ("x", "y")
+NONE = "none"
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Look:
         cmap: a colour map's name, for all panels that have one.
         range: lowest and highest value of the colours, or of the y axes where there are none.
         title: above all panels.
-        log: which axes of panels with curves become logarithmic, of `AXES`.
+        log: which axes of panels with curves become logarithmic, of `AXES`; `NONE` makes both
+            linear.
     """
 
     theme: str = "light"
@@ -53,7 +55,10 @@ class Look:
         if self.cmap is not None:
             _recolour(coloured, self.cmap)
         for which in self.log:
-            _make_logarithmic(figure, which)
+            if which == NONE:
+                _make_linear(figure)
+            else:
+                _make_logarithmic(figure, which)
         if self.range is not None:
             _limit(figure, coloured, bars, *self.range)
         if self.title is not None:
@@ -147,6 +152,20 @@ def _renew(figure: Figure, bar: Colorbar, extend: str) -> None:
     new.outline.set(linewidth=0.5, edgecolor=GREY)  # type: ignore[operator]
 
 
+def _make_linear(figure: Figure) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    for axes in _curves(figure):
+        for which in AXES:
+            side = getattr(axes, f"{which}axis")
+            if side.get_scale() != "linear":
+                low, high = getattr(axes.dataLim, f"interval{which}")
+                limits = low - 0.05 * (high - low), high + 0.05 * (high - low)
+                axes.set(**{f"{which}scale": "linear", f"{which}lim": limits})
+                side.set_major_formatter(EngFormatter(sep=""))
+                side.set_label_text(side.get_label_text().removesuffix(" (logarithmic)"))
+
+
 def _make_logarithmic(figure: Figure, which: str) -> None:
     from matplotlib.ticker import ScalarFormatter
 
@@ -154,6 +173,8 @@ def _make_logarithmic(figure: Figure, which: str) -> None:
     if not panels:
         raise VitseeError(f"this figure has no {which} axis of numbers to make logarithmic")
     for axes in panels:
+        if getattr(axes, f"get_{which}scale")() == "symlog":  # which has a place for 0
+            continue
         interval = getattr(axes.dataLim, f"interval{which}")
         smallest = getattr(axes.dataLim, f"minpos{which}")
         if not np.isfinite(interval).all():

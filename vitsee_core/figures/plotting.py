@@ -72,16 +72,21 @@ def drawn_as(theme: str, finish: Callable[[Any], None] | None = None) -> Iterato
         _LOOK.reset(before)
 
 
+def theme() -> str:
+    """The theme that figures have now, of `THEMES`."""
+    return _LOOK.get()[0]
+
+
 def ink() -> str:
     """The colour of letters, for lines that are no store's."""
-    return THEMES[_LOOK.get()[0]][1]
+    return THEMES[theme()][1]
 
 
 def _style() -> dict[str, Any]:
     """Settings of matplotlib for the medium: what is drawn is as large as its letters want it."""
     size, em = medium().font, medium().em
     thin = size / 8  # points
-    paper, ink, lines = THEMES[_LOOK.get()[0]]
+    paper, ink, lines = THEMES[theme()]
     return {
         "figure.constrained_layout.use": True,
         "figure.constrained_layout.w_pad": 0.6 * em,
@@ -179,7 +184,7 @@ def _literal(value: Any) -> Any:
 
 def colour(i: int) -> str:
     chosen = COLOURS[i % len(COLOURS)]
-    return _ON_DARK.get(chosen, chosen) if _LOOK.get()[0] == "dark" else chosen
+    return _ON_DARK.get(chosen, chosen) if theme() == "dark" else chosen
 
 
 def marker(i: int) -> str:

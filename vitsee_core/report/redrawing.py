@@ -9,10 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import polars as pl
+
 from vitsee_core.figures.attribute_charts import draw_attribute_chart
 from vitsee_core.figures.looks import Look
 from vitsee_core.figures.panels import Medium, drawn_for
 from vitsee_core.figures.plotting import drawn_as
+from vitsee_core.figures.training_charts import draw_over_training
 from vitsee_core.runtime import registry
 from vitsee_core.tables.attributes import in_groups, with_attribute
 from vitsee_core.tables.results import ResultFile, Table, read_result
@@ -47,9 +50,11 @@ class Result:
         table: Table | None = None,
         size: tuple[float, float] | None = None,
         medium: str | Medium | None = None,
+        over_training: bool = True,
     ) -> Figure:
-        """The figure that the command draws, of the whole table or of some of its rows. Raises
-        VitseeError: the table was changed, and is nothing that the command draws any more."""
+        """The figure that the command draws, of the whole table or of some of its rows; of a table
+        over a training that along its steps, unless `over_training` is off. Raises VitseeError: the
+        table was changed, and is nothing that the command draws any more."""
         sidecar = self.file.sidecar
         known = inspect.signature(self.analysis.plot).parameters
         more = {name: x for name, x in sidecar.get("figure", {}).items() if name in known}
@@ -60,6 +65,8 @@ class Result:
         drawn = self.file.table if table is None else table
         try:
             with drawn_for(medium, size), registry.blamed(self.analysis.__name__):
+                if over_training and drawn.step_unit:
+                    return draw_over_training(drawn)
                 figure: Figure = self.analysis.plot(drawn, **more)
         except VitseeError:
             raise
@@ -134,6 +141,7 @@ def redraw(
     paths: str | Path | Sequence[str | Path],
     *,
     sites: Sequence[str] = (),
+    metrics: Sequence[str] = (),
     size: tuple[float, float] | None = None,
     medium: str | None = None,
     look: Look | None = None,
@@ -147,11 +155,13 @@ def redraw(
     Args:
         paths: of the table; its sidecar lies beside it. Of several: one figure of all their rows.
         sites: only the rows about these, see `rows_of_sites`.
+        metrics: only the rows of these.
         size: width and height in inches; by default what the medium and the content decide.
         medium: one of `panels.MEDIA`, by default a page.
         look: theme, colours, range, title, axes; by default the command's.
         x: a chart along this attribute or column in place of the command's figure, see
-            `with_attribute` and `draw_attribute_chart`.
+            `with_attribute` and `draw_attribute_chart`; of a table over a training its unit, see
+            `draw_over_training`, which is the default, or "rel_depth" for the command's figure.
         by: attributes or columns whose values make the curves of such a chart.
         group_by: an attribute or column whose values are the groups of stores.
         attributes: a table of the user's own attributes.
@@ -164,6 +174,8 @@ def redraw(
     given = [paths] if isinstance(paths, str | Path) else paths
     result = _joined([open_result(path) for path in given])
     table = rows_of_sites(result.file.table, sites) if sites else result.file.table
+    if metrics:
+        table = _of_metrics(table, metrics)
     own = None if attributes is None else Table.read(attributes)
     if group_by:
         if "results" in result.file.sidecar:
@@ -175,10 +187,26 @@ def redraw(
     with drawn_as(wanted.theme, wanted.put_on):
         if not x:
             return result.figure(table, size, medium)
+        unit = table.step_unit
+        if unit and x == "rel_depth":
+            return result.figure(table, size, medium, over_training=False)
+        if x == unit:
+            with drawn_for(medium, size):
+                return draw_over_training(table, by)
         for name in (x, *by):
             table = with_attribute(table, name, [result.file.sidecar], own)
         with drawn_for(medium, size):
             return draw_attribute_chart(table, x, by)
+
+
+def _of_metrics(table: Table, metrics: Sequence[str]) -> Table:
+    """The rows of these metrics. Raises VitseeError: one that the table does not have."""
+    if "metric" not in table.frame.columns:
+        raise VitseeError("this table has no column metric: leave --metric out")
+    known = table.frame["metric"].cast(pl.String).unique(maintain_order=True).to_list()
+    if lack := [name for name in metrics if name not in known]:
+        raise VitseeError(f"no metric {lack[0]} in this table; it has {', '.join(known)}")
+    return table.filter(pl.col("metric").is_in(list(metrics)))
 
 
 def _joined(results: Sequence[Result]) -> Result:

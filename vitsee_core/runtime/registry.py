@@ -19,7 +19,7 @@ import logging
 import pkgutil
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,6 +141,13 @@ def load(name: str) -> ModuleType:
             "see docs/guide/guests.md"
         )
     return module
+
+
+def over_training() -> Callable[..., Any]:
+    """The function that draws a table over a training, whichever analysis made it."""
+    module = importlib.import_module("vitsee_core.figures.training_charts")
+    found: Callable[..., Any] = module.draw_over_training
+    return found
 
 
 def loaded() -> Iterator[tuple[str, ModuleType]]:

@@ -182,11 +182,22 @@ class Table:
         """The analysis that made the table or its origin; "" if none did."""
         return self.analysis or (self.made_by[0] if self.made_by is not None else "")
 
+    @property
+    def step_unit(self) -> str:
+        """What the steps of a table over a training count, which is also the name of their column:
+        "step" or "epoch"; "" of another table, or one of a single step."""
+        unit, names = self.notes.get("unit"), {*self.frame.columns}
+        if not isinstance(unit, str) or not {unit, "metric", "value"} <= names:
+            return ""
+        placed = "site" in names or {"site_a", "site_b"} <= names
+        return unit if placed and self.frame[unit].n_unique() > 1 else ""
+
     def plot(self, **options: Any) -> Figure:
-        """The figure that the command of this table draws; in a notebook it is shown.
+        """The figure that the command of this table draws; of a table over a training the chart
+        along its steps. In a notebook it is shown.
 
         Args:
-            options: those of the analysis' `plot`.
+            options: those of the analysis' `plot`, or of `draw_over_training`.
 
         Raises:
             VitseeError: no analysis made this table, or it draws no figure.
@@ -200,7 +211,9 @@ class Table:
             )
         module = registry.load(name)
         with registry.blamed(module.__name__):
-            figure: Figure = module.plot(self, **options)
+            figure: Figure = (registry.over_training() if self.step_unit else module.plot)(
+                self, **options
+            )
         return figure
 
     def map_text(self, change: Callable[[str], str]) -> Table:

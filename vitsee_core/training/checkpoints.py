@@ -21,6 +21,7 @@ from vitsee_core.runtime.machine import counted, human_bytes
 from vitsee_core.study.catalogue import needs_of_analyses
 from vitsee_core.study.cost import EFFICIENCY, describe_time
 from vitsee_core.study.surveyed import SurveyedModel
+from vitsee_core.tables.steps import UNITS, numbers_in_name
 from vitsee_core.training.series import (
     DIVERGED,
     EVERY_STORE,
@@ -32,8 +33,6 @@ from vitsee_core.training.series import (
 )
 from vitsee_stores.errors import VitseeError
 
-# Words before a number in a file's name, or keys of its fields, by what they count.
-UNITS = {"step": ("global_step", "step", "steps", "iteration", "iter"), "epoch": ("epoch", "ep")}
 ANALYSES = ("attn-dist", "normratio", "spectrum", "spatial", "cka:first", "cka:last", "knn")
 
 
@@ -67,7 +66,7 @@ def find_checkpoints(pattern: str) -> tuple[str, list[StepFile], dict[str, str]]
         raise VitseeError(
             f"no file matches --checkpoints {pattern!r}; expected a glob of checkpoints, in quotes"
         )
-    named = {path: _in_name(path.stem) for path in paths}
+    named = {path: numbers_in_name(path.stem) for path in paths}
     unread: dict[str, str] = {}
     if not any(all(unit in found for found in named.values()) for unit in UNITS):
         for path in paths:
@@ -97,16 +96,6 @@ def find_checkpoints(pattern: str) -> tuple[str, list[StepFile], dict[str, str]]
             )
     names = {file.path.name for file in files}
     return unit, files, {name: why for name, why in unread.items() if name not in names}
-
-
-def _in_name(stem: str) -> dict[str, int]:
-    """Unit -> number behind one of its words."""
-    found: dict[str, int] = {}
-    for unit, words in UNITS.items():
-        for word in words:
-            if match := re.search(rf"(?<![a-z]){word}[-_= ]*(\d+)(?![.]?\d)", stem.lower()):
-                found.setdefault(unit, int(match[1]))
-    return found
 
 
 def _in_file(content: Any) -> dict[str, int]:

@@ -11,7 +11,7 @@ from vitsee_cli import console, options
 from vitsee_cli.declared import a_file
 from vitsee_cli.sections import RESULTS
 from vitsee_cli.values import FiniteRange, parse_path
-from vitsee_core.figures.looks import AXES, Look
+from vitsee_core.figures.looks import AXES, NONE, Look
 from vitsee_core.figures.panels import MEDIA
 from vitsee_core.figures.plotting import DPI, THEMES
 from vitsee_core.tables.files import check_new_files, write_files
@@ -59,19 +59,28 @@ def parse_range(text: Any) -> tuple[float, float]:
 @options.force_option
 @options.sites_option(show_default="all rows of the table")
 @click.option(
+    "--metric",
+    "metrics",
+    metavar="NAME",
+    multiple=True,
+    help="Only the rows of this metric. Repeatable.  [default: all rows of the table]",
+)
+@click.option(
     "--x",
     metavar="FIELD",
     default="",
     help="A chart of the values along an attribute of the stores: params, resolution (of the "
-    "input), images, data, a column of RESULT (shots) or of --attributes.  [default: the command's "
-    "figure]",
+    "input), images, data, a column of RESULT (shots) or of --attributes; of a table over a "
+    "training step, or rel_depth for the command's figure.  [default: the command's figure, over a "
+    "training the chart along its steps]",
 )
 @click.option(
     "--by",
     metavar="FIELD",
     multiple=True,
     help="With --x: join what has the same value of this attribute or column to a curve. "
-    "Repeatable.  [default: a curve per store]",
+    "Repeatable. With --x step, site takes the models for repetitions: their mean and its interval "
+    "over them.  [default: a curve per store]",
 )
 @click.option(
     "--group-by",
@@ -131,9 +140,9 @@ def parse_range(text: Any) -> tuple[float, float]:
 @click.option("--title", metavar="TEXT", help="Above all panels.  [default: none]")
 @click.option(
     "--log",
-    type=click.Choice(AXES),
+    type=click.Choice((*AXES, NONE)),
     multiple=True,
-    help="Make this axis logarithmic. Repeatable.  [default: the command's choice]",
+    help="Make this axis logarithmic, or none. Repeatable.  [default: the command's choice]",
 )
 def command(
     results: tuple[Path, ...],
@@ -163,6 +172,7 @@ def command(
       $ vitsee plot probe.csv -o shots.png --x shots --sites last
       $ vitsee plot knn.csv -o panels.png --group-by family --attributes mine.csv
       $ vitsee plot b16.csv l16.csv -o pairs.png
+      $ vitsee plot over/seed*/results/attn-dist.csv --x step --by site -o seeds.png
     """
     from vitsee_core.figures.plotting import figure_bytes
     from vitsee_core.report.redrawing import redraw
