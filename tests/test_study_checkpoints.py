@@ -108,9 +108,11 @@ def test_every_checkpoint_is_a_step_of_every_table(photos: Path, tmp_path: Path)
     broken["state_dict"]["head.bias"][0] = float("nan")
     torch.save(broken, run / "step_700.pt")
     result = study(run, photos, out, *FEW)
-    assert result.exit_code == 1 and result.stdout == f"{out / 'steps.csv'}\n"
+    assert result.exit_code == 1 and result.stdout == f"{out / 'report.html'}\n"
     assert "5 checkpoints over 8 images: about" in result.stderr
     assert "1 of 5 checkpoints were not measured: step_500.pt" in result.stderr
+    page = (out / "report.html").read_text()
+    assert ">Over training</h2>" in page and "step 500 failed: " in page
     record = Table.read(out / "steps.csv")
     assert record["step"].tolist() == [0, 200, 500, 700, 1000]
     ends = ["measured", "measured", "failed", "diverged", "measured"]

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from tests.features import vit_sites
 from tests.stores import write_model
 from vitsee_cli.main import main
+from vitsee_core.figures.fitting import all_axes
 from vitsee_core.figures.panels import drawn_for
 from vitsee_core.figures.plotting import drawn_as
 from vitsee_core.figures.training_charts import MOST_PANELS, draw_over_training, is_log
@@ -166,7 +167,7 @@ def panels(figure: Figure) -> list[Axes]:
 
 def test_curves_and_map_show_the_values() -> None:
     curves, heat = panels(draw_over_training(table(growing())))
-    lines = [line for line in curves.lines if len(line.get_xdata())]
+    lines = [line for line in curves.lines if np.size(line.get_xdata())]
     assert [line.get_label() for line in lines] == ["block 0", "block 1", "block 2"]
     for block, line in enumerate(lines):
         assert np.array_equal(line.get_xdata(), STEPS)
@@ -174,7 +175,8 @@ def test_curves_and_map_show_the_values() -> None:
     shades = [matplotlib.colors.to_rgb(line.get_color()) for line in lines]
     light = [0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in shades]
     assert light == sorted(light) and light[2] - light[0] > 0.4  # from input to output
-    assert np.array_equal(heat.images[0].get_array(), 10 * np.arange(3)[:, None] + np.arange(4))
+    cells: Any = heat.images[0].get_array()
+    assert np.array_equal(cells, 10 * np.arange(3)[:, None] + np.arange(4))
     assert [text.get_text() for text in heat.get_yticklabels()] == ["0", "1", "2"]
     assert (
         heat.get_ylabel() == "block" and curves.get_title(loc="left") == "attention distance (px)"
@@ -202,7 +204,7 @@ def test_steps_on_an_axis() -> None:
 def test_many_layers_have_a_colour_bar_and_many_metrics_a_note() -> None:
     rows = [row(s, b, float(b)) for s in (0, 5, 10) for b in range(20)]
     figure = draw_over_training(table(rows))
-    assert "relative depth" in [axes.get_ylabel() for axes in _all(figure)]
+    assert "relative depth" in [axes.get_ylabel() for axes in all_axes(figure)]
     assert not any("block" in text.get_text() for text in figure.legends[0].get_texts())
     rng = np.random.default_rng(0)
     rows = [
@@ -213,10 +215,6 @@ def test_many_layers_have_a_colour_bar_and_many_metrics_a_note() -> None:
     assert figure.legends[0].get_title().get_text() == (
         "2 more in the table: choose with --metric and --sites"
     )
-
-
-def _all(figure: Figure) -> list[Axes]:
-    return [*figure.axes, *(child for axes in figure.axes for child in axes.child_axes)]
 
 
 def test_one_layer_is_a_curve_alone_and_a_column_stacks_its_panels() -> None:
@@ -231,7 +229,8 @@ def test_one_layer_is_a_curve_alone_and_a_column_stacks_its_panels() -> None:
 def test_a_gap_is_grey_and_named() -> None:
     rows = [r | ({"value": None} if r["step"] == 10 else {}) for r in growing()]
     figure = draw_over_training(table(rows))
-    assert np.isnan(np.ma.filled(panels(figure)[1].images[0].get_array(), np.nan)[:, 1]).all()
+    drawn: Any = panels(figure)[1].images[0].get_array()
+    assert np.isnan(np.ma.filled(drawn, np.nan)[:, 1]).all()
     assert "no value" in [text.get_text() for text in figure.legends[0].get_texts()]
 
 

@@ -123,7 +123,7 @@ def run_checkpoints(
     dry_run: bool,
 ) -> None:
     """The same of the checkpoints of one model, each a step of every table; ends with the path of
-    the record of steps.
+    its report.
 
     Raises:
         VitseeError: no checkpoints, or some could not be read (all others were done).
@@ -131,8 +131,16 @@ def run_checkpoints(
     """
     from vitsee_core.images import open_source
     from vitsee_core.study import cost
+    from vitsee_core.tables.steps import RECORD
     from vitsee_core.training import checkpoints
-    from vitsee_core.training.series import FIRST, LAST, PREVIOUS, RECORD, Series, measurements
+    from vitsee_core.training.series import (
+        FIRST,
+        LAST,
+        MEASURED,
+        PREVIOUS,
+        Series,
+        measurements,
+    )
 
     ctx.meta[console.RESUMES] = "repeat the command to go on"
     if len(models) > 1:
@@ -158,7 +166,14 @@ def run_checkpoints(
                     train_images=train_images, keep=keep, resume=True,
                     options={"images": n_images, "seed": seed, "device": device})  # fmt: skip
     failed = checkpoints.run(series, options, files, console.say)
-    console.out(str(output / RECORD))
+    page = output / "report.html"
+    if series.steps_of(MEASURED):
+        group = ctx.find_root().command
+        assert isinstance(group, click.Group)
+        report = group.get_command(ctx, "report")
+        assert report is not None
+        ctx.invoke(report, folder=output, output=page, title=f"{label} over training", force=True)
+        console.out(str(page))
     if lost := [file.path.name for file in failed] + [*without]:
         raise VitseeError(
             f"{len(lost)} of {len(files) + len(without)} checkpoints were not measured: "

@@ -25,10 +25,10 @@ from vitsee_core.figures.panels import (
     stack,
 )
 from vitsee_core.figures.plotting import GREY, ink, styled, theme
-from vitsee_core.figures.training_layers import INTERVAL, RUNS, layers_over_steps
+from vitsee_core.figures.training_layers import INTERVAL, RUNS, layer_words, layers_over_steps
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
-from vitsee_core.tables.words import metric_words, site_words
+from vitsee_core.tables.words import metric_words
 from vitsee_core.types import Float
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _draw_curves(axes: Axes, rows: pl.DataFrame, shades: dict[str, Any], unit: s
         low, high = own["low"].to_numpy(), own["high"].to_numpy()
         if bands and np.isfinite(low).any():
             axes.fill_between(x, low, high, color=look["color"], alpha=0.13, linewidth=0)
-        text = _layer_words(site, own["block"][0])
+        text = layer_words(site, own["block"][0])
         axes.plot(x, y, label=text if named or outside else "_nolegend_", zorder=3 + number, **look)
     if rows["low"].is_finite().any():
         text = _band_words(rows)
@@ -138,17 +138,11 @@ def _draw_curves(axes: Axes, rows: pl.DataFrame, shades: dict[str, Any], unit: s
         else:
             axes.plot([], [], linestyle="none", label=f"{text}: not drawn of so many")
     step_axis(axes, rows["step"].unique().sort().to_numpy(), unit)
-    low, high = axes.dataLim.y0, axes.dataLim.y1
-    if np.isfinite([low, high]).all():
-        low, high = min(low, 0.0), max(high, 0.0)
-        margin = 0.05 * (high - low or 1)
-        axes.set_ylim(low - (margin if low < 0 else 0), high + margin)
+    least, most = min(axes.dataLim.y0, 0.0), max(axes.dataLim.y1, 0.0)
+    if np.isfinite([least, most]).all():
+        margin = 0.05 * (most - least or 1)
+        axes.set_ylim(least - (margin if least < 0 else 0), most + margin)
     note_count(axes, rows)
-
-
-def _layer_words(site: str, block: str | None) -> str:
-    """`block 3`, whichever part of it."""
-    return site_words(site, block or "").partition(",")[0]
 
 
 def _band_words(rows: pl.DataFrame) -> str:
@@ -198,7 +192,7 @@ def _draw_map(axes: Axes, rows: pl.DataFrame, unit: str) -> None:
     image = axes.imshow(values, cmap=colours, vmin=span[0], vmax=span[1], aspect="auto")
     map_axes(axes)
     blocks = dict(rows.select("site", "block").unique().rows())
-    names = [_layer_words(site, blocks[site]).removeprefix("block ") for site in sites]
+    names = [layer_words(site, blocks[site]).removeprefix("block ") for site in sites]
     shown = range(0, len(sites), -(-len(sites) // MOST_TICKS))
     axes.set_yticks([*shown], [shorten(names[i], 12) for i in shown])
     axes.set_ylabel("block" if any(name.isdigit() for name in names) else "layer")

@@ -10,9 +10,10 @@ import polars as pl
 
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.tables.columns import BASELINE
+from vitsee_core.tables.headlines import Answer, number
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.steps import numbers_in_name
-from vitsee_core.tables.words import PARTS, metric_words, token_words
+from vitsee_core.tables.words import PARTS, metric_words, site_words, token_words
 from vitsee_stores.errors import VitseeError
 
 # Columns of parts of an image or a model, and their plural; a layer's value is that of the whole,
@@ -53,7 +54,11 @@ def layers_over_steps(table: Table, *, pooled: bool = False) -> pl.DataFrame:
     if "site_a" in rows.columns:
         sides = ("site", "block", "rel_depth")
         rows = rows.with_columns(pl.col(f"{name}_a").alias(name) for name in sides)
-        rows = rows.with_columns(pl.col("model_b").alias("model"), _compared(rows, unit))
+        rows = rows.with_columns(pl.col("model_b").alias("model"))
+        if rows.select((pl.col("store_a") == pl.col("store_b")).all()).item():
+            rows = _with_the_last(rows)
+        else:
+            rows = rows.with_columns(_compared(rows, unit))
     rows = rows.with_columns(
         *(pl.lit(None, pl.Float64).alias(n) for n in ("low", "high") if n not in rows.columns),
         *(pl.lit(None, pl.Int64).alias(n) for n in ("n_images",) if n not in rows.columns),
@@ -97,6 +102,37 @@ def layers_over_steps(table: Table, *, pooled: bool = False) -> pl.DataFrame:
     order = {name: i for i, name in enumerate(metrics)}
     found = found.sort(pl.col("metric").replace_strict(order), maintain_order=True)
     return _without_copies(found.filter(pl.col("value").is_finite().any().over("panel")))
+
+
+def _with_the_last(rows: pl.DataFrame) -> pl.DataFrame:
+    """Of comparisons of a store's layers among themselves: those of each layer with the last."""
+    depth = rows["rel_depth_b"].max()
+    last, block = rows.filter(rel_depth_b=depth).select("site_b", "block_b").row(-1)
+    own = rows.filter((pl.col("site_b") == last) & (pl.col("site_a") != last))
+    return own.with_columns(pl.lit(layer_words(last, block)).alias("compared"))
+
+
+def layer_words(site: str, block: str | None) -> str:
+    """`block 3`, whichever part of it."""
+    return site_words(site, block or "").partition(",")[0]
+
+
+def answers_over_training(table: Table) -> list[Answer]:
+    """How the first metric of a table changes from the first step to the last, in the first and in
+    the last layer: a line per model."""
+    unit, rows = table.step_unit, layers_over_steps(table)
+    rows = rows.filter(pl.col("panel") == rows["panel"][0], pl.col("value").is_finite())
+    found = []
+    for (run,), own in rows.partition_by("run", maintain_order=True, as_dict=True).items():
+        said = []
+        layers = own.partition_by("site", maintain_order=True)
+        for layer in dict.fromkeys((0, len(layers) - 1)):
+            at = layers[layer].sort("step")
+            words = layer_words(at["site"][0], at["block"][0])
+            ends = [f"{number(at['value'][i])} at {unit} {at['step'][i]:,}" for i in (0, -1)]
+            said.append(f"{words} from {' to '.join(ends)}")
+        found.append((str(run), f"{own['panel'][0]}: {', '.join(said)}"))
+    return found
 
 
 def _compared(rows: pl.DataFrame, unit: str) -> pl.Expr:

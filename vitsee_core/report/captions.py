@@ -14,13 +14,23 @@ import inspect
 from dataclasses import dataclass
 from types import ModuleType
 
+from vitsee_core.figures.training_layers import answers_over_training
 from vitsee_core.runtime.registry import load, own_names
 from vitsee_core.tables.headlines import Answer
 from vitsee_core.tables.results import Table
+from vitsee_stores.errors import VitseeError
 
 DEPTH = (
     "Relative depth counts sites of one kind from 0, the first (of block outputs what enters the "
     "first block), to 1, the last."
+)
+
+
+OVER_TRAINING = (
+    "Each curve is a layer over the steps of a training, coloured from input to output; the map "
+    "beside has a column for each step and a row for each layer. A layer's value is the mean over "
+    "its heads or cells where it has several, with a band from the least to the largest; else the "
+    "band is the 95 % interval over images."
 )
 
 
@@ -45,6 +55,8 @@ def caption(analysis: ModuleType, table: Table | None = None) -> Caption:
     if table is not None:
         kind = str(table.notes.get("kind", "")).replace("-", "_")
         reading = getattr(analysis, "READINGS", {}).get(kind, reading)
+        if table.step_unit:
+            reading = OVER_TRAINING
     if "depth" in reading and "elative depth" not in reading:
         reading = f"{reading} {DEPTH}"
     if not colon:
@@ -56,7 +68,13 @@ def caption(analysis: ModuleType, table: Table | None = None) -> Caption:
 
 
 def headline(analysis: ModuleType, table: Table) -> list[Answer]:
-    """What the table answers in one line per store; none where the analysis has no such line."""
+    """What the table answers in one line per store, or per model over its training; none where the
+    analysis has no such line."""
+    if table.step_unit:
+        try:
+            return answers_over_training(table)
+        except VitseeError:  # several values of a layer, whose figure says so
+            return []
     of_table = getattr(analysis, "headline", None)
     return list(of_table(table)) if of_table and len(table) else []
 

@@ -15,6 +15,7 @@ from vitsee_core.report.facts import n_images, result_cautions, stores_of
 from vitsee_core.report.pictures import Addresses, Picture, picture, tile
 from vitsee_core.report.redrawing import Result
 from vitsee_core.report.tables import command_of, first_rows, link_of, short_notes
+from vitsee_core.runtime.machine import counted
 from vitsee_core.runtime.progress import Progress, counting
 from vitsee_core.runtime.registry import guest_of
 from vitsee_core.tables.formats import stem_of
@@ -28,6 +29,7 @@ MOST_CURVES = 7  # of a tile
 SIDE_BY_SIDE = 3  # heatmaps of one store each on a tile
 WIDEST = 1.6  # width over height of those
 OTHER = "Other results"
+OVER_TRAINING = "Over training"
 WIDE = 620  # CSS pixels, from where on a figure has a line of its own
 Sections = Mapping[str, Iterable[str]]  # heading -> the commands below it
 
@@ -146,10 +148,10 @@ def groups_of(
     earlier: Mapping[str, str] | None = None,
     figures: Sections | None = None,
 ) -> dict[str, list[Group]]:
-    """Heading -> its analyses: `figures` by the stems of their files, then `sections` in the order
-    of the commands, those of no heading last. `left_out` gets the results that were changed into
-    something that cannot be shown, and why. `earlier`: digest of a PNG -> its address on an earlier
-    page."""
+    """Heading -> its analyses: `figures` by the stems of their files, then tables over a training,
+    then `sections` in the order of the commands, those of no heading last. `left_out` gets the
+    results that were changed into something that cannot be shown, and why. `earlier`: digest of a
+    PNG -> its address on an earlier page."""
     figures = figures or {}
     by_file = {stem: heading for heading, stems in figures.items() for stem in stems}
     commands = {name: heading for heading, names in sections.items() for name in names}
@@ -164,11 +166,17 @@ def groups_of(
     files = tell_apart([result.file for result in results])
     results = [replace(one, file=file) for one, file in zip(results, files, strict=True)]
     cards: dict[tuple[str, str], list[Card]] = {}
-    of = [(by_file.get(one.file.path.stem) or commands.get(one.command, OTHER), one.command)
-          for one in results]  # fmt: skip
+    of = [
+        (
+            by_file.get(one.file.path.stem)
+            or (OVER_TRAINING if one.file.table.step_unit else commands.get(one.command, OTHER)),
+            one.command,
+        )
+        for one in results
+    ]
     labels = _labels(results, of)
     addresses = Addresses(earlier or {}, results)
-    found: dict[str, list[Group]] = {h: [] for h in (*figures, *sections, OTHER)}
+    found: dict[str, list[Group]] = {h: [] for h in (*figures, OVER_TRAINING, *sections, OTHER)}
     with counting(progress, len(results), "results"), closing(addresses):
         for number, result in enumerate(results):
             try:
@@ -245,6 +253,10 @@ def _labels(results: Sequence[Result], groups: Sequence[tuple[str, str]]) -> lis
 
 def _label(result: Result) -> str:
     stores = _stores(result)
+    if unit := result.file.table.step_unit:
+        n = result.file.table.frame[unit].n_unique()
+        names = f"{', '.join(stores[:SHOWN_NAMES])}, {counted(n, f'{unit}s')}"
+        return ": ".join(part for part in (_variant(result, stores), names) if part)
     apart = {"store_a", "store_b"} <= {*result.file.table.frame.columns} and len(stores) == 2
     names = (" × " if apart else ", ").join(stores)
     if len(stores) > SHOWN_NAMES:
@@ -271,8 +283,12 @@ def _kind(result: Result) -> str:
 
 
 def _stores(result: Result) -> list[str]:
-    """The stores that the rows are about; those of the sidecar where no row says it."""
+    """The stores that the rows are about, or over a training the models; those of the sidecar where
+    no row says it."""
     rows = result.file.table.frame
+    if result.file.table.step_unit:
+        model = "model" if "model" in rows.columns else "model_b"
+        return [str(name) for name in rows[model].unique(maintain_order=True)]
     found = [
         label
         for name in ("store", "store_a", "store_b")

@@ -1,6 +1,7 @@
 """Charts whose values a reader can point at: which ones a table gives, as JSON for the page.
 
-A chart is a heatmap (`heat`) of pairs of sites or `curves` over depth; a mark of either carries its
+A chart is a heatmap (`heat`) of pairs of sites, or of layers and the steps of a training, or
+`curves` over depth; a mark of either carries its
 site, value, 95 % interval and number of images. Tables of other kinds (maps of tokens, histograms)
 have their figure alone.
 """
@@ -14,10 +15,13 @@ import polars as pl
 
 from vitsee_core.figures.heatmaps import data_limits
 from vitsee_core.figures.plotting import store_order
+from vitsee_core.figures.training_charts import MOST_PANELS
+from vitsee_core.figures.training_layers import layer_words, layers_over_steps
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import PARTS as WORDS
 from vitsee_core.tables.words import baseline_words, metric_words, site_words, token_words
+from vitsee_stores.errors import VitseeError
 
 MOST_MARKS = 6000  # of one table: more than that no browser shows at once without delay
 MOST_LINES = 24  # of one panel
@@ -42,7 +46,9 @@ def charts_of(table: Table) -> list[dict[str, Any]]:
         rows = rows.filter(pl.col(n).is_null() for n in ABOUT_MAP if n in names)
     if not 0 < len(rows) <= 20 * MOST_MARKS:
         return []
-    if {"site_a", "site_b"} <= names:
+    if table.step_unit:
+        found = _over_steps(table)
+    elif {"site_a", "site_b"} <= names:
         found = _pairs(rows)
     elif {"site", "rel_depth", "store", "metric"} <= names:
         found = _curves(rows)
@@ -78,6 +84,35 @@ def _pairs(every: pl.DataFrame) -> list[dict[str, Any]]:
             {"kind": "heat", "title": f"{names['a']} × {names['b']}",
              "metric": metric_words(metric), "y": names["a"], "x": names["b"],
              "rows": [*map(site_words, axes[0])], "cols": [*map(site_words, axes[1])],
+             "cells": cells, "range": [low, high], "n_marks": len(rows)}
+        )  # fmt: skip
+    return found
+
+
+# ------------------------------------------------------------------------------------ steps
+
+
+def _over_steps(table: Table) -> list[dict[str, Any]]:
+    """A heatmap of layers and steps for each metric and model that the figure shows."""
+    unit, found = table.step_unit, []
+    try:
+        every = layers_over_steps(table)
+    except VitseeError:  # which the figure says
+        return []
+    several = every["run"].n_unique() > 1
+    for (panel, run), rows in list(_grouped(every, ("panel", "run")))[:MOST_PANELS]:
+        sites = rows.select("site", "block").unique(maintain_order=True).rows()
+        steps = rows["step"].unique().sort().to_list()
+        cells: list[list[Any]] = [[None] * len(steps) for _ in sites]
+        place = {site: i for i, (site, _) in enumerate(sites)}
+        for site, step, mark in zip(rows["site"], rows["step"], _marks(rows), strict=True):
+            cells[place[site]][steps.index(step)] = mark
+        values = rows.filter(pl.col("value").is_finite())["value"]
+        low, high = float(values.min() or 0), float(values.max() or 0)  # type: ignore[arg-type]
+        found.append(
+            {"kind": "heat", "title": f"{_short(run)}: {panel}" if several else panel,
+             "metric": metric_words(rows["metric"][0]), "y": "layer", "x": unit,
+             "rows": [layer_words(*site) for site in sites], "cols": [f"{s:,}" for s in steps],
              "cells": cells, "range": [low, high], "n_marks": len(rows)}
         )  # fmt: skip
     return found

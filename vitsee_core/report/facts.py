@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import polars as pl
 
 from vitsee_core.report.materials import FoundStore, Materials
 from vitsee_core.report.redrawing import Result
 from vitsee_core.runtime.machine import counted, human_bytes
+from vitsee_core.tables.results import ResultFile
 from vitsee_stores.manifest import by_reason
 
 FEW_IMAGES = 1000
+MOST_STEPS = 5  # of a training that are named
 SHORT = 12  # letters of a hash that are shown
 
 
@@ -115,6 +119,21 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 # ------------------------------------------------------------------------------------ cautions
+
+
+def steps_without_values(records: Sequence[ResultFile]) -> list[str]:
+    """The steps of trainings that were not measured, and why, a line each; the first `MOST_STEPS`
+    of each training."""
+    found = []
+    for record in records:
+        rows = record.table.frame.filter(pl.col("status") != "measured")
+        unit, place = str(record.table.notes.get("unit", "step")), record.path.parent.name
+        for row in rows.head(MOST_STEPS).iter_rows(named=True):
+            why = f": {row['note']}" if row.get("note") else ""
+            found.append(f"{place}, {unit} {row.get(unit)} {row['status']}{why}.")
+        if len(rows) > MOST_STEPS:
+            found.append(f"{place}: {len(rows) - MOST_STEPS} more {unit}s without values.")
+    return found
 
 
 def cautions(materials: Materials) -> list[str]:

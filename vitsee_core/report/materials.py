@@ -14,6 +14,8 @@ from urllib.parse import quote
 from vitsee_core.report.redrawing import Result, open_result
 from vitsee_core.tables.formats import FIGURE_ENDINGS, TABLE_ENDINGS, stem_of
 from vitsee_core.tables.replicates import WORD
+from vitsee_core.tables.results import ResultFile, read_result
+from vitsee_core.tables.steps import RECORD
 from vitsee_core.tables.text import visible
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.info import describe
@@ -35,12 +37,14 @@ class FoundStore:
 
 @dataclass(frozen=True)
 class Materials:
-    """What lies below a folder. left_out: path -> why it is no part of the report."""
+    """What lies below a folder. left_out: path -> why it is no part of the report; records: of
+    trainings, how each step ended."""
 
     folder: Path
     results: tuple[Result, ...]
     stores: tuple[FoundStore, ...]
     left_out: dict[Path, str] = field(default_factory=dict)
+    records: tuple[ResultFile, ...] = ()
 
 
 def find_materials(folder: Path) -> Materials:
@@ -56,10 +60,13 @@ def find_materials(folder: Path) -> Materials:
     results: list[Result] = []
     stores: list[FoundStore] = []
     left_out: dict[Path, str] = {}
+    records: list[ResultFile] = []
     for path in candidates(folder):
         try:
             if path.is_dir():
                 stores.append(FoundStore(path, describe(path)))
+            elif path.name == RECORD and "status" in (file := read_result(path)).table.frame:
+                records.append(file)
             else:
                 results.append(open_result(path))
         except (VitseeError, OSError) as error:
@@ -71,7 +78,7 @@ def find_materials(folder: Path) -> Materials:
             f"sidecars) nor stores{reasons}"
         )
     results.sort(key=_made)
-    return Materials(folder, tuple(results), tuple(stores), left_out)
+    return Materials(folder, tuple(results), tuple(stores), left_out, tuple(records))
 
 
 def _made(result: Result) -> tuple[str, int, str]:

@@ -15,7 +15,7 @@ import msgspec
 from vitsee_core.figures.plotting import stores_in_order
 from vitsee_core.report.cards import Sections, groups_of
 from vitsee_core.report.earlier import UNSEALED, code_digest, inputs_digest, read_page, sealed
-from vitsee_core.report.facts import cautions, store_facts
+from vitsee_core.report.facts import cautions, steps_without_values, store_facts
 from vitsee_core.report.materials import (
     ExploredPage,
     Materials,
@@ -115,7 +115,12 @@ def render(
         results=materials.results,
         stores=stores_by_model(materials),
         facts=store_facts,
-        cautions=[*failures(study), *cautions(materials), *remarks(study)],
+        cautions=[
+            *failures(study),
+            *steps_without_values(materials.records),
+            *cautions(materials),
+            *remarks(study),
+        ],
         left_out={relative(p, materials.folder): why for p, why in materials.left_out.items()},
         commands=[line for line in map(command_of, materials.results) if line],
         explored=explored,

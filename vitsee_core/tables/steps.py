@@ -14,6 +14,9 @@ from vitsee_stores.errors import VitseeError
 UNITS = {"step": ("global_step", "step", "steps", "iteration", "iter"), "epoch": ("epoch", "ep")}
 
 
+RECORD = "steps.csv"  # of a training: how each of its steps ended
+
+
 def numbers_in_name(stem: str) -> dict[str, int]:
     """Unit -> the number behind one of its words: `{"step": 1000}` of `vit-step1000`."""
     found: dict[str, int] = {}

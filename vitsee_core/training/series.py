@@ -31,6 +31,7 @@ from vitsee_core.tables.formats import table_bytes
 from vitsee_core.tables.headlines import SETTINGS
 from vitsee_core.tables.results import Table, read_result
 from vitsee_core.tables.sidecars import describe_call, sidecar_bytes
+from vitsee_core.tables.steps import RECORD
 from vitsee_stores import Store, open_store, remove_store
 from vitsee_stores.errors import IdentityMismatch, VitseeError, reason
 from vitsee_stores.manifest import few
@@ -39,7 +40,6 @@ FIRST, LAST, PREVIOUS = "first", "last", "previous"
 MEASURED, DIVERGED, FAILED, SKIPPED = "measured", "diverged", "failed", "skipped"
 TABLES, EVERY_STORE = "tables", "stores"
 KEEPS = (TABLES, EVERY_STORE)
-RECORD = "steps.csv"
 # Classifiers learn from one vector per image: a store to train on keeps nothing else.
 OF_TRAIN: dict[str, Any] = {"tokens": ("pooled",), "attention": "none", "residual": False}
 
