@@ -201,6 +201,18 @@ def test_steps_on_an_axis() -> None:
     assert panels(even)[0].get_xscale() == "linear"
 
 
+@pytest.mark.parametrize(
+    ("values", "low", "high"),
+    [((1.0, 5.0), 0.0, 5.25), ((8.0, 10.0), 7.9, 10.1), ((-1.0, 1.0), -1.1, 1.1)],
+)
+def test_the_y_axis_begins_at_0_unless_values_are_near(
+    values: tuple[float, float], low: float, high: float
+) -> None:
+    rows = [row(s, 0, v, low=None, high=None) for s, v in zip((0, 1), values, strict=True)]
+    (axes,) = panels(draw_over_training(table(rows)))
+    assert axes.get_ylim() == pytest.approx((low, high))
+
+
 def test_many_layers_have_a_colour_bar_and_many_metrics_a_note() -> None:
     rows = [row(s, b, float(b)) for s in (0, 5, 10) for b in range(20)]
     figure = draw_over_training(table(rows))

@@ -138,11 +138,20 @@ def _draw_curves(axes: Axes, rows: pl.DataFrame, shades: dict[str, Any], unit: s
         else:
             axes.plot([], [], linestyle="none", label=f"{text}: not drawn of so many")
     step_axis(axes, rows["step"].unique().sort().to_numpy(), unit)
-    least, most = min(axes.dataLim.y0, 0.0), max(axes.dataLim.y1, 0.0)
-    if np.isfinite([least, most]).all():
-        margin = 0.05 * (most - least or 1)
-        axes.set_ylim(least - (margin if least < 0 else 0), most + margin)
+    _put_limits(axes)
     note_count(axes, rows)
+
+
+def _put_limits(axes: Axes) -> None:
+    """Limits of y: from 0, unless all values lie within a factor of two, whose changes would be
+    flat lines."""
+    low, high = axes.dataLim.y0, axes.dataLim.y1
+    if not np.isfinite([low, high]).all():
+        return
+    narrow = high > low > high / 2
+    least, most = (low, high) if narrow else (min(low, 0.0), max(high, 0.0))
+    margin = 0.05 * (most - least or 1)
+    axes.set_ylim(least - (margin if narrow or least < 0 else 0), most + margin)
 
 
 def _band_words(rows: pl.DataFrame) -> str:

@@ -119,13 +119,14 @@ def layer_words(site: str, block: str | None) -> str:
 
 def answers_over_training(table: Table) -> list[Answer]:
     """How the first metric of a table changes from the first step to the last, in the first and in
-    the last layer: a line per model."""
+    the last block: a line per model."""
     unit, rows = table.step_unit, layers_over_steps(table)
     rows = rows.filter(pl.col("panel") == rows["panel"][0], pl.col("value").is_finite())
     found = []
     for (run,), own in rows.partition_by("run", maintain_order=True, as_dict=True).items():
         said = []
-        layers = own.partition_by("site", maintain_order=True)
+        inner = own.filter(pl.col("block").is_not_null())
+        layers = (inner if len(inner) else own).partition_by("site", maintain_order=True)
         for layer in dict.fromkeys((0, len(layers) - 1)):
             at = layers[layer].sort("step")
             words = layer_words(at["site"][0], at["block"][0])
