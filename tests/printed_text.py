@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -10,6 +10,7 @@ from matplotlib.text import Text
 
 from vitsee_core.figures.fitting import all_axes
 
+APART = 0.3  # ems
 INSIDE = 0.75  # pixels at 100 dots an inch: antialiasing is no overlap
 
 
@@ -28,6 +29,9 @@ def flaws(figure: Figure) -> list[str]:
         tall = min(a.y1, b.y1) - max(a.y0, b.y0)
         if wide > INSIDE and tall > INSIDE:
             found.append(f"on each other: {one.get_text()!r} and {other.get_text()!r}")
+    for axes in all_axes(figure):
+        if axes.get_visible() and axes.axison:
+            found += _run_together(axes.xaxis)
     for text, box in texts:
         for axes in figure.axes:
             own = axes.get_window_extent()
@@ -36,6 +40,18 @@ def flaws(figure: Figure) -> list[str]:
             if wide > 2 and tall > 2 and axes.get_visible() and axes.axison and not _of(text, axes):
                 found.append(f"on another panel: {text.get_text()!r}")
     return found
+
+
+def _run_together(axis: Any) -> list[str]:
+    """Tick labels beside each other with less than a third of a letter between them."""
+    seen = [text for text in _tick_labels(axis) if text.get_visible() and text.get_text().strip()]
+    boxes = sorted(((text.get_window_extent(), text) for text in seen), key=lambda one: one[0].x0)
+    return [
+        f"run together: {one.get_text()!r} and {other.get_text()!r}"
+        for (a, one), (b, other) in pairwise(boxes)
+        if min(a.y1, b.y1) > max(a.y0, b.y0)
+        and b.x0 - a.x1 < APART * float(one.get_size()) * 100 / 72
+    ]
 
 
 def _of(text: Text, axes: Any) -> bool:

@@ -303,7 +303,7 @@ def test_colours() -> None:
 
 def test_percent() -> None:
     values = [percent(x) for x in (0.114, 0.05, 0.0099, 0.0003, 4e-5, 0.0)]
-    assert values == ["11.4 %", "5.0 %", "0.99 %", "0.03 %", "< 0.01 %", "< 0.01 %"]
+    assert values == ["11.4 %", "5.0 %", "0.99 %", "0.03 %", "0.00 %", "0.00 %"]
 
 
 def texts(table: Table, scale: str = "shared") -> str:

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
 
 Whole = dict[Any, str]  # text -> what it said before it was broken
-ROUNDS = 3  # broken lines make panels smaller, which may break others
+ROUNDS = 4  # broken lines make panels smaller, which may break others
+SMALLEST = 3.5  # points
+APART = 0.4  # ems between tick labels beside each other
 
 
 def fit(figure: Figure) -> None:
@@ -82,22 +84,40 @@ def _fit_title(part: Any, whole: Whole) -> bool:
 
 def _fit_panel(axes: Axes, whole: Whole) -> bool:
     box = axes.get_window_extent()
+    room = _room(axes, box)
     titles: list[Text] = [axes.title, axes._left_title, axes._right_title]  # type: ignore[attr-defined]
     right = titles[2].get_window_extent().width if titles[2].get_text() else 0.0
     em = float(titles[0].get_fontsize()) * figure_of(axes).dpi / 72
     # The title of a narrow panel may stand above its colour bar too.
     narrow = box.width < 10 * em
     bars = [child.get_tightbbox() for child in axes.child_axes if narrow]
-    end = max([box.x1, *(bar.x1 for bar in bars if bar is not None)])
+    end = max([room[1], *(bar.x1 for bar in bars if bar is not None)])
     beside = max(end - box.x0 - (right + em if right else 0), 4 * em)
     changed = [_break(title, beside, "width", whole) for title in titles[:2]]
     changed += [
         _break(titles[2], box.width, "width", whole),
-        _break(axes.xaxis.label, box.width + em, "width", whole),
+        _break(axes.xaxis.label, _around(box, room) + em, "width", whole),
         _break(axes.yaxis.label, max(box.height, 5 * em), "height", whole),
         *(_thin(axis) for axis in (axes.xaxis, axes.yaxis)),
+        _shrink(axes),
     ]
     return any(changed)
+
+
+def _room(axes: Axes, box: Any) -> tuple[float, float]:
+    """Where the room of a panel begins and ends, in pixels: one whose cells are square may be
+    narrower than it."""
+    place: Any = axes.get_subplotspec() and axes.get_position(original=True)
+    if not place or axes.get_aspect() == "auto":
+        return box.x0, box.x1
+    whole = place.transformed(axes.figure.transSubfigure)  # type: ignore[union-attr]
+    return min(box.x0, whole.x0), max(box.x1, whole.x1)
+
+
+def _around(box: Any, room: tuple[float, float]) -> float:
+    """The width of what stands in the middle below a panel."""
+    middle = (box.x0 + box.x1) / 2
+    return 2.0 * float(min(middle - room[0], room[1] - middle))
 
 
 def _break(text: Text, room: float, side: str, whole: Whole) -> bool:
@@ -119,8 +139,25 @@ def _break(text: Text, room: float, side: str, whole: Whole) -> bool:
     return text.get_text() != drawn
 
 
+def _shrink(axes: Axes) -> bool:
+    """Write the texts in a panel smaller where two beside each other touch; whether they were."""
+    every = [(text, text.get_window_extent()) for text in axes.texts if text.get_visible()]
+    every.sort(key=lambda one: (one[1].y0, one[1].x0))
+    fits = 1.0
+    for (_, a), (_, b) in pairwise(every):
+        if near(a, b, 1.0) and b.x0 > a.x0 and abs(a.y0 - b.y0) < 0.2 * a.height:
+            middle = (b.x0 + b.x1 - a.x0 - a.x1) / 2
+            fits = min(fits, (middle - 1.5) / ((a.width + b.width) / 2))
+    if fits >= 1:
+        return False
+    for text, _ in every:
+        text.set_fontsize(max(SMALLEST, float(text.get_fontsize()) * fits))
+    return True
+
+
 def _thin(axis: Any) -> bool:
-    """Leave out tick labels until no two of an axis touch; whether some were."""
+    """Leave out tick labels until no two of an axis touch, or, beside each other, run into one
+    another; whether some were."""
     low, high = sorted(axis.get_view_interval())
     slack = 1e-6 * (high - low)
     ticks = [
@@ -134,18 +171,20 @@ def _thin(axis: Any) -> bool:
     axis.get_tightbbox(axis.get_figure(root=True).canvas.get_renderer())
     ticks.sort(key=lambda tick: tick[0])
     boxes = [label.get_window_extent() for _, label in ticks]
-    gap = 1.5
-    if any(label.get_rotation() for _, label in ticks) or all(
-        not near(a, b, gap) for a, b in pairwise(boxes)
-    ):
-        return False
+    letter = float(ticks[0][1].get_fontsize()) * figure_of(axis.axes).dpi / 72 if ticks else 0.0
+    gap = APART * letter if axis.axis_name == "x" else 1.5
     step = next(
         s
-        for s in range(2, len(ticks) + 1)
-        if all(not near(a, b, gap) for a, b in zip(boxes[::s], boxes[s::s], strict=False))
+        for s in range(1, len(ticks) + 2)
+        if not any(near(a, b, gap) for a, b in pairwise(boxes[::s]))
     )
+    if step == 1:
+        return False
     kept = ticks[::step]
+    looks = [{"rotation": label.get_rotation(), "size": label.get_size()} for _, label in kept]
     axis.set_ticks([place for place, _ in kept], [label.get_text() for _, label in kept])
+    for label, look in zip(axis.get_ticklabels(), looks, strict=True):
+        label.set(**look)
     if axis.get_scale() != "linear":
         axis.set_ticks([], minor=True)
     return True

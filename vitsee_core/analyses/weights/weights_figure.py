@@ -198,9 +198,9 @@ def _share_size(axes: Axes, panel: _MetricPanel) -> float:
 
 
 def percent(share: float) -> str:
-    """`11.4 %`, `0.93 %`, `< 0.01 %`."""
+    """`11.4 %`, `0.93 %`."""
     if share < 5e-5:
-        return "< 0.01 %"
+        return "0.00 %"
     return f"{100 * share:.1f} %" if share >= 0.00995 else f"{100 * share:.2f} %"
 
 
