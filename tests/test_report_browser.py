@@ -17,6 +17,11 @@ pytestmark = pytest.mark.skipif(PROGRAM is None, reason=NONE)
 BEYOND = """[...document.querySelectorAll('body *')].filter(e =>
   e.getBoundingClientRect().right > innerWidth + 1 &&
   !e.closest('.scroll, pre, .sheet, .skip, #tip')).map(e => e.outerHTML.slice(0, 120))"""
+# Labels of charts that the edge of the chart cuts.
+CUT = """[...document.querySelectorAll('.chart svg text')].filter(t => {
+  const own = t.getBoundingClientRect(), all = t.closest('svg').getBoundingClientRect();
+  return own.width && (own.left < all.left - 1 || own.right > all.right + 1 || own.bottom > all.bottom + 1);
+}).map(t => t.textContent)"""
 LATER = "new Promise(r => setTimeout(r, 100))"  # details tell of their opening in a task
 SETTLED = "document.querySelectorAll('details').forEach(d => d.open = true)"
 
@@ -64,6 +69,7 @@ def test_nothing_overflows_and_nothing_fails(
     small = "[...document.querySelectorAll('.thumb img')].every(i => i.naturalWidth > 0)"
     assert browser.run(small)
     assert browser.run("document.querySelectorAll('.chart svg .mark').length") > 100
+    assert browser.run(CUT) == []
     assert browser.errors == []
     assert [r for r in browser.requests if not r.startswith("data:")] == [page.as_uri()]
     background = browser.run("getComputedStyle(document.body).backgroundColor")

@@ -17,7 +17,7 @@ function ticks(low, high, most) {
   const step = [1, 2, 5, 10].map((k) => k * power).find((s) => s >= raw * 0.999) ?? 10 * power;
   /** @type {number[]} */
   const found = [];
-  for (let v = Math.ceil(low / step - 1e-9) * step; v <= high + step * 1e-9; v += step) found.push(+v.toPrecision(10));
+  for (let v = Math.ceil(low / step - 1e-9) * step; v <= high + step * 1e-9; v += step) found.push(Math.abs(v) < step * 1e-6 ? 0 : +v.toPrecision(10));
   return found;
 }
 
@@ -29,13 +29,27 @@ function ticks(low, high, most) {
  * @typedef {{name: string, points: Point[], colour: number, baseline: boolean}} Line
  * @typedef {{lines: Line[], title: string, metric: string, heads: boolean}} Curves */
 
+/** How wide the widest of these labels of a chart is, in pixels.
+ * @param {HTMLElement} figure
+ * @param {string[]} texts
+ * @returns {number} */
+function widest(figure, texts) {
+  const place = el("svg", { width: 0, height: 0 }, figure);
+  const own = /** @type {SVGTextElement} */ (el("text", {}, place));
+  const found = texts.map((text) => { own.textContent = text; return own.getComputedTextLength() || text.length * 7; });
+  place.remove();
+  return Math.max(...found);
+}
+
 /** Sites by sites.
  * @param {HTMLElement} figure
  * @param {Heat} chart
  * @param {number} room in pixels */
 export function heat(figure, chart, room) {
   const rows = chart.rows, cols = chart.cols, R = rows.length, C = cols.length;
-  const most = Math.max(...rows.map((r) => Math.min(r.length, 16))), left = 8 + most * 6.2, below = 84;
+  const names = { rows: rows.map((r) => shorten(r, 16)), cols: cols.map((c) => shorten(c, 15)) };
+  const across = widest(figure, names.cols), left = 9 + Math.max(widest(figure, names.rows), across / 2 - 4);
+  const below = 14 + across * 0.87 + 6;
   const side = Math.max(3, Math.min(34, (room - left - 6) / C, 340 / R));
   const W = left + C * side + 6, H = R * side + below + 6;
   const svg = el("svg", { viewBox: `0 0 ${W} ${H}`, role: "group", "aria-label": `${chart.title}: ${R} by ${C} sites, arrow keys move` }, figure);
@@ -51,10 +65,10 @@ export function heat(figure, chart, room) {
     marks.push(box);
   }
   const every = (/** @type {number} */ n) => Math.max(1, Math.ceil(n * 13 / (n * side)));
-  for (let i = 0; i < R; i += every(R)) el("text", { x: left - 5, y: (R - 0.5 - i) * side + 8, "text-anchor": "end" }, svg).textContent = shorten(rows[i], 16);
+  for (let i = 0; i < R; i += every(R)) el("text", { x: left - 5, y: (R - 0.5 - i) * side + 8, "text-anchor": "end" }, svg).textContent = names.rows[i];
   for (let j = 0; j < C; j += every(C)) {
     const x = left + (j + 0.5) * side + 4, y = R * side + 11;
-    el("text", { x, y, "text-anchor": "end", transform: `rotate(-60 ${x} ${y})` }, svg).textContent = shorten(cols[j], 15);
+    el("text", { x, y, "text-anchor": "end", transform: `rotate(-60 ${x} ${y})` }, svg).textContent = names.cols[j];
   }
   const ramp = html("div", "", figure, "ramp");
   html("span", number(low), ramp);
