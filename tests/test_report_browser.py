@@ -20,7 +20,8 @@ BEYOND = """[...document.querySelectorAll('body *')].filter(e =>
 # Labels of charts that the edge of the chart cuts.
 CUT = """[...document.querySelectorAll('.chart svg text')].filter(t => {
   const own = t.getBoundingClientRect(), all = t.closest('svg').getBoundingClientRect();
-  return own.width && (own.left < all.left - 1 || own.right > all.right + 1 || own.bottom > all.bottom + 1);
+  const inside = own.left >= all.left - 1 && own.right <= all.right + 1;
+  return own.width && !(inside && own.bottom <= all.bottom + 1);
 }).map(t => t.textContent)"""
 LATER = "new Promise(r => setTimeout(r, 100))"  # details tell of their opening in a task
 SETTLED = "document.querySelectorAll('details').forEach(d => d.open = true)"
