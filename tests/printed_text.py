@@ -50,7 +50,7 @@ def _run_together(axis: Any) -> list[str]:
         f"run together: {one.get_text()!r} and {other.get_text()!r}"
         for (a, one), (b, other) in pairwise(boxes)
         if min(a.y1, b.y1) > max(a.y0, b.y0)
-        and b.x0 - a.x1 < APART * float(one.get_size()) * 100 / 72
+        and b.x0 - a.x1 < APART * float(one.get_fontsize()) * 100 / 72
     ]
 
 
