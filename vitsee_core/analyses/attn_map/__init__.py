@@ -32,15 +32,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from vitsee_core.analyses.attn_map import sinks
 from vitsee_core.analyses.attn_map.head_numbers import draw_numbers
-from vitsee_core.analyses.attn_map.headlines import headline as headline
-from vitsee_core.analyses.attn_map.image_figure import draw_images
+from vitsee_core.analyses.attn_map.image_figure import draw_images, draw_models_of_images
 from vitsee_core.analyses.attn_map.image_maps import map_images, mean_rollout
-from vitsee_core.analyses.attn_map.images_of_models import draw_models_of_images
-from vitsee_core.analyses.attn_map.sink_figure import draw_sinks
+from vitsee_core.analyses.attn_map.sinks import draw_sinks
 from vitsee_core.attention.head_maps import (
     SUMS,
     blocks_of_each,
@@ -65,6 +64,7 @@ from vitsee_core.statistics.moments import INTERVAL_METHOD, SlabMoments, Summary
 from vitsee_core.statistics.shares import METHOD as SHARES
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.glances import some_of
+from vitsee_core.tables.headlines import Answer, by_store, extremes, measured, number, picked
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float
 from vitsee_stores.errors import VitseeError
@@ -321,7 +321,7 @@ def _numbers(
 
 
 def at_a_glance(table: Table) -> Table:
-    """Four heads of three blocks; all of what is no map."""
+    """The table with four heads of three blocks of one store; whole where its rows are no maps."""
     return (
         some_of(table, store=1, image=1, site=3, head=4) if "row" in table.frame.columns else table
     )
@@ -356,3 +356,42 @@ def plot(table: Table, scale: str = "shared", coverage: bool = True) -> Figure:
     midlines = metric.startswith("aligned")
     draw = draw_models if several else draw_grid
     return draw(table, TITLES[metric], scale, unit, midlines=midlines, convert=convert)
+
+
+def headline(table: Table) -> list[Answer]:
+    """The answers of each store: its strongest sink; or how much attention the middle of the image
+    or the prefix tokens get, or how spread it is."""
+    found: list[Answer] = []
+    for store, rows in by_store(table, metric="sink_max"):
+        i = extremes(rows)[1]
+        head = f"head {rows['head'][i]} of {rows['site'][i]}"
+        text = f"the strongest key draws {measured(rows, i)} times an even share ({head})"
+        found.append((store, text))
+    for metric in ("mean_cls", "mean_spatial"):
+        for store, rows in by_store(table, metric=metric, image=None):
+            found.append((store, _middle(rows)))
+    of_heads = {"prefix_mass": "of attention goes to prefix tokens", "entropy": "nats"}
+    for metric, unit in of_heads.items():
+        for store, rows in by_store(table, metric=metric, image=None, query=None):
+            ends = dict.fromkeys((str(rows["site"][0]), str(rows["site"][-1])))
+            means = [picked(rows, site=site)["value"].to_numpy().mean() for site in ends]
+            said = [f"{number(m)} at {site}" for m, site in zip(means, ends, strict=True)]
+            found.append((store, f"{', '.join(said)} {unit}, mean over heads"))
+    return found
+
+
+def _middle(rows: pl.DataFrame) -> str:
+    """A sentence on the share of attention to patches that the middle half of rows and columns gets
+    in the last block, mean over heads."""
+    rows = picked(rows, site=str(rows["site"][-1]))
+    inside = np.ones(len(rows), bool)
+    for name in ("row", "col"):
+        cells = rows[name].to_numpy()
+        size = cells.max() + 1
+        inside &= (cells >= size / 4) & (cells + 1 <= size - size / 4)
+    values = rows["value"].to_numpy()
+    share, even = values[inside].sum() / values.sum(), inside.mean()
+    return (
+        f"in {rows['site'][0]} the middle of the grid gets {number(float(share))} of the attention "
+        f"to patches, by its size {number(float(even))}"
+    )

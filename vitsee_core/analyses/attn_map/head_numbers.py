@@ -68,13 +68,13 @@ def _draw_store(left: Axes, right: Axes, rows: pl.DataFrame) -> None:
 
 
 def beside_each_other(rows: pl.DataFrame) -> pl.Series:
-    """The x of every head: side by side within the block."""
+    """The x of every row, so that the heads of a block stand side by side around its depth."""
     n = rows["head"].to_numpy().max(initial=0) + 1
     return rows["depth"] + (rows["head"] - (n - 1) / 2) * 0.6 / n
 
 
 def layer_means(rows: pl.DataFrame, depths: Any) -> pl.Series:
-    """(depths,) the mean value of each layer's heads, null where none has one."""
+    """The mean value of the heads of each layer, (depths,); null where none has a value."""
     means = rows.group_by("depth").agg(pl.col("value").mean())
     every = pl.DataFrame({"depth": depths})
     return every.join(means, on="depth", how="left", maintain_order="left")["value"]

@@ -149,7 +149,8 @@ def mean_rollout(
 
 
 def roll(head_means: Sequence[Array], layout: TokenLayout, residual: bool) -> Float:
-    """(images, tokens): see `reductions.rollout`; in float64."""
+    """The rollout, (images, tokens) in float64, of each block's mean over heads, (images, tokens,
+    tokens); see `reductions.rollout`."""
     import torch
 
     from vitsee_core.reductions import rollout
@@ -161,7 +162,8 @@ def roll(head_means: Sequence[Array], layout: TokenLayout, residual: bool) -> Fl
 def _tokens(
     block: StoredAttention, a: Tensor, query: Sequence[tuple[int, int]]
 ) -> list[tuple[str, Tensor]]:
-    """(token, (images, heads, keys)) of the class token and each query."""
+    """The rows of attention of the class token (or the mean) and of each query: the token's name
+    with (images, heads, keys)."""
     layout = block.layout
     if layout.cls is None:
         found = [("mean", a[:, :, layout.n_prefix :].mean(2))]

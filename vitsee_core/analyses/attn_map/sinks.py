@@ -1,5 +1,5 @@
 """Attention sinks and collapse: keys that take far more than their share, and queries that all
-attend alike.
+attend alike; their rows, then their figure.
 
 For A (queries by keys) of one image and one head, T tokens, over spatial queries q and all keys k:
 
@@ -29,16 +29,32 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
+from vitsee_core.analyses.attn_map.head_numbers import (
+    beside_each_other,
+    draw_layer_means,
+    layer_means,
+)
 from vitsee_core.attention.heads import StoredAttention
+from vitsee_core.figures.curve_panels import draw_depth_panels
+from vitsee_core.figures.log_ticks import plain_log_ticks
+from vitsee_core.figures.panels import em, handles_of, legend_below, note_count, panels
+from vitsee_core.figures.plotting import COLOURS, GREY, integer_ticks, reference_line
 from vitsee_core.runtime.progress import counting
 from vitsee_core.statistics.moments import SlabMoments, Summary
 from vitsee_core.statistics.shares import as_share
 from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.groups import groups_of
+from vitsee_core.tables.text import shorten
+from vitsee_core.tables.words import metric_words
 from vitsee_core.types import Float
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     from vitsee_core.runtime.execution import Execution
     from vitsee_core.runtime.streaming import Rows
     from vitsee_stores import Slab, Store
@@ -95,7 +111,7 @@ def sink_rows(
 
 
 def _read(layouts: dict[str, TokenLayout], slab: Slab) -> dict[Key, Float]:
-    """Key -> (images, blocks, heads) of a slab's valid images."""
+    """The numbers of a slab's valid images: key -> (images, blocks, heads)."""
     found: dict[Key, Float] = {}
     for group, layout in layouts.items():
         largest, place, nmi = (
@@ -115,7 +131,7 @@ def _read(layouts: dict[str, TokenLayout], slab: Slab) -> dict[Key, Float]:
 
 
 def _shares(group: str, layout: TokenLayout, score: Float, place: NDArray[Any]) -> dict[Key, Float]:
-    """For `sink_share`: 0 and 1, NaN without a score."""
+    """Whether each head of each image has a sink, by kind of token: 1 or 0, NaN without a score."""
     is_sink = score > THRESHOLD
     absent = np.isnan(score)
     kinds = {"": is_sink}
@@ -132,7 +148,7 @@ def _can_sink(layout: TokenLayout) -> bool:
 
 
 def _order(key: Key, layouts: dict[str, TokenLayout]) -> tuple[int, int]:
-    """The order of rows: by metric, then the whole, then the kinds of token."""
+    """The place of a key among the rows: by metric, then the whole, then the kinds of token."""
     metric, group, token = key
     kinds = ["", *layouts[group].prefix, PATCHES]
     metrics = ("sink_max", "sink_median", "sink_share", "qk_nmi")
@@ -140,9 +156,142 @@ def _order(key: Key, layouts: dict[str, TokenLayout]) -> tuple[int, int]:
 
 
 def _within(metric: str, cells: dict[str, float | int]) -> dict[str, float | int]:
-    """The interval of a share by its own method; of an NMI clipped to 0 to 1, of a score from 0
-    on."""
+    """The cells with their interval inside the metric's limits: a share's by its own method, an
+    NMI's clipped to 0 to 1, a score's to 0 and above."""
     if metric == "sink_share":
         return as_share(cells)
     top = np.inf if metric in ("sink_max", "sink_median") else 1.0
     return cells | {name: float(np.clip(cells[name], 0.0, top)) for name in ("low", "high")}
+
+
+CLS = "cls"
+COLOUR_OF = {PATCHES: COLOURS[1], CLS: COLOURS[0]}
+OTHERS = (COLOURS[2], COLOURS[3], COLOURS[4], COLOURS[5])
+MOST_STORES = 6  # with panels of their own
+MEANS = ("sink_max", "sink_share", "qk_nmi")
+
+
+def draw_sinks(every_row: pl.DataFrame) -> Figure:
+    """One line of panels per store, against depth: the largest score of every head with its 95 %
+    interval, on a logarithmic scale, in the colour of the token that it mostly lies at where it is
+    a sink; the share of heads and images that have a sink, by kind of token; and the normalised
+    mutual information of queries and keys of every head, with the layers' means. For more than
+    `MOST_STORES` stores, or groups of them, only the means of each layer's heads. Call it inside a
+    function decorated with `styled`."""
+    stores = every_row.partition_by("store", maintain_order=True)
+    if len(stores) > MOST_STORES or len(groups_of(every_row["store"].unique())) > 1:
+        return draw_depth_panels(_layer_means(every_row), MEANS)
+    figure, every = panels(3 * len(stores), most=3)
+    lines = [every[i : i + 3] for i in range(0, len(every), 3)]
+    colours = _colours(every_row)
+    for line, rows in zip(lines, stores, strict=True):
+        _draw_scores(line[0], rows, colours)
+        _draw_shares(line[1], rows, colours)
+        _draw_information(line[2], rows)
+        for axes in line:
+            integer_ticks(axes, rows["depth"].to_numpy())
+            axes.set_xlabel("block")
+            axes.set_title(shorten(rows["store"][0], 28))
+            note_count(axes, rows)
+    top = max(line[2].get_ylim()[1] for line in lines)
+    for line in lines:
+        line[0].set_ylim(*_limits(every_row))
+        line[1].set_ylim(0, 1)
+        line[2].set_ylim(-0.03 * top, top)
+    _add_legend(figure, lines, colours)
+    return figure
+
+
+def _layer_means(rows: pl.DataFrame) -> pl.DataFrame:
+    """Each layer's mean over heads of the metrics `MEANS`, which are drawn of many stores or
+    groups; a share is that of all kinds of tokens together."""
+    drawn = rows.filter(pl.col("metric").is_in(MEANS), pl.col("token").is_null())
+    names = ("store", "site", "depth", "rel_depth", "metric")
+    means = drawn.group_by(names, maintain_order=True)
+    # A layer with a head that has no value has none.
+    whole = pl.when(pl.col("value").null_count() == 0).then(pl.col("value").mean())
+    return means.agg(whole.alias("value"), pl.col("n_images").first())
+
+
+def _colours(rows: pl.DataFrame) -> dict[str, str]:
+    """The colour of each kind of token that has a sink; registers take the remaining ones in
+    turn."""
+    there = rows.filter(pl.col("value") > 0, pl.col("token").is_not_null(), metric="sink_share")
+    named = rows.filter(pl.col("token").is_in([*there["token"]]))
+    kinds = named["token"].unique(maintain_order=True).to_list()
+    rest = [kind for kind in kinds if kind not in COLOUR_OF]
+    return {kind: COLOUR_OF.get(kind) or OTHERS[rest.index(kind) % len(OTHERS)] for kind in kinds}
+
+
+def _limits(rows: pl.DataFrame) -> tuple[float, float]:
+    """The y axis of scores: from just below even attention to above the threshold and all
+    scores."""
+    scores = rows.filter(metric="sink_max").select(pl.max_horizontal("high", "value").max())
+    return 0.85, 1.25 * max(scores.item() or 0, THRESHOLD)
+
+
+def _draw_scores(axes: Axes, rows: pl.DataFrame, colours: dict[str, str]) -> None:
+    axes.set_yscale("log")
+    plain_log_ticks(axes.yaxis)
+    reference_line(axes, THRESHOLD, "ten times its share")
+    of_heads = rows.filter(metric="sink_max")
+    tinted = of_heads.with_columns(
+        x=beside_each_other(of_heads), tint=_tints(rows, of_heads, colours)
+    )
+    for (tint,), own in tinted.group_by("tint", maintain_order=True):
+        y = own["value"]
+        error = np.nan_to_num(np.abs([(y - own["low"]).to_numpy(), (own["high"] - y).to_numpy()]))
+        look: dict[str, Any] = {"fmt": "o", "color": tint, "elinewidth": 0.8, "alpha": 0.85}
+        axes.errorbar(own["x"], y, yerr=error, **look)
+    axes.set_ylabel(metric_words("sink_max"))
+
+
+def _tints(rows: pl.DataFrame, of_heads: pl.DataFrame, colours: dict[str, str]) -> pl.Series:
+    """The colour of each row of `of_heads`: that of the kind of token with most of the head's
+    sinks; grey if fewer than half of its images have one."""
+    shares = rows.filter(metric="sink_share").select("site", "head", "token", "value")
+    often = shares.filter(pl.col("token").is_null(), pl.col("value") >= 0.5)
+    kinds = shares.filter(pl.col("token").is_not_null()).sort(
+        "value", descending=True, maintain_order=True, nulls_last=True
+    )
+    most = kinds.unique(["site", "head"], keep="first", maintain_order=True)
+    sinking = most.join(often, on=["site", "head"], how="semi")
+    tint = pl.col("token").cast(pl.String).replace_strict(colours, default=GREY)
+    found = of_heads.select("site", "head").join(
+        sinking.with_columns(tint=tint), on=["site", "head"], how="left", maintain_order="left"
+    )
+    return found["tint"].fill_null(GREY)
+
+
+def _draw_shares(axes: Axes, rows: pl.DataFrame, colours: dict[str, str]) -> None:
+    shares = rows.filter(metric="sink_share")
+    depths = rows["depth"].unique().sort()
+    base = np.zeros(len(depths))
+    for kind, tint in colours.items():
+        heights = layer_means(shares.filter(token=kind), depths).fill_null(0.0).to_numpy()
+        axes.bar(depths, heights, bottom=base, width=0.7, color=tint, linewidth=0)
+        base = base + heights
+    if not len(shares):
+        axes.text(0.5, 0.5, "ten tokens or fewer", transform=axes.transAxes, ha="center")
+    axes.set_ylabel(metric_words("sink_share"))
+
+
+def _draw_information(axes: Axes, rows: pl.DataFrame) -> None:
+    own = rows.filter(metric="qk_nmi")
+    look: dict[str, Any] = {"color": GREY, "alpha": 0.6, "linewidth": 0, "label": "head"}
+    axes.scatter(beside_each_other(own), own["value"], em(72) ** 2 * 0.13, **look)
+    draw_layer_means(axes, own)
+    axes.set_ylabel(metric_words("qk_nmi"))
+
+
+def _add_legend(figure: Figure, lines: Any, colours: dict[str, str]) -> None:
+    from matplotlib.patches import Patch
+
+    words = {PATCHES: "a patch", CLS: "the class token"}
+    handles: list[Any] = [
+        Patch(color=tint, label=f"sink at {words.get(kind, kind)}")
+        for kind, tint in colours.items()
+    ]
+    handles.append(Patch(color=GREY, label="no sink in most images"))
+    found = {handle.get_label(): handle for handle in handles}
+    legend_below(figure, found | handles_of([lines[0][0], lines[0][2]]))
