@@ -129,6 +129,7 @@ def test_a_page_runs_on_the_stores_of_readme(name: str, first_look: Path, tmp_pa
             (tmp_path / path.name).symlink_to(path)
         elif ".csv" in path.name:
             shutil.copy(path, tmp_path)
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
     run_blocks(PAGES[name], tmp_path)
     for line in vitsee_lines("".join(f"```{a}\n{b}```" for a, b in blocks_of(PAGES[name]))):
         for picture in re.findall(r"--png (\S+\.png)", line):

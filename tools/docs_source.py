@@ -33,7 +33,7 @@ from vitsee_core.tables.results import Table
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "docs" / "site"
 GUIDES = (
-    "explore", "study", "training", "extraction", "interventions", "two-libraries",
+    "explore", "study", "training", "training-vit", "extraction", "interventions", "two-libraries",
     "vision-language", "data",
     "tables", "intervals", "notebook", "guests", "export", "cluster", "dask", "bucket", "faults",
     "papers", "real-vit",

@@ -8,7 +8,7 @@
 
 A minute on two cores. Three pictures are made elsewhere: docs/pca.png needs weights and photographs
 that are not bundled, docs/similarity-chance.png is drawn by tools/similarity_by_chance.py,
-docs/explore.png by a browser, with tools/explore_picture.py.
+docs/explore.png by a browser, with tools/explore_picture.py. docs/training-*.png are of trainings.
 """
 
 from __future__ import annotations
@@ -33,6 +33,18 @@ ELSEWHERE = {
     "-o explore.html\n"
     "PYTHONPATH=. python tools/explore_picture.py explore.html docs/explore.png",
     "pca": "# not bundled: weights, photographs\nvitsee pca lite0.zarr -o pca.csv --png pca.png",
+    **{
+        f"training-{name}": "# after docs/guide/training-vit.md's recipe\n"
+        f"vitsee plot over/seed*/results/{file}.csv {more}--x step --by site --dpi 130 "
+        f"-o training-{name}.png"
+        for name, file, more in (
+            ("cka", "cka", ""),
+            ("distance", "attn-dist", "--metric distance_px "),
+            ("knn", "knn", "--metric top1 --sites 'blocks,!embed' "),
+            ("norm-ratio", "normratio", "--metric norm_ratio --sites '*.attn' "),
+            ("rank", "spectrum", "--metric effective_rank --sites 'blocks,!embed' "),
+        )
+    },
     "similarity-chance": "python tools/similarity_by_chance.py docs/similarity-chance.png",
 }
 DPI = 130  # what README shows: a page is about 900 pixels wide

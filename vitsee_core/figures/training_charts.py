@@ -83,7 +83,7 @@ def draw_over_training(table: Table, by: Sequence[str] = ()) -> Figure:
         axes.set_title(title)
         if maps:
             _draw_map(every[2 * i + 1], own, unit)
-    if len(shades) > MOST_NAMED:
+    if len({*shades.values()}) > MOST_NAMED:
         _add_depth_bars(every[:: 2 if maps else 1], shades)
     legend_below(figure, handles_of(every))
     if n_more:
@@ -118,7 +118,7 @@ def _shades(rows: pl.DataFrame) -> dict[str, Any]:
 
 def _draw_curves(axes: Axes, rows: pl.DataFrame, shades: dict[str, Any], unit: str) -> None:
     sites = rows.partition_by("site", maintain_order=True, as_dict=True)
-    named = len(shades) <= MOST_NAMED
+    named = len({*shades.values()}) <= MOST_NAMED
     bands = len(sites) <= MOST_BANDS
     for number, ((site,), own) in enumerate(sites.items()):
         own = own.sort("step")

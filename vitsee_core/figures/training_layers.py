@@ -88,9 +88,10 @@ def layers_over_steps(table: Table, *, pooled: bool = False) -> pl.DataFrame:
     rows = rows.with_columns(part=_part(rows))
     if rows["part"].n_unique() > 1:
         keys.append("part")
-    rows = rows.with_columns(panel=_words(rows, keys, table.notes)).sort(
-        "panel", "rel_depth", unit, maintain_order=True
-    )
+    rows = rows.with_columns(panel=_words(rows, keys))
+    order = {name: i for i, name in enumerate(rows["panel"].unique(maintain_order=True))}
+    at = pl.col("panel").replace_strict(order, return_dtype=pl.Int64)
+    rows = rows.sort(at, "rel_depth", unit, maintain_order=True)
     if pooled:
         rows = _pooled(rows, ["panel", "metric", "site", "block", "rel_depth", unit])
     texts = ("panel", "metric", "run", "site", "block", "band")
@@ -98,9 +99,6 @@ def layers_over_steps(table: Table, *, pooled: bool = False) -> pl.DataFrame:
     numbers = ("rel_depth", "step", "value", "low", "high", "n_images")
     found = found.select(*texts, *numbers)
     found = found.with_columns(pl.col(texts).cast(pl.String))
-    metrics = table.frame["metric"].cast(pl.String).unique(maintain_order=True)
-    order = {name: i for i, name in enumerate(metrics)}
-    found = found.sort(pl.col("metric").replace_strict(order), maintain_order=True)
     return _without_copies(found.filter(pl.col("value").is_finite().any().over("panel")))
 
 
@@ -172,7 +170,7 @@ def _part(rows: pl.DataFrame) -> pl.Series:
     return pl.Series("part", found, pl.String)
 
 
-def _words(rows: pl.DataFrame, keys: Sequence[str], notes: Any) -> pl.Series:
+def _words(rows: pl.DataFrame, keys: Sequence[str]) -> pl.Series:
     """The title of each row's panel."""
     known: dict[tuple[Any, ...], str] = {}
     for cells in rows.select(keys).unique(maintain_order=True).rows():
