@@ -104,6 +104,8 @@ def summarise(h: Hsic) -> Similarity:
 def assembled(grid: Sequence[Sequence[Sequence[Hsic]]]) -> list[Hsic]:
     """The values of sites compared group by group: grid[i][j] holds those of the i-th group of rows
     with the j-th group of columns."""
+    if len(grid) == len(grid[0]) == 1:
+        return list(grid[0][0])
     return [
         Hsic(
             np.block([[part[k].cross for part in line] for line in grid]),
@@ -133,8 +135,12 @@ class PairSums:
 
         def value(products: Float, a: Float, b: Float, outer: bool) -> Float:
             q, s = _joint(a, b, outer)
-            centred: Float = products - 2 / (n - 2) * q + s / ((n - 1) * (n - 2))
-            return centred / (n * (n - 3))
+            q *= 2 / (n - 2)  # in place: there are as many as pairs of representations
+            s /= (n - 1) * (n - 2)
+            np.subtract(products, q, out=q)
+            q += s
+            q /= n * (n - 3)
+            return q
 
         return self._all(value, self.sums_rows, self.sums_cols, self)
 

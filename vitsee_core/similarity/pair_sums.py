@@ -14,7 +14,16 @@ import numpy as np
 
 from vitsee_core.runtime.lanes import lane_pool, n_lanes
 from vitsee_core.similarity.hsic import Hsic, PairSums, self_hsic
-from vitsee_core.similarity.pieces import TERMS, BlockSums, Labels, Partition, Piece, as_run, pieces
+from vitsee_core.similarity.pieces import (
+    OTHERS,
+    TERMS,
+    BlockSums,
+    Labels,
+    Partition,
+    Piece,
+    as_run,
+    pieces,
+)
 from vitsee_core.similarity.whole_tiles import Matrix, WholeTiles
 from vitsee_core.types import Float
 
@@ -118,11 +127,12 @@ class _Running:
             self.products += sums.products
             self.own += sums.own
         at_g, at_h = (piece.g, piece.h) if crossing else (0, 0)
-        self.sums[:, at_h][:, as_run(first_row + piece.rows)] += sums.over_cols
+        if piece.h != OTHERS:  # else their sums over the rows say the same
+            self.sums[:, at_h][:, as_run(first_row + piece.rows)] += sums.over_cols
         if sums.over_rows is not None:
             self.sums[:, at_g][:, as_run(first_col + piece.cols)] += sums.over_rows
         if crossing:
-            for cell in {piece.g, piece.h}:
+            for cell in {piece.g, piece.h} - {OTHERS}:
                 self.touch_products[cell] += sums.products
                 self.touch_own[cell] += sums.own
 

@@ -28,10 +28,15 @@ class Partition:
     crossing: bool
 
 
+# Terms of a product of two cells below which adding it up costs more than making it.
+FEW_TERMS = 1 << 7
+OTHERS = -2  # in place of a cell: all but the other one
+
+
 class Piece(NamedTuple):
     """Some rows of a block of a tile: positions in the tile of the images of cell g and of those of
-    cell h. square: both are the images of one cell in the same order, or some of those and all of
-    them, so that pairs below the diagonal equal those above it."""
+    cell h, or of all `OTHERS`. square: both are the images of one cell in the same order, or some
+    of those and all of them, so that pairs below the diagonal equal those above it."""
 
     g: int
     h: int
@@ -51,8 +56,17 @@ class BlockSums(NamedTuple):
 
 
 def pieces(partition: Partition, i: slice, j: slice) -> Iterator[Piece]:
-    """The pieces of a tile; of a diagonal tile, the cells on and below its diagonal."""
+    """The pieces of a tile; of a diagonal tile, the cells on and below its diagonal. Of small
+    cells, if all are in one tile, each with itself and with the others, so that pieces are few."""
     of_i, of_j = _cells(partition.labels[i]), _cells(partition.labels[j])
+    n = len(partition.labels)
+    if partition.crossing and i == j == slice(0, n) and (n / len(of_i)) ** 2 < FEW_TERMS:
+        everyone = np.flatnonzero(partition.labels >= 0)
+        for g, rows in of_i.items():
+            if len(rows) > 1:  # one alone has no pair
+                yield Piece(g, g, rows, rows, True)
+            yield Piece(g, OTHERS, rows, everyone[partition.labels[everyone] != g], False)
+        return
     for g, rows in of_i.items():
         for h, cols in of_j.items():
             if h > g and i == j:

@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import starmap
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
 from vitsee_core.runtime.lanes import in_order, n_lanes, run_all
 from vitsee_core.similarity.pieces import BlockSums, Labels, Piece, as_run
 from vitsee_core.types import Float32
+
+
+AT_LEAST = 256  # jobs that many matrices are loaded in
 
 
 class Matrix(Protocol):
@@ -27,8 +30,7 @@ class Matrix(Protocol):
         """(len(i), len(j)) float32 entries, an array, or on the device where they were computed."""
 
 
-@runtime_checkable
-class Computed(Protocol):
+class Computed(Matrix, Protocol):
     """A matrix whose blocks are computed on demand."""
 
     def reading(self, i: slice, j: slice) -> Sequence[Callable[[], None]]:
@@ -38,10 +40,13 @@ class Computed(Protocol):
         """Like `Matrix.block`, into contiguous memory of the host."""
 
 
+def is_computed(matrix: object) -> TypeGuard[Computed]:
+    return hasattr(matrix, "compute")
+
+
 def read(matrices: Sequence[object], i: slice, j: slice, pool: ThreadPoolExecutor | None) -> None:
     """Read the features that blocks of some matrices are computed from."""
-    computed = (matrix for matrix in matrices if isinstance(matrix, Computed))
-    jobs = [job for matrix in computed for job in matrix.reading(i, j)]
+    jobs = [job for matrix in matrices if is_computed(matrix) for job in matrix.reading(i, j)]
     run_all(lambda job: job(), jobs, pool)
 
 
@@ -67,15 +72,18 @@ class WholeTiles:
         shape = len(self._matrices), i.stop - i.start, j.stop - j.start
         values = memory.shaped(*shape)
 
-        def load(k: int) -> None:
-            matrix = self._matrices[k]
-            if host and isinstance(matrix, Computed):
-                matrix.compute(i, j, values[k])
-            else:
-                memory.put(values, k, matrix.block(i, j))
+        def load(some: Sequence[int]) -> None:
+            for k in some:
+                matrix = self._matrices[k]
+                if host and is_computed(matrix):
+                    matrix.compute(i, j, values[k])
+                else:
+                    memory.put(values, k, matrix.block(i, j))
 
         read(self._matrices, i, j, pool)
-        run_all(load, self._order, pool)
+        # A thread takes several at a time: many matrices of few images are microseconds each.
+        each = max(1, len(self._order) // AT_LEAST)
+        run_all(load, [self._order[k : k + each] for k in range(0, len(self._order), each)], pool)
         diagonals = memory.without_diagonals(values) if i == j else None
         if host:
             of_piece: partial[BlockSums] = partial(_sums, values, n_rows, first_col)
@@ -126,10 +134,9 @@ def _sums(values: Float32, n_rows: int, first_col: int, piece: Piece) -> BlockSu
 def _both_ways(piece: Piece, made: tuple[Any, ...]) -> BlockSums:
     """Add the transpose of a piece, unless it is square."""
     products, own, over_cols, over_rows = made
-    products, own = (x.astype(np.float64) for x in (products, own))
-    if piece.square:
-        return BlockSums(products, own, over_cols, None)
-    return BlockSums(2 * products, 2 * own, over_cols, over_rows)
+    times = 1.0 if piece.square else 2.0
+    products, own = (np.multiply(x, times, dtype=np.float64) for x in (products, own))
+    return BlockSums(products, own, over_cols, None if piece.square else over_rows)
 
 
 def _cut(values: Float32, rows: Labels, cols: Labels) -> Float32:

@@ -329,11 +329,12 @@ class _SiteTables:
 
 
 def _table(maps: Maps, store: Store, summary: str | None) -> Table:
-    of, h = maps.similarity, maps.h
+    h = maps.h
     alike = site_columns(store, maps.site) | {"spread": h.spread, "n_images": h.n_images}
     n_tokens, n_patches = h.cross.shape
     rows_, cols_ = np.divmod(np.arange(n_patches), maps.n_cols)
     if summary is None:
+        of = maps.similarity
         columns: dict[str, NDArray[Any]] = {
             "token": np.repeat(maps.tokens, n_patches),
             "row": np.tile(rows_, n_tokens),

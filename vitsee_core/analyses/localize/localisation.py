@@ -49,11 +49,23 @@ class Maps:
         return summarise(self.h)
 
     @cached_property
+    def cka(self) -> Float:
+        """(tokens, patches), as in `similarity`."""
+        if self.h.spread == "repeats":
+            return self.replicates.mean(0)
+        return centred_alignment(self.h.cross, self.h.rows, self.h.cols)
+
+    @cached_property
     def replicates(self) -> Float:
         """(m, tokens, patches) CKA, m = 0 without a spread."""
         if (each := self.h.replicates) is None:
             return np.zeros((0, *self.h.cross.shape))
         return centred_alignment(each.cross, each.rows, each.cols)
+
+    @cached_property
+    def metrics(self) -> tuple[Float, Float]:
+        """`_all_metrics` of the maps, and of their replicates."""
+        return _all_metrics(self, self.cka), _all_metrics(self, self.replicates)
 
     @property
     def n_cols(self) -> int:
@@ -69,17 +81,22 @@ def every_nth(n: int, every: int) -> Integers:
     return (n - 1 - (count - 1) * every) // 2 + every * np.arange(count)
 
 
+def known_or_less(cka: Float) -> Float:
+    """-inf for NaN."""
+    return np.fmax(cka, -np.inf)
+
+
 def own_patch(cka: Float, own: Integers | Sequence[int]) -> Float:
     """(metrics, ..., tokens): `OWN_METRICS` of maps (..., tokens, patches), `own` (tokens,) the own
     patches. NaN if a token has no value at its own patch, or at no other. Equally similar patches
     do not rank before each other."""
     places = np.broadcast_to(np.asarray(own), cka.shape[:-1])[..., np.newaxis]
     value = np.take_along_axis(cka, places, -1)
-    others = cka.copy()
-    np.put_along_axis(others, places, np.nan, -1)
-    n_others = (~np.isnan(others)).sum(-1)
-    best = np.where(np.isnan(others), -np.inf, others).max(-1)
-    before = (others > value).sum(-1)
+    others = known_or_less(cka)
+    np.put_along_axis(others, places, -np.inf, -1)
+    n_others = np.count_nonzero(others > -np.inf, axis=-1)
+    best = others.max(-1)
+    before = np.count_nonzero(others > value, axis=-1)
     value = value[..., 0]
     with np.errstate(invalid="ignore", divide="ignore"):
         metrics = np.stack([value, 1.0 + before, before / n_others, value - best])
@@ -88,14 +105,14 @@ def own_patch(cka: Float, own: Integers | Sequence[int]) -> Float:
 
 def token_summary(maps: Maps) -> dict[str, Float]:
     """value, std, low, high, (tokens, TOKEN_METRICS) each."""
-    value, replicates = _of_both(maps)
+    value, replicates = maps.metrics
     numbers = _with_spread(value, replicates.swapaxes(0, 1), maps.h.spread, TOKEN_METRICS)
     return {name: array.T for name, array in numbers.items()}
 
 
 def site_summary(maps: Maps) -> tuple[int, dict[str, Float]]:
     """Number of tokens that count, and value, std, low, high over them, (SITE_METRICS,) each."""
-    value, replicates = _of_both(maps)
+    value, replicates = maps.metrics
     over_tokens = _over_tokens(value), _over_tokens(replicates).T
     numbers = _with_spread(*over_tokens, maps.h.spread, SITE_METRICS)
     return int((~np.isnan(value[0])).sum()), numbers
@@ -109,7 +126,7 @@ def replicates_of(maps: Maps, summary: str | None) -> Float | None:
         return None
     if summary is None:
         return np.moveaxis(maps.replicates, 0, -1).reshape(-1, m)
-    metrics = _all_metrics(maps, maps.replicates)  # (metrics, m, tokens)
+    metrics = maps.metrics[1].copy()  # (metrics, m, tokens)
     names: Sequence[str] = TOKEN_METRICS
     if summary == "site":
         names, metrics = SITE_METRICS, _over_tokens(metrics)[..., np.newaxis]
@@ -117,15 +134,10 @@ def replicates_of(maps: Maps, summary: str | None) -> Float | None:
     return metrics.transpose(2, 0, 1).reshape(-1, m)
 
 
-def _of_both(maps: Maps) -> list[Float]:
-    """`_all_metrics` of the maps, and of their replicates."""
-    return [_all_metrics(maps, cka) for cka in (maps.similarity.cka, maps.replicates)]
-
-
 def _all_metrics(maps: Maps, cka: Float) -> Float:
     """(TOKEN_METRICS, ..., tokens) of maps (..., tokens, patches)."""
     own = own_patch(cka, maps.cells)
-    peak = np.where(np.isnan(cka), -np.inf, cka).argmax(-1)
+    peak = known_or_less(cka).argmax(-1)
     places = (np.divmod(at, maps.n_cols) for at in (peak, maps.cells))
     steps = maps.layout.stride_px or (np.nan, np.nan)
     between = [(a - b) * step for a, b, step in zip(*places, steps, strict=True)]
@@ -135,7 +147,7 @@ def _all_metrics(maps: Maps, cka: Float) -> Float:
 
 def chance(maps: Maps) -> float:
     """`own_top1` of uninformative tokens."""
-    n_patches = int((~np.isnan(maps.similarity.cka)).any(0).sum())
+    n_patches = int((~np.isnan(maps.cka)).any(0).sum())
     return 1 / n_patches if n_patches > 1 else np.nan
 
 
