@@ -31,7 +31,7 @@ WITHIN, COARSER, COARSEST = 0.01, 2**0.5, 0.5  # errors of 99 of 100 cosines tha
 STEP = 0.7
 MOST_BYTES = 9_600_000  # deflated; with all attention of three ViT-B/16 a page is 13 MB then
 LEAST_BYTES = 3_000_000  # of tokens, however much attention there is
-TRIED, MEASURED = 384, 2048  # tokens whose cosines decide k; whose cosines are compared at the end
+TRIED, MEASURED = 384, 1024  # tokens whose cosines decide k; whose cosines are compared at the end
 Number = TypeVar("Number", bound=np.generic)
 ALONG, CODE = 32767, 127  # the largest code of each number
 
@@ -163,14 +163,13 @@ def _axes(units: Float32) -> tuple[Float32, Float32]:
     dim = units.shape[1]
     if not len(units):
         return np.zeros(dim, np.float32), np.zeros((min(MOST_DIMS, dim), dim), np.float32)
-    mean = units.mean(0, dtype=np.float64)
-    length = float(np.linalg.norm(mean))
-    mean = mean / length if length > 1e-6 else np.zeros(dim)
+    whole = units.mean(0, dtype=np.float64)
+    length = float(np.linalg.norm(whole))
+    mean = (whole / length if length > 1e-6 else np.zeros(dim)).astype(np.float32)
     left = units - np.outer(units @ mean, mean)
-    scatter = left.T @ left
     k = min(MOST_DIMS, dim)
-    _, vectors = eigh(scatter, subset_by_index=(dim - k, dim - 1))
-    return mean.astype(np.float32), vectors.T[::-1].astype(np.float32)
+    _, vectors = eigh(left.T @ left, subset_by_index=(dim - k, dim - 1))
+    return mean, vectors.T[::-1]
 
 
 def _codes(
@@ -190,9 +189,7 @@ def _error(units: Float32, vectors: Float32) -> CosineError:
     n = len(units)
     if n < 2:
         return CosineError(0.0, 0.0, 0)
-    # Differences of cosines as one product.
-    left, right = (np.concatenate([units, sign * vectors], 1) for sign in (1, -1))
-    every = left @ right.T
+    every = units @ units.T - vectors @ vectors.T
     off = np.abs(np.concatenate([every[i, i + 1 :] for i in range(n - 1)]))
     return CosineError(float(np.percentile(off, 99)), float(off.max()), len(off))
 
