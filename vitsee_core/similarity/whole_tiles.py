@@ -15,7 +15,6 @@ from vitsee_core.runtime.lanes import in_order, n_lanes, run_all
 from vitsee_core.similarity.pieces import BlockSums, Labels, Piece, as_run
 from vitsee_core.types import Float32
 
-
 AT_LEAST = 256  # jobs that many matrices are loaded in
 
 
