@@ -8,6 +8,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,9 +19,11 @@ from vitsee_core.explore.attended import BlockAttention, pack_rows, query_cells,
 from vitsee_core.explore.coarse import coarse_layout, pooled, pooled_side
 from vitsee_core.explore.colours import Scores, colours_of, scores_of
 from vitsee_core.explore.tokens import PackedTokens, SiteTokens, bfloat16
-from vitsee_core.features import choose_features
+from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.patch_maps.photos import Shown
 from vitsee_core.patch_maps.views import Edges
+from vitsee_core.runtime.lanes import n_lanes
+from vitsee_core.runtime.streaming import thread_map
 from vitsee_core.tables.text import visible
 from vitsee_core.tables.words import site_words
 from vitsee_core.types import Float, Mask
@@ -200,30 +203,34 @@ def read_sites(shown: Shown, seed: int, advance: Callable[[int], None]) -> list[
     """The tokens of every site of a store, on their principal axes; what is not finite is left out,
     and logged.
 
-    Memory: the shown images' patches of one site in float32, and a slab of it; see `SiteTokens`.
+    Memory: the shown images' patches of two sites in float32, and a slab of each; see `SiteTokens`.
 
     Raises:
         MissingInput: a site is stored pooled only.
     """
     found = []
-    store, rows = shown.store, np.array(shown.rows, np.int64)
-    features = [choose_features(store, site, "patches", partial=True) for site in shown.sites]
-    for site, own in zip(shown.sites, features, strict=True):
-        layout = own.site.layout
-        assert layout is not None
-        x = own.arrays[0][shown.rows].astype(np.float32).reshape(len(rows), layout.n_body, -1)
-        on_image = shown.view.on_image(layout, rows)
-        finite = np.isfinite(x).all(-1)
-        if lost := int((on_image & ~finite).sum()):
-            log.warning(
-                "%s: %d of the shown patches of %s hold numbers that are not finite (look at it "
-                "with vitsee validate); they are shown as empty",
-                *(store.label, lost, site.name),
-            )
-        x, counts = pooled(x, on_image & finite, layout)
-        found.append(_numbers(shown, site, coarse_layout(layout), x, counts, seed))
-        advance(len(rows))
+    features = [choose_features(shown.store, x, "patches", partial=True) for x in shown.sites]
+    for own in thread_map(n_lanes(2))(partial(_read_site, shown, seed), features):
+        found.append(own)
+        advance(len(shown.rows))
     return found
+
+
+def _read_site(shown: Shown, seed: int, features: SiteFeatures) -> SiteContents:
+    rows, site = np.array(shown.rows, np.int64), features.site
+    layout = site.layout
+    assert layout is not None
+    x = features.arrays[0][shown.rows].astype(np.float32).reshape(len(rows), layout.n_body, -1)
+    on_image = shown.view.on_image(layout, rows)
+    finite = np.isfinite(x).all(-1)
+    if lost := int((on_image & ~finite).sum()):
+        log.warning(
+            "%s: %d of the shown patches of %s hold numbers that are not finite (look at it "
+            "with vitsee validate); they are shown as empty",
+            *(shown.store.label, lost, site.name),
+        )
+    x, counts = pooled(x, on_image & finite, layout)
+    return _numbers(shown, site, coarse_layout(layout), x, counts, seed)
 
 
 def _numbers(

@@ -19,11 +19,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.runtime.lanes import n_lanes
+from vitsee_core.runtime.streaming import thread_map
 from vitsee_core.types import Float, Float32, Integers, Mask
 
 MOST_DIMS = 256
@@ -128,10 +131,10 @@ class SiteTokens:
 def pack_tokens(sites: Sequence[SiteTokens], room: float = MOST_BYTES) -> list[PackedTokens]:
     """The tokens of all sites of a page with one error allowed, in at most about `room` bytes, or
     `LEAST_BYTES`."""
-    room = max(room, LEAST_BYTES)
+    room, each = max(room, LEAST_BYTES), thread_map(n_lanes())
 
     def at(within: float) -> tuple[list[Precision], bool]:
-        found = [site.precision(within) for site in sites]
+        found = [*each(partial(SiteTokens.precision, within=within), sites)]
         return found, sum(own.n_bytes for own in found) <= room
 
     within = WITHIN
@@ -143,7 +146,7 @@ def pack_tokens(sites: Sequence[SiteTokens], room: float = MOST_BYTES) -> list[P
         tried, fits = at(within * finer)
         if fits:
             within, found = within * finer, tried
-    return [site.packed(own) for site, own in zip(sites, found, strict=True)]
+    return [*each(lambda pair: pair[0].packed(pair[1]), zip(sites, found, strict=True))]
 
 
 def unit_directions(x: Float32) -> Float32:

@@ -7,7 +7,8 @@ import time
 
 import numpy as np
 
-from vitsee_core.runtime.lanes import n_lanes, one_blas_thread
+from vitsee_core.runtime.lanes import n_lanes
+from vitsee_core.runtime.one_thread import one_blas_thread
 
 WORTH_SAYING = 5.0  # seconds
 SHARE = 0.6  # fraction of the rate of large products that analyses reach

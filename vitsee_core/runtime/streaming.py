@@ -11,7 +11,6 @@ by a cluster: pass the `map` that distributes the calls.
 
 from __future__ import annotations
 
-import builtins
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.runtime.kept_sums import KeptFold, KeptSums
 from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.one_thread import one_blas_thread
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.types import Mask
 from vitsee_stores import Slab, Store, require_paired
@@ -219,9 +219,8 @@ def _work_on(
     progress: Progress,
 ) -> Iterator[R]:
     work_on: Map = map or thread_map(jobs if len(items) > 1 else 1)
-    for (place, _), result in zip(
-        items, work_on(partial(_on_slab, opened, work), items), strict=True
-    ):
+    results = work_on(partial(_on_slab, opened, work), items)
+    for (place, _), result in zip(items, results, strict=True):
         yield result
         progress.advance(_n_chosen(rows, place))
 
@@ -277,13 +276,18 @@ def _on_slab(stores: tuple[Store, ...], work: Callable[..., R], item: tuple[slic
 
 
 def thread_map(jobs: int) -> Map:
-    """A `map` on threads, with a bounded number of results waiting; the builtin one for one job."""
-    return partial(_on_threads, jobs) if jobs > 1 else builtins.map
+    """A `map` on threads, with a bounded number of results waiting; products of each are its own
+    thread's, of one job, too."""
+    return partial(_on_threads, jobs)
 
 
 def _on_threads(jobs: int, function: Callable[[Any], R], items: Iterable[Any], /) -> Iterator[R]:
-    with ThreadPoolExecutor(jobs) as pool:
-        yield from submitted(lambda item: pool.submit(function, item), items, lambda: 2 * jobs)
+    with one_blas_thread():
+        if jobs == 1:
+            yield from map(function, items)
+            return
+        with ThreadPoolExecutor(jobs) as pool:
+            yield from submitted(lambda item: pool.submit(function, item), items, lambda: 2 * jobs)
 
 
 def submitted(

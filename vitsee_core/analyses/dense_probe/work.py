@@ -13,7 +13,8 @@ from vitsee_core.analyses.dense_probe.cells import Head, PlaceSums
 from vitsee_core.analyses.dense_probe.features import Patches
 from vitsee_core.analyses.dense_probe.labelled_images import Truth
 from vitsee_core.analyses.dense_probe.tasks import Task
-from vitsee_core.runtime.lanes import n_lanes, one_blas_thread
+from vitsee_core.runtime.lanes import n_lanes
+from vitsee_core.runtime.one_thread import one_blas_thread
 from vitsee_core.runtime.streaming import A, Rows
 from vitsee_stores.errors import VitseeError
 

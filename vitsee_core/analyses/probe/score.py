@@ -14,8 +14,8 @@ from vitsee_core.analyses.probe.fit import Fitted, Task, fit, token_bytes
 from vitsee_core.analyses.probe.rows import Tally
 from vitsee_core.analyses.probe.sgd import Training, fit_sgd
 from vitsee_core.analyses.probe.sources import ConcatenatedTokens, Source
-from vitsee_core.runtime.lanes import one_blas_thread
 from vitsee_core.runtime.machine import human_bytes
+from vitsee_core.runtime.one_thread import one_blas_thread
 from vitsee_core.runtime.streaming import thread_map
 from vitsee_core.types import Float32, Integers, Mask
 from vitsee_stores.errors import VitseeError

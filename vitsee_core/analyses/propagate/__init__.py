@@ -196,7 +196,7 @@ def _work_on(work: VideoWork, videos: Sequence[Video], execution: Execution) -> 
     from vitsee_core.analyses.propagate.propagation_cost import cost_of, group_bytes
     from vitsee_core.analyses.propagate.spread import check_masks, work_on
     from vitsee_core.analyses.propagate.work import Found, group_videos
-    from vitsee_core.runtime.lanes import one_torch_thread
+    from vitsee_core.runtime.one_thread import one_torch_thread
 
     with counting(execution.progress, sum(len(v.frames) for v in videos), "masks") as progress:
         check_masks(work.masks, videos, execution.jobs, progress)
@@ -217,7 +217,7 @@ def _work_on(work: VideoWork, videos: Sequence[Video], execution: Execution) -> 
 
 
 def _group(work: VideoWork, execution: Execution, group: Sequence[Video]) -> Found:
-    from vitsee_core.runtime.lanes import one_torch_thread
+    from vitsee_core.runtime.one_thread import one_torch_thread
 
     with one_torch_thread():
         return replace(work, progress=execution.progress)(group)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vitsee_core.analyses.similarity.site_gram import SiteGram
-from vitsee_core.runtime.lanes import one_blas_thread
+from vitsee_core.runtime.one_thread import one_blas_thread
 from vitsee_core.types import Float, Integers, Mask
 
 # Beyond this, matrices over all pairs of images use a random sample of images.

@@ -14,7 +14,8 @@ import numpy as np
 from vitsee_core.analyses.similarity.base import Measure
 from vitsee_core.analyses.similarity.grams import Grams
 from vitsee_core.runtime.execution import Execution
-from vitsee_core.runtime.lanes import in_order, lane_pool, n_lanes, one_blas_thread
+from vitsee_core.runtime.lanes import in_order, lane_pool, n_lanes
+from vitsee_core.runtime.one_thread import one_blas_thread
 from vitsee_core.runtime.progress import counting
 from vitsee_core.types import Float, Integers
 from vitsee_stores.errors import VitseeError

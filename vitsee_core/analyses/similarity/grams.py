@@ -12,7 +12,7 @@ import numpy as np
 
 from vitsee_core.analyses.similarity.site_gram import SiteGram
 from vitsee_core.kernels.backend import full_precision
-from vitsee_core.runtime.lanes import one_blas_thread
+from vitsee_core.runtime.one_thread import one_blas_thread
 from vitsee_core.similarity import Representation
 from vitsee_core.similarity.comparison import SHARE, Comparison
 from vitsee_core.similarity.estimate import comparing

@@ -11,7 +11,7 @@ import numpy as np
 from vitsee_core.analyses.similarity.base import MOST_DENSE, Measure
 from vitsee_core.analyses.similarity.flattened import inner_products
 from vitsee_core.analyses.similarity.site_gram import SiteGram
-from vitsee_core.runtime.lanes import one_blas_thread
+from vitsee_core.runtime.one_thread import one_blas_thread
 from vitsee_core.types import Float, Float32, Integers
 
 RIDGES = 10.0 ** np.arange(-6, 7)

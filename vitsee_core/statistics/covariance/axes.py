@@ -8,14 +8,18 @@ from 1.5 on.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.runtime.one_thread import one_blas_thread
 from vitsee_core.statistics.covariance.spectra import ALIKE
 from vitsee_core.statistics.covariance.sums import CovarianceSums
 from vitsee_core.types import Float
+
+SMALL = 1024  # channels up to which several threads do not compute axes sooner than one
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ def principal_axes(sums: CovarianceSums, k: int) -> PrincipalAxes:
     from scipy.linalg import eigh
 
     scatter, dim = sums.scatter, len(sums.shift)
-    values, vectors = eigh(scatter, subset_by_index=(dim - k, dim - 1))
+    with one_blas_thread() if dim <= SMALL else nullcontext():
+        values, vectors = eigh(scatter, subset_by_index=(dim - k, dim - 1))
     axes = vectors.T[::-1]
     largest = np.take_along_axis(axes, np.abs(axes).argmax(1)[:, np.newaxis], 1)
     axes = axes * np.where(largest < 0, -1.0, 1.0)

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from vitsee_core.kernels.compiled import compiled
 from vitsee_core.runtime.execution import Execution
-from vitsee_core.runtime.lanes import n_lanes, one_blas_thread
+from vitsee_core.runtime.lanes import n_lanes
 from vitsee_core.runtime.malloc import freed_memory_kept
+from vitsee_core.runtime.one_thread import one_blas_thread
 from vitsee_core.runtime.streaming import Rows
 from vitsee_core.types import Float, Float32, Integers, Mask
 
