@@ -33,7 +33,7 @@ from vitsee_core.analyses.head_types.head_geometry import (
     measure,
     repetition,
 )
-from vitsee_core.attention.head_maps import query_coverage
+from vitsee_core.attention.head_maps import query_coverage, uniform_map
 from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_stores.errors import MissingInput, VitseeError
@@ -143,6 +143,10 @@ def test_uniform_attention_has_no_excess() -> None:
         assert list(scores.excess.values()) == pytest.approx([0.0] * 5, abs=1e-12)
         assert scores.relative_elongation == pytest.approx(1.0)
         assert scores.values["off_cross"] == pytest.approx(1.0)
+    for window in ((2, 2), (3, 2), (4, 5)):  # within windows: their own uniform attention
+        scores = measure(uniform_map((7, 9), window), 1, window)
+        over = [value for value in scores.excess.values() if not math.isnan(value)]
+        assert over == pytest.approx([0.0] * len(over), abs=1e-12) and over
     assert excess(1.0, 0.2) == 1.0
 
 

@@ -6,11 +6,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.stores import attention_group, write_attention
+from vitsee_core.attention.head_maps import per_query, query_coverage, uniform_map
 from vitsee_core.attention.heads import attention_blocks, uniform_distance
 from vitsee_stores import Store, TokenLayout
 from vitsee_stores.errors import MissingInput, SiteError
@@ -79,3 +81,35 @@ def test_uniform_attention_is_the_mean_over_all_pairs(
     assert uniform_distance(layout((rows, cols), (step_y, step_x))) == pytest.approx(
         mean, rel=1e-13
     )
+
+
+def test_uniform_attention_within_windows_by_hand() -> None:
+    """Two windows of 2 x 2 cells: four pairs at 0, eight at 1, four on the diagonal."""
+    by_hand = (8 + 4 * math.sqrt(2)) / 16
+    assert uniform_distance(layout((2, 4), (1, 1)), (2, 2)) == pytest.approx(by_hand)
+    assert uniform_distance(layout((2, 4), (3, 3)), (2, 2)) == pytest.approx(3 * by_hand)
+    coverage = query_coverage((2, 4), (2, 2))
+    assert coverage.tolist() == [
+        [0, 0, 0.25, 0.5, 0.25, 0, 0],
+        [0, 0, 0.5, 1, 0.5, 0, 0],
+        [0, 0, 0.25, 0.5, 0.25, 0, 0],
+    ]
+    assert uniform_map((2, 4), (2, 2)) == pytest.approx(coverage / 4)
+    each = per_query(uniform_map((2, 4), (2, 2)), (2, 2))
+    assert each[:, 2:5] == pytest.approx(np.full((3, 3), 0.25)) and np.isnan(each[:, :2]).all()
+
+
+@given(*[st.integers(1, 6)] * 4)
+def test_uniform_attention_within_windows_by_loops(rows: int, cols: int, a: int, b: int) -> None:
+    window = min(a, rows), min(b, cols)
+    cells = [(y, x) for y in range(rows) for x in range(cols)]
+    total, aligned = 0.0, np.zeros((2 * rows - 1, 2 * cols - 1))
+    for y, x in cells:
+        own = y // window[0], x // window[1]
+        keys = [(i, j) for i, j in cells if (i // window[0], j // window[1]) == own]
+        for i, j in keys:
+            total += math.dist((y, x), (i, j)) / len(keys)
+            aligned[rows - 1 + i - y, cols - 1 + j - x] += 1 / len(keys) / len(cells)
+    found = uniform_distance(layout((rows, cols), (1, 1)), window)
+    assert found == pytest.approx(total / len(cells), rel=1e-12)
+    assert uniform_map((rows, cols), window) == pytest.approx(aligned, rel=1e-12)

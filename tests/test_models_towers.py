@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 from torch import Tensor, nn
 
+import vitsee
 from tests.extractions import array_bytes, extract, extracted, plant_images
 from tests.models_helpers import captured, redraw, refusal
+from vitsee_core.analyses import attn_map
 from vitsee_core.models.attention_watch import AttentionEvent, KernelCall
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model
@@ -171,9 +174,9 @@ def test_a_tower_against_the_librarys_own_states(case: tuple[str, str, str, int]
         assert (layout.stride_px, layout.offset_px) == ((patch, patch), (0.0, 0.0))
     assert len(table.sublayers) == 8
     full = (1, 3) if hasattr(model.module.config, "window_size") else range(4)
-    assert [block.name for block in table.attention] == [f"blocks.{i}" for i in full]
-    for i in {*range(4)} - {*full}:
-        assert table.left_out[f"blocks.{i} attention"] == "attention within windows of 4 x 4 cells"
+    assert {b.name: b.window for b in table.attention} == {
+        f"blocks.{i}": None if i in full else (4, 4) for i in range(4)
+    }
     # The library itself puts merged tokens back in order: row by row.
     by_row = list(range(24))
     owned = {"merger": output.pooler_output} if hasattr(model.module, "merger") else {}
@@ -222,8 +225,8 @@ def test_a_bright_patch_lights_its_own_cell(case: tuple[str, str, str, int]) -> 
 
 
 @pytest.mark.slow
-def test_full_attention_among_windows() -> None:
-    """Qwen2.5-VL: in the blocks without windows the library's eager weights, row by row."""
+def test_attention_within_windows_and_over_all() -> None:
+    """Qwen2.5-VL: the library's eager weights, row by row, 0 outside of a query's window."""
     case = TOWERS[1]
     model = adapted(*case[:2])
     x = torch.randn((2, *model.input_size), generator=torch.Generator().manual_seed(3))
@@ -247,16 +250,76 @@ def test_full_attention_among_windows() -> None:
     with pytest.MonkeyPatch.context() as patched, torch.inference_mode():
         patched.setattr(own, "eager_attention_forward", kept)
         tower(patches_by_loop(x, 14, 2, 2), grid_thw=torch.tensor([[1, 8, 12]] * 2))
-    for i in (1, 3):
-        expected = torch.zeros(2, 4, 96, 96)
-        rows = torch.tensor(cells)
-        for image, weights in enumerate(found[i]):
-            for head in range(4):
-                expected[image, head, rows[:, None], rows] = weights[0, head]
-        assert len(found[i]) == 2
+    rows = torch.tensor(cells * 2)
+    for i in range(4):
+        expected, start = torch.zeros(2, 4, 96, 96), 0
+        for weights in found[i]:  # one image, or one window after another
+            end = start + weights.shape[-1]
+            place = rows[start:end]
+            expected[start // 96][:, place[:, None], place] = weights[0]
+            start = end
+        assert (start, len(found[i])) == (192, 2 if i in (1, 3) else 12)
         got = seen.scores[f"blocks.{i}"].softmax(-1)
         assert float((got - expected).abs().max()) < 1e-5, i
-    assert seen.scores.keys() == {"blocks.1", "blocks.3"}
+    assert len(seen.scores) == 4
+
+
+def in_window(grid: tuple[int, int], side: int) -> list[list[int]]:
+    """The cells that each cell sees, by a loop over pairs."""
+    cells = [(i, j) for i in range(grid[0]) for j in range(grid[1])]
+    return [
+        [k for k, (a, b) in enumerate(cells) if (a // side, b // side) == (i // side, j // side)]
+        for i, j in cells
+    ]
+
+
+@pytest.mark.slow
+def test_tables_of_attention_within_windows(checkpoint: Path, tmp_path: Path) -> None:
+    """10 x 10 patches in windows of 4 x 4, the last cut: distances by loops over the stored
+    attention, relative to uniform attention within the window; the rows name it."""
+    data, path = plant_images(tmp_path / "data", 4, (70, 90)), tmp_path / "a.zarr"
+    name = f"transformers:{checkpoint}#visual"
+    words = [name, "--data", data, "--img-size", 140, "--attention", "full", "-o", path]
+    result = extracted(*words, "--slab", 2)
+    assert "attention is within windows in some blocks" in result.output
+    store = open_store(path)
+    assert store.manifest.features == ("window",)
+    groups = store.attention_blocks
+    assert [(g.prefix, g.window) for g in groups] == [("", (4, 4)), ("grid_10x10", None)]
+    place = [(14.0 * i, 14.0 * j) for i in range(10) for j in range(10)]
+    apart = np.array([[np.hypot(p[0] - q[0], p[1] - q[1]) for q in place] for p in place])
+    sees = in_window((10, 10), 4)
+    uniform = {
+        "blocks.0": np.mean([apart[q, keys].mean() for q, keys in enumerate(sees)]),
+        "blocks.1": apart.mean(),
+    }
+    table = vitsee.attn_dist(path)
+    assert "uniform within the window" in table.notes["window"]
+    for block, window in (("blocks.0", "4 x 4"), ("blocks.1", None)):
+        a = np.asarray(store.attention(f"full/{block}")[:], np.float64)
+        outside = np.ones((100, 100), bool)
+        for q, keys in enumerate(sees):
+            outside[q, keys] = False
+        assert (a[:, :, outside].max() == 0) == (window is not None)
+        rows = table.frame.filter(site=block)
+        assert rows["window"].unique().to_list() == [window]
+        for head in range(4):
+            mine = (a[:, head] * apart).sum(-1).mean()
+            own = dict(rows.filter(head=head).select("metric", "value").iter_rows())
+            assert own["distance_px"] == pytest.approx(mine, rel=1e-3)  # float16
+            assert own["distance_relative"] * uniform[block] == pytest.approx(own["distance_px"])
+    kinds = vitsee.head_types(path).frame.filter(metric="keys_share", site="blocks.0")
+    entropy = store.attention("entropy", "")[:, 0].mean(0)
+    seen = np.mean([len(keys) for keys in sees])
+    assert kinds["value"].to_list() == pytest.approx([*(np.exp(entropy) / seen)], rel=1e-6)
+    maps = vitsee.attn_map(path, kind="aligned", coverage=True, sites="blocks.0").frame
+    far = (pl.col("row").abs() > 3) | (pl.col("col").abs() > 3)
+    assert maps.filter(far)["value"].null_count() == len(maps.filter(far)) > 0
+    near = maps.filter(~far)["value"].to_numpy()
+    assert near.min() > 0.5 / 16 and near.max() < 1 / 4  # random weights: nearly even
+    assert maps["window"].unique().to_list() == ["4 x 4"]
+    again = vitsee.attn_map(path, kind="aligned", sites="blocks.0")
+    assert attn_map.plot(again) is not None
 
 
 def test_windows_are_tiles() -> None:
@@ -285,6 +348,15 @@ def test_calls_that_are_no_images_are_not_joined() -> None:
     assert one is not None and one.query == (1, 2, 8)
     masked = event(4, torch.zeros(4, 4))
     assert JoinedCalls(order, 2).add(masked) is masked
+    halves = JoinedCalls(order, 2)  # each image in two windows
+    events = [event(2) for _ in range(4)]
+    assert [halves.add(one) for one in events[:3]] == [None] * 3
+    within = halves.add(events[3])
+    assert within is not None and within.call is not None and within.window == (1, 2)
+    weights = within.call.scores(slice(None)).softmax(-1)
+    assert weights.shape == (2, 2, 4, 4) and float(weights[:, :, :2, 2:].abs().max()) == 0
+    first, own = events[2].call, weights[1, :, :2, :2]  # the second image's first window
+    assert first is not None and torch.allclose(own, first.scores(slice(None)).softmax(-1)[0])
     uneven = JoinedCalls(order, 2)  # the second image has other windows
     events = [event(n) for n in (2, 2, 1, 3)]
     assert [uneven.add(one) for one in events] == [None] * 3 + [events[0]]

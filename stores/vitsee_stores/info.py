@@ -163,6 +163,7 @@ def _attention(plan: StorePlan) -> dict[str, Any]:
             "n_heads": list(group.n_heads),
             "prefix": list(group.layout.prefix),
             "grid": list(group.layout.grid or ()),
+            **({} if group.window is None else {"window": list(group.window)}),
         }
         for group in plan.attention
     ]

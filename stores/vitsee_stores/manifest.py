@@ -97,6 +97,9 @@ class Manifest:
         fields: dict[str, Any] = jsonable(dataclasses.asdict(self))
         if self.growth is None:
             del fields["growth"]
+        for group in fields["plan"]["attention"]:
+            if group["window"] is None:
+                del group["window"]
         return fields
 
     @classmethod

@@ -113,12 +113,18 @@ class SiteSpec:
 @dataclass(frozen=True)
 class AttentionGroup:
     """Blocks whose heads share a token layout; `prefix` is their folder below `attention/`, "" for
-    the first group."""
+    the first group.
+
+    Attributes:
+        window: (rows, cols) of cells of the windows, tiling the grid from its top left corner, in
+            which queries see keys; None where they see all.
+    """
 
     prefix: str
     blocks: tuple[str, ...]
     n_heads: tuple[Side, ...]
     layout: TokenLayout
+    window: Size | None = None
 
     @property
     def folder(self) -> str:
@@ -212,7 +218,8 @@ class StorePlan:
     @property
     def features(self) -> tuple[str, ...]:
         """Names of the format extensions that the store uses."""
-        used = {"box": self.boxes, "canvas": self.canvas is not None}
+        windows = any(group.window is not None for group in self.attention)
+        used = {"box": self.boxes, "canvas": self.canvas is not None, "window": windows}
         return tuple(name for name, there in used.items() if there)
 
     @property

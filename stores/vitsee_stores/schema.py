@@ -206,6 +206,13 @@ def _check_parts(plan: StorePlan) -> None:
         if not blocks or len(blocks) != len(n_heads) or grid is None:
             raise ValueError(f"plan.attention[{i}] has {len(blocks)} blocks, {len(n_heads)} "
                              f"numbers of heads and the grid {grid}")  # fmt: skip
+        if group.window is not None and (
+            group.layout.n_prefix or any(n > m for n, m in zip(group.window, grid, strict=True))
+        ):
+            raise ValueError(
+                f"plan.attention[{i}] has windows of {list(group.window)} cells, expected some "
+                f"within a grid of {list(grid)} cells and no other tokens"
+            )
     for i, (_, layout) in enumerate(plan.sublayers):
         if layout.n_tokens < 1:
             raise ValueError(f"plan.sublayers[{i}][1] has no tokens")

@@ -14,7 +14,8 @@ with p the patches' places in input pixels. The table has its mean over images.
   2023 (Figs. 4, 15). Uniform attention gets 0.602, 0.560, 0.540 on 7 x 7, 14 x 14, 28 x 28 cells,
   so that models of different patch sizes cannot be compared in this unit; in pixels they can.
 - `distance_relative`: distance_px over that of uniform attention on the same grid; 1 is a head that
-  attends to all patches equally.
+  attends to all patches equally. In blocks with windows uniform attention is that within them: 1 is
+  a head that attends to all patches of its window equally. Their rows name the window.
 
 Means go over queries, then images; sorting heads and averaging over them is left to the figures.
 """
@@ -30,7 +31,12 @@ import numpy as np
 import polars as pl
 
 from vitsee_core.attention.head_maps import blocks_of_each
-from vitsee_core.attention.heads import StoredAttention, read_heads, uniform_distance
+from vitsee_core.attention.heads import (
+    StoredAttention,
+    read_heads,
+    uniform_distance,
+    with_windows,
+)
 from vitsee_core.figures.curve_looks import store_looks
 from vitsee_core.figures.panels import Grid, em, handles_of, legend_below, note_count, stack
 from vitsee_core.figures.plotting import colour, ink, integer_ticks, marker, reference_line, styled
@@ -110,8 +116,9 @@ def run(
     """One row per store, metric, block and head: mean over images, spread and 95 % interval.
 
     Columns: see `COLUMNS`; `value`, `std`, `low`, `high` in the metric's unit, `n_images` the
-    images used. NaN: no image (`value`), or fewer than two (`std`, `low`, `high`), or a grid of one
-    cell (`distance_relative`). The stores may have different images.
+    images used; `window`, where any block has windows, theirs in cells. NaN: no image (`value`), or
+    fewer than two (`std`, `low`, `high`), or a grid of one cell (`distance_relative`). The stores
+    may have different images.
 
     Args:
         stores: with attention summaries; those without are left out where others have them.
@@ -139,7 +146,7 @@ def run(
         "images": {s.label: r.describe() for s, r in zip(selected.stores, chosen, strict=True)},
         **selected.notes(),
     }
-    return Table.from_rows(rows, COLUMNS, notes)
+    return with_windows(Table.from_rows(rows, COLUMNS, notes), selected.members)
 
 
 def _array(block: StoredAttention, metric: str) -> tuple[str, str]:
@@ -152,7 +159,7 @@ def _rows(
 ) -> list[dict[str, Any]]:
     scale = 1.0
     if metric == "distance_relative":
-        uniform = uniform_distance(block.layout)
+        uniform = uniform_distance(block.layout, block.window)
         scale = 1 / uniform if uniform > 0 else np.nan
     mean, std, low, high = (
         of * scale for of in (summary.mean, summary.std, summary.low, summary.high)

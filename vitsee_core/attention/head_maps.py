@@ -7,7 +7,7 @@ minus query, (2 rows - 1, 2 cols - 1), starting at -(rows - 1) and -(cols - 1).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.attention.heads import StoredAttention, attention_blocks
+from vitsee_core.attention.heads import (
+    Grid,
+    StoredAttention,
+    attention_blocks,
+    offset_pairs,
+    window_sizes,
+)
 from vitsee_core.runtime.store_selection import StoreSelection, select_each
 from vitsee_core.runtime.streaming import Rows, each_slab
 from vitsee_core.tables.columns import site_columns
@@ -115,19 +121,34 @@ def mean_maps(
     return maps, counted
 
 
-def query_coverage(grid: tuple[int, int]) -> Float:
-    """The share of queries that have a key at each offset: (2 rows - 1, 2 cols - 1), 1 in the
-    middle, 1 / cells in the corners. Divided by its sum it is uniform attention's aligned map."""
-    (gh, gw) = grid
-    dy, dx = np.arange(1 - gh, gh), np.arange(1 - gw, gw)
-    return np.outer(gh - abs(dy), gw - abs(dx)) / (gh * gw)
+def query_coverage(grid: Grid, window: Grid | None = None) -> Float:
+    """The share of queries that have a key at each offset, in their window if there are any:
+    (2 rows - 1, 2 cols - 1), 1 in the middle, 1 / cells in the corners."""
+    return _over_windows(grid, window, offset_pairs)
 
 
-def per_query(aligned: Float) -> Float:
+def uniform_map(grid: Grid, window: Grid | None = None) -> Float:
+    """The aligned map of uniform attention, (2 rows - 1, 2 cols - 1) of mass 1: `query_coverage`
+    divided by its sum, where all windows have one size."""
+    return _over_windows(grid, window, lambda own: offset_pairs(own) / (own[0] * own[1]))
+
+
+def _over_windows(grid: Grid, window: Grid | None, each: Callable[[Grid], Float]) -> Float:
+    """The sum of maps by offset of all windows of a grid, over its cells."""
+    gh, gw = grid
+    total = np.zeros((2 * gh - 1, 2 * gw - 1))
+    for (a, b), n in window_sizes(grid, window).items():
+        total[gh - a : gh + a - 1, gw - b : gw + b - 1] += n * each((a, b))
+    return total / (gh * gw)
+
+
+def per_query(aligned: Float, window: Grid | None = None) -> Float:
     """Mass by offset, (..., 2 rows - 1, 2 cols - 1), as the mean attention of the queries that have
-    a key there: constant for uniform attention, whose mass is not."""
+    a key there: constant for uniform attention, whose mass is not. NaN where no query has one."""
     height, width = aligned.shape[-2:]
-    return aligned / query_coverage(((height + 1) // 2, (width + 1) // 2))
+    coverage = query_coverage(((height + 1) // 2, (width + 1) // 2), window)
+    with np.errstate(invalid="ignore"):
+        return np.where(coverage > 0, aligned / np.where(coverage > 0, coverage, 1), np.nan)
 
 
 def blocks_of_each(

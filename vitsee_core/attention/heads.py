@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from vitsee_core.tables.columns import StoredPart
+from vitsee_core.types import Float
 from vitsee_stores.errors import MissingInput
 from vitsee_stores.layout import TokenLayout, select_names
 
 if TYPE_CHECKING:
+    from vitsee_core.tables.results import Table
     from vitsee_stores import Slab, Store
 
 Array = tuple[str, str]
+Grid = tuple[int, int]
+WINDOW = (
+    "blocks whose queries see the keys of their window alone, of so many rows x columns of cells, "
+    "tiling the grid from its top left corner: distances, shares and maps are over what a query "
+    "sees, uniform attention is uniform within the window"
+)
 
 
 @dataclass(frozen=True)
 class StoredAttention(StoredPart):
     """The stored attention of one block: its place in the store's attention arrays (`group`, `row`
-    of the block axis), its heads and their tokens."""
+    of the block axis), its heads and their tokens, and the windows (rows, cols of cells) in which
+    its queries see keys, None where they see all."""
 
     group: str
     row: int
     n_heads: int
+    window: Grid | None = None
 
 
 def attention_blocks(store: Store, patterns: Sequence[str] = ("blocks",)) -> list[StoredAttention]:
@@ -43,7 +55,7 @@ def attention_blocks(store: Store, patterns: Sequence[str] = ("blocks",)) -> lis
         raise MissingInput(f"{store.label} has no attention summaries: {why}")
     depths = {name: (depth, rel_depth) for name, depth, rel_depth in store.manifest.plan.places}
     blocks = [
-        StoredAttention(name, *depths[name], group.layout, group.prefix, row, heads)
+        StoredAttention(name, *depths[name], group.layout, group.prefix, row, heads, group.window)
         for group in groups
         for row, (name, heads) in enumerate(zip(group.blocks, group.n_heads, strict=True))
     ]
@@ -64,13 +76,57 @@ def read_heads(arrays: Sequence[Array], slab: Slab) -> dict[Array, NDArray[Any]]
     return {array: slab.attention(*array)[slab.valid] for array in arrays}
 
 
-def uniform_distance(layout: TokenLayout) -> float:
-    """The distance in pixels of uniform attention over the grid: 116.5 on 14 x 14 cells of 16 px; 0
-    on a single cell. Every offset is weighted by the number of pairs that have it."""
+def uniform_distance(layout: TokenLayout, window: Grid | None = None) -> float:
+    """The distance in pixels of uniform attention over the grid, or within its windows: 116.5 on
+    14 x 14 cells of 16 px; 0 on a single cell. Every offset is weighted by the number of pairs that
+    have it."""
     if layout.grid is None or layout.stride_px is None:
         return np.nan
-    (gh, gw), (step_y, step_x) = layout.grid, layout.stride_px
+    total, (step_y, step_x) = 0.0, layout.stride_px
+    for (gh, gw), n in window_sizes(layout.grid, window).items():
+        dy, dx = np.arange(1 - gh, gh), np.arange(1 - gw, gw)
+        lengths = np.hypot(dy[:, np.newaxis] * step_y, dx * step_x)
+        total += n * float((offset_pairs((gh, gw)) * lengths).sum() / (gh * gw))
+    return total / layout.n_body
+
+
+def offset_pairs(grid: Grid) -> Float:
+    """The pairs of cells of a grid at each offset key minus query: (2 rows - 1, 2 cols - 1)."""
+    (gh, gw) = grid
     dy, dx = np.arange(1 - gh, gh), np.arange(1 - gw, gw)
-    pairs = np.outer(gh - abs(dy), gw - abs(dx))
-    lengths = np.hypot(dy[:, np.newaxis] * step_y, dx * step_x)
-    return float((pairs * lengths).sum() / (gh * gw) ** 2)
+    return np.outer(gh - abs(dy), gw - abs(dx)).astype(np.float64)
+
+
+def window_sizes(grid: Grid, window: Grid | None) -> Counter[Grid]:
+    """How many windows of each size tile a grid, the last ones cut; the grid itself without
+    windows."""
+    sides = [
+        Counter(min(side, n - start) for start in range(0, n, side))
+        for n, side in zip(grid, window or grid, strict=True)
+    ]
+    return Counter({(a, b): n * m for a, n in sides[0].items() for b, m in sides[1].items()})
+
+
+def keys_seen(block: StoredAttention) -> float:
+    """Spatial keys that a query sees, their mean over queries: all without windows."""
+    sizes = window_sizes(block.layout.grid or (1, block.layout.n_body), block.window)
+    return sum(n * (a * b) ** 2 for (a, b), n in sizes.items()) / block.layout.n_body
+
+
+def with_windows(table: Table, members: Iterable[tuple[Store, Sequence[StoredAttention]]]) -> Table:
+    """The table of blocks of stores with the column `window` ("8 x 8", null where a query sees all
+    keys) and the note of that name, where any block has windows; else as it is."""
+    found = [
+        {"store": store.label, "site": block.site, "window": "{} x {}".format(*block.window)}
+        for store, blocks in members
+        for block in blocks
+        if block.window is not None
+    ]
+    if not found:
+        return table
+    frame, before = table.frame, table.frame.columns.index("metric")
+    windows = pl.DataFrame(found).with_columns(pl.col("store", "site").cast(pl.Categorical()))
+    joined = frame.join(windows, on=["store", "site"], how="left", maintain_order="left")
+    columns = [*frame.columns[:before], "window", *frame.columns[before:]]
+    table.notes["window"] = WINDOW
+    return table.with_frame(joined.select(columns))

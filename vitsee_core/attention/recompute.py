@@ -208,7 +208,11 @@ def recomputed_calls(
     known = {block.name: block for block in table.attention}
     for block in blocks:
         now = known.get(block.site)
-        if now is None or (now.n_heads, now.layout) != (block.n_heads, block.layout):
+        if now is None or (now.n_heads, now.layout, now.window) != (
+            block.n_heads,
+            block.layout,
+            block.window,
+        ):
             raise VitseeError(
                 f"{model.name} has no attention like the store's in {block.site} any more; "
                 f"extract {store.label} anew"

@@ -189,19 +189,22 @@ def build_plan(
 
 
 def attention_groups(blocks: Sequence[AttentionBlock]) -> tuple[AttentionGroup, ...]:
-    """Blocks grouped by token layout, in the model's order; the first group is unnamed."""
-    by_layout: dict[TokenLayout, list[AttentionBlock]] = {}
+    """Blocks grouped by token layout and window, in the model's order; the first group is
+    unnamed."""
+    alike: dict[tuple[TokenLayout, tuple[int, int] | None], list[AttentionBlock]] = {}
     for block in blocks:
-        by_layout.setdefault(block.layout, []).append(block)
+        alike.setdefault((block.layout, block.window), []).append(block)
     groups: list[AttentionGroup] = []
-    for layout, members in by_layout.items():
+    for (layout, window), members in alike.items():
         rows, cols = layout.grid or (0, 0)
+        within = "" if window is None else "_window_{}x{}".format(*window)
         groups.append(
             AttentionGroup(
-                prefix=f"grid_{rows}x{cols}" if groups else "",
+                prefix=f"grid_{rows}x{cols}{within}" if groups else "",
                 blocks=tuple(b.name for b in members),
                 n_heads=tuple(b.n_heads for b in members),
                 layout=layout,
+                window=window,
             )
         )
     return tuple(groups)

@@ -13,6 +13,7 @@ import numpy as np
 import polars as pl
 
 from vitsee_core.figures.panels import Grid, colour_bar, count, name_part, room, stack
+from vitsee_core.tables.columns import window_of
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import site_words
 from vitsee_core.types import Float
@@ -71,9 +72,13 @@ def cut_maps(rows: pl.DataFrame) -> Iterator[tuple[int, int, str, Float]]:
         yield depth, head, own["site"][0], own["value"].to_numpy().reshape(height, -1)
 
 
-def tile_table(rows: pl.DataFrame, convert: Callable[[Float], Float] | None = None) -> list[Tiles]:
-    """The maps of a store, each converted by `convert`, by grid size, the largest first; rows are
-    the layers that have it."""
+Convert = Callable[[Float, tuple[int, int] | None], Float]
+
+
+def tile_table(rows: pl.DataFrame, convert: Convert | None = None) -> list[Tiles]:
+    """The maps of a store, each converted by `convert` (which gets the window of its block, too),
+    by grid size, the largest first; rows are the layers that have it."""
+    windows = dict(rows.select("site", "window").unique().iter_rows()) if "window" in rows else {}
     by_size: dict[tuple[int, ...], list[tuple[int, int, str, Float]]] = {}
     for entry in cut_maps(rows):
         by_size.setdefault(entry[-1].shape, []).append(entry)
@@ -83,8 +88,10 @@ def tile_table(rows: pl.DataFrame, convert: Callable[[Float], Float] | None = No
         heads = sorted({entry[1] for entry in entries})
         sites = {layer: site for layer, _, site, _ in entries}
         maps = {
-            (layers.index(layer), heads.index(h)): convert(values) if convert else values
-            for layer, h, _, values in entries
+            (layers.index(layer), heads.index(h)): convert(values, window_of(windows.get(site)))
+            if convert
+            else values
+            for layer, h, site, values in entries
         }
         labels = [shorten(site_words(sites[layer]), 18) for layer in layers]
         found.append(Tiles(maps, labels, [str(h) for h in heads]))
@@ -224,7 +231,7 @@ def draw_grid(
     unit: str,
     *,
     midlines: bool = False,
-    convert: Callable[[Float], Float] | None = None,
+    convert: Convert | None = None,
 ) -> Figure:
     """The maps of a store, one picture per grid size, below one another, the largest grid first.
 

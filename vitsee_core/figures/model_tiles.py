@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vitsee_core.figures.head_tiles import (
     LARGEST,
+    Convert,
     Tiles,
     bar_label,
     draw_tiles,
@@ -16,7 +17,6 @@ from vitsee_core.figures.head_tiles import (
 )
 from vitsee_core.figures.panels import Grid, bars_at_ends, count, map_title, name_part, room, stack
 from vitsee_core.tables.groups import by_group
-from vitsee_core.types import Float
 
 if TYPE_CHECKING:
     import polars as pl
@@ -35,7 +35,7 @@ def draw_models(
     unit: str,
     *,
     midlines: bool = False,
-    convert: Callable[[Float], Float] | None = None,
+    convert: Convert | None = None,
 ) -> Figure:
     """The maps of several stores side by side on one scale, each store's heads in a picture of its
     own. Call it inside a function decorated with `styled`; arguments: see `draw_grid`."""
@@ -50,9 +50,7 @@ def draw_models(
     return figure
 
 
-def models_of(
-    rows: pl.DataFrame, convert: Callable[[Float], Float] | None = None
-) -> list[tuple[str, Tiles]]:
+def models_of(rows: pl.DataFrame, convert: Convert | None = None) -> list[tuple[str, Tiles]]:
     """(label, tiles) of each store and grid size, the stores of a group beside each other."""
     return [
         (store, tiles)

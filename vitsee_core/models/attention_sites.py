@@ -53,7 +53,7 @@ def attention_blocks(
             continue
         module, event = met[0]
         layout = next(x for x in layouts if x.n_tokens == event.n_keys)
-        found.blocks.append(AttentionBlock(name, index, event.query[1], layout))
+        found.blocks.append(AttentionBlock(name, index, event.query[1], layout, event.window))
         found.modules[name] = module
         hook_point = _heads_hook_point(read, path, module, event)
         if hook_point:
@@ -70,6 +70,8 @@ def rollout_refusal(attention: Attention, n_blocks: int) -> str | None:
         return attention.refusal
     if len({block.layout for block in attention.blocks}) > 1:
         return "attention lies on several grids"
+    if len({block.window for block in attention.blocks}) > 1:
+        return "attention is within windows in some blocks, and over all tokens in others"
     indices = [block.index for block in attention.blocks]
     if attention.left_out or indices != list(range(indices[0], n_blocks)):
         return "not every block has token-to-token attention"

@@ -138,7 +138,10 @@ class AttentionEvent:
     query: the sizes of its queries, (images, heads, queries) in plain attention.
     mixed: something other than a product with the values used the softmax's result.
     call: the tensors, where they have the four dimensions of plain attention.
-    within: of packed images: what part of an image's tokens a query sees; None where it sees all.
+    within: of packed images: what part of an image's tokens a query sees, where that is no window;
+        None elsewhere.
+    window: rows and columns of cells of the windows in which queries see tokens, which tile the
+        grid from its top left corner; None where they see all.
     """
 
     query: tuple[int, ...]
@@ -146,6 +149,7 @@ class AttentionEvent:
     mixed: bool = False
     call: AttentionCall | None = None
     within: str | None = None
+    window: tuple[int, int] | None = None
 
 
 class AttentionWatch(TorchFunctionMode):

@@ -281,5 +281,10 @@ class Capture:
                 f"{block.name}: attention of sizes {event.query} x {event.n_keys}, expected "
                 f"{expected} x {expected[2]}"
             )
+        if event.window != block.window:
+            raise CaptureError(
+                f"{block.name}: attention within windows of {event.window} cells, expected "
+                f"{block.window}"
+            )
         self._seen[block.name] += 1
         self._observer.attention(block, event.call)

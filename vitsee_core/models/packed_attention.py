@@ -15,7 +15,9 @@ class JoinedCalls:
 
     The calls take the module's tokens in their order, one range after another: `order` says which
     cells these are, and the product with the values proves it (see `proofs.AttentionProof`). Where
-    an image takes several calls, the joined event says what a query sees, and has no tensors.
+    an image takes several calls, a query sees the tokens of its own call alone: those of its
+    window, which the joined event names and masks, or groups of tokens of another form, of which
+    it has no tensors.
     """
 
     def __init__(self, order: Order, n_images: int) -> None:
@@ -35,13 +37,15 @@ class JoinedCalls:
         events, self.events = self.events, []
         whole = self.n_images, event.query[1], n_tokens
         if all(one.n_keys == n_tokens for one in events):
-            return AttentionEvent(whole, n_tokens, call=self._joined(events))
+            return AttentionEvent(whole, n_tokens, call=self._joined(events, None))
         labels = self._labels([one.n_keys for one in events])
         if labels is None:
             return events[0]
-        sides = tiles(labels.reshape(self.order.grid))
-        within = "windows of {} x {} cells".format(*sides) if sides else "groups of tokens"
-        return AttentionEvent(whole, n_tokens, within=within)
+        window = tiles(labels.reshape(self.order.grid))
+        if window is None:
+            return AttentionEvent(whole, n_tokens, within="groups of tokens")
+        seen = labels.unsqueeze(0) == labels.unsqueeze(1)
+        return AttentionEvent(whole, n_tokens, call=self._joined(events, seen), window=window)
 
     def left(self) -> list[AttentionEvent]:
         """Events that never became complete."""
@@ -63,13 +67,16 @@ class JoinedCalls:
             return None
         return by_image[0].unique(return_inverse=True)[1][self.order.index]
 
-    def _joined(self, events: list[AttentionEvent]) -> KernelCall:
+    def _joined(self, events: list[AttentionEvent], seen: Tensor | None) -> KernelCall:
+        """seen: (queries, keys), which cells each cell sees; None where it sees all."""
         calls = [event.call for event in events if isinstance(event.call, KernelCall)]
         query, key, value, output = (
             self._laid(torch.cat([getattr(call, name) for call in calls], 2))
             for name in ("query", "key", "value", "output")
         )
         arguments = {"query": query, "key": key, "value": value, "scale": calls[0].scale}
+        if seen is not None:
+            arguments["attn_mask"] = seen.to(query.device)
         return KernelCall(arguments, output)
 
     def _laid(self, x: Tensor) -> Tensor:

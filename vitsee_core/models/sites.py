@@ -27,12 +27,14 @@ class Sublayer:
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """A block with one token-to-token attention; index: among the model's blocks."""
+    """A block with one token-to-token attention; index: among the model's blocks; window: rows and
+    columns of cells of the windows that its queries see, None where they see all tokens."""
 
     name: str
     index: int
     n_heads: int
     layout: TokenLayout
+    window: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

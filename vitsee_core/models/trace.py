@@ -54,13 +54,15 @@ class Call:
 @dataclass(frozen=True)
 class AttentionSeen:
     """An attention event without its tensors; value: (images, keys, heads x head dim), None where
-    the attention has not the four dimensions of plain attention; within: see `AttentionEvent`."""
+    the attention has not the four dimensions of plain attention; within, window: see
+    `AttentionEvent`."""
 
     query: tuple[int, ...]
     n_keys: int
     mixed: bool
     value: Seen | None
     within: str | None = None
+    window: tuple[int, int] | None = None
 
 
 @dataclass
@@ -197,7 +199,8 @@ class _Recorder:
 
     def note(self, name: str, event: AttentionEvent) -> None:
         value = self.see(event.call.value.transpose(1, 2).flatten(2)) if event.call else None
-        met = AttentionSeen(event.query, event.n_keys, event.mixed, value, event.within)
+        seen = event.within, event.window
+        met = AttentionSeen(event.query, event.n_keys, event.mixed, value, *seen)
         self.trace.events[name].append(met)
 
 

@@ -43,7 +43,7 @@ CATEGORIES = frozenset(
     (
         *(name for name in (*SITE, *PAIR) if "depth" not in name),
         *("token", "at", "class", "query", "video", "image", "group", "part", "type", "task"),
-        *("metric", "spread", BASELINE),
+        *("metric", "spread", "window", BASELINE),
     )
 )
 NUMBERS = frozenset(
@@ -191,6 +191,14 @@ def site_columns(store: Store, site: Measured, side: str = "") -> dict[str, Any]
 def pair_columns(a: tuple[Store, Measured], b: tuple[Store, Measured]) -> dict[str, Any]:
     """The cells of `PAIR` for a row about two sites."""
     return site_columns(*a, "a") | site_columns(*b, "b")
+
+
+def window_of(text: str | None) -> tuple[int, int] | None:
+    """The window that a cell of the column `window` names."""
+    if not text:
+        return None
+    rows, cols = map(int, text.split(" x "))
+    return rows, cols
 
 
 def block_of_sublayer(name: str) -> str:

@@ -281,7 +281,11 @@ def _attention(attention: Mapping[str, Any]) -> str:
     for group in attention["groups"]:
         heads = "/".join(str(n) for n in dict.fromkeys(group["n_heads"]))
         grid = "x".join(map(str, group["grid"]))
-        parts.append(f"{_count(group['blocks'], 'blocks')} of {heads} heads on a {grid} grid")
+        within = (
+            ", within windows of {} x {} cells".format(*w) if (w := group.get("window")) else ""
+        )
+        blocks = _count(group["blocks"], "blocks")
+        parts.append(f"{blocks} of {heads} heads on a {grid} grid{within}")
     return ", ".join([*parts, *(["rollout"] if attention["rollout"] else [])])
 
 

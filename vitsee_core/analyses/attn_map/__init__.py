@@ -51,7 +51,12 @@ from vitsee_core.attention.head_maps import (
     spatial,
     sum_slabs,
 )
-from vitsee_core.attention.heads import StoredAttention, attention_blocks, read_heads
+from vitsee_core.attention.heads import (
+    StoredAttention,
+    attention_blocks,
+    read_heads,
+    with_windows,
+)
 from vitsee_core.figures.head_tiles import draw_grid
 from vitsee_core.figures.model_tiles import draw_models
 from vitsee_core.figures.plotting import styled
@@ -198,7 +203,7 @@ def run(
             tables[store.label] = _of_store(
                 store, own, kind, heads, coverage, residual, origin, execution
             )
-    return _together(tables, selected.notes())
+    return with_windows(_together(tables, selected.notes()), selected.members)
 
 
 def _together(tables: dict[str, Table], notes: dict[str, Any]) -> Table:
@@ -265,7 +270,7 @@ def _means(
     for block, heads in zip(blocks, picked, strict=True):
         sums = total.sums[SUMS[kind], block.group][0, block.row, heads]
         maps, n = mean_maps(sums, int(total.n_images[0]), block.layout, kind)
-        found.append((block, heads, per_query(maps) if corrected else maps, n))
+        found.append((block, heads, per_query(maps, block.window) if corrected else maps, n))
     return found
 
 

@@ -35,7 +35,7 @@ from vitsee_core.analyses.head_types.head_geometry import (
 )
 from vitsee_core.analyses.head_types.head_types_figure import draw_types
 from vitsee_core.attention.head_maps import SlabSums, blocks_of_each, mean_maps, sum_slabs
-from vitsee_core.attention.heads import StoredAttention
+from vitsee_core.attention.heads import StoredAttention, keys_seen, with_windows
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import ATTENTION, Gather, Offers, Option, blocks_option
@@ -182,7 +182,7 @@ def run(
         notes["blocks"][store.label] = len(sums.n_images)
         notes["changed"][store.label] = changed = _changed(heads)
         log.info("%s: %s", store.label, _sensitivity(heads, changed))
-    return Table.from_rows(rows, COLUMNS, notes)
+    return with_windows(Table.from_rows(rows, COLUMNS, notes), selected.members)
 
 
 class Head:
@@ -217,11 +217,14 @@ class Head:
         n = int(sums.n_images[kept].sum())
         total = sums.sums["aligned", group][:, block.row, self.head][kept].sum(0)
         maps, counted = mean_maps(total[None], n, block.layout, "aligned")
-        shape = measure(maps[0], self._radius)
+        shape = measure(maps[0], self._radius, block.window)
         means = {name: sums.sums[name, group][:, block.row][kept].sum(0) / n for name in PER_IMAGE}
         n_keys = block.layout.n_body
+        n_seen = keys_seen(block)
         own = {name: float(means[name][self.head]) for name in PER_IMAGE[:3]}
-        share, queries = repetition(own["entropy"], own["prefix_mass"], own["query_std"], n_keys)
+        share, queries = repetition(
+            own["entropy"], own["prefix_mass"], own["query_std"], n_keys, n_seen
+        )
         of_block = [float(means[name][: block.n_heads].mean()) for name in PER_IMAGE[:2]]
         head_std = float(means["head_std"])
         step_y, step_x = block.layout.stride_px or (math.nan, math.nan)

@@ -32,6 +32,11 @@ Sparse repeating patterns (section 4.1) are few keys that all queries share. Wit
 Entropy and spread are means over images of what `extract` keeps. The entropy's part over prefix
 keys is taken out as if each query used one of them, which makes `keys_share` an upper bound where
 there are several.
+
+In blocks with windows u is uniform attention within them, and N of `keys_share` the keys of a
+query's window. `query_repetition` stays over all keys of the image, of which queries in different
+windows share none: it is 0 where a window's keys are used alike, and with n keys in a window
+1 - sqrt((N / n - 1) / (N - 1)) at most.
 """
 
 from __future__ import annotations
@@ -44,7 +49,7 @@ from typing import Annotated
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.attention.head_maps import query_coverage
+from vitsee_core.attention.head_maps import uniform_map
 from vitsee_core.runtime.options import Option
 from vitsee_core.types import Float
 from vitsee_stores.errors import VitseeError
@@ -137,20 +142,20 @@ def excess(mass: float, uniform: float) -> float:
     return (mass - uniform) / (1 - uniform) if uniform < 1 - 1e-9 else math.nan
 
 
-def measure(p: Float, radius: int = 2) -> Scores:
+def measure(p: Float, radius: int = 2, window: tuple[int, int] | None = None) -> Scores:
     """The scores of an aligned map, (2 rows - 1, 2 cols - 1) of mass 1; NaN where it is NaN.
 
     Args:
         p: the map.
         radius: cells on each side of the middle of the focus.
+        window: rows and columns of cells of the windows in which queries see keys.
     """
     height, width = p.shape
     if np.isnan(p).any():
         nothing = dict.fromkeys(SHAPE_SCORES, math.nan)
         return Scores(nothing, nothing, math.nan)
     middle = (height // 2, width // 2)
-    u = query_coverage((middle[0] + 1, middle[1] + 1))
-    u = u / u.sum()
+    u = uniform_map((middle[0] + 1, middle[1] + 1), window)
     dy, dx = np.arange(height) - middle[0], np.arange(width) - middle[1]
     box, centre = _focus(p, radius)
     regions = {
@@ -195,7 +200,7 @@ def _focus(p: Float, radius: int) -> tuple[tuple[slice, slice], tuple[float, flo
 
 def _above_background(p: Float, u: Float) -> Float:
     """The part of a map above its background, scaled to mass 1; the map itself if nothing is."""
-    lift = (p / u).ravel()
+    lift = np.divide(p, u, out=np.zeros_like(p), where=u > 0).ravel()
     order = np.argsort(lift, kind="stable")
     median = lift[order][np.searchsorted(np.cumsum(u.ravel()[order]), 0.5)]
     risen = np.maximum(p - median * u, 0.0)
@@ -211,17 +216,20 @@ def _elongation(p: Float, dy: NDArray[np.int64], dx: NDArray[np.int64]) -> float
     return deviation(p.sum(0), dx) / deviation(p.sum(1), dy)
 
 
-def repetition(entropy: float, prefix_mass: float, std: float, n_keys: int) -> tuple[float, float]:
+def repetition(
+    entropy: float, prefix_mass: float, std: float, n_keys: int, n_seen: float | None = None
+) -> tuple[float, float]:
     """(keys_share, repetition) from a head's means over images and `query_std`, or from a block's
-    and `head_std`. NaN where nothing goes to spatial keys; the second also where all keys are used
-    alike."""
+    and `head_std`. n_seen: keys that a query sees in its window, by default all. NaN where nothing
+    goes to spatial keys; the second also where all keys are used alike."""
     m = min(max(prefix_mass, 0.0), 1.0)
     if math.isnan(entropy + prefix_mass + std) or m > 1 - 1e-6:
         return math.nan, math.nan
     between = -sum(x * math.log(x) for x in (m, 1 - m) if x > 0)
     share = min(1.0, math.exp(max(0.0, (entropy - between) / (1 - m))) / n_keys)
     alone = math.sqrt(1 / share - 1)
-    return share, 1 - n_keys * std / (1 - m) / alone if alone > 1e-3 else math.nan
+    seen = min(1.0, share * n_keys / (n_seen or n_keys))
+    return seen, 1 - n_keys * std / (1 - m) / alone if alone > 1e-3 else math.nan
 
 
 def classify(

@@ -12,6 +12,7 @@ from vitsee_core.attention.head_maps import per_query
 from vitsee_core.figures.head_tiles import cut_maps, mark_middle, stretched
 from vitsee_core.figures.panels import Grid, legend_below, map_axes, note_count, small, stack
 from vitsee_core.figures.plotting import COLOURS, GREY, integer_ticks, styled
+from vitsee_core.tables.columns import window_of
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import site_words
 
@@ -88,7 +89,8 @@ def _draw_example(axes: Axes, rows: pl.DataFrame, kind: str) -> None:
         axes.text(0.5, 0.5, "no head", transform=axes.transAxes, ha="center", color=GREY)
         return
     ((_, head, site, values),) = cut_maps(rows)
-    shown = per_query(values)
+    window = rows["window"][0] if "window" in rows.columns else None
+    shown = per_query(values, window_of(window))
     axes.imshow(stretched(shown), origin="upper")
     mark_middle(axes, values.shape)
     detail = rows["detail"][0]
