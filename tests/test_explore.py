@@ -29,6 +29,7 @@ from vitsee_core.explore.choice import choose_images
 from vitsee_core.explore.coarse import MOST_SIDE, coarse_layout, pooled, pooled_side
 from vitsee_core.explore.contents import short_name, within, without_folders
 from vitsee_core.explore.guidance import definition_of, panels
+from vitsee_core.explore.page import steps_of
 from vitsee_core.explore.tokens import (
     MOST_BYTES,
     WITHIN,
@@ -327,8 +328,10 @@ const own = cosines(site.tokens, site.cells, query, asked.image);
 const maps = [...about.images.keys()].filter((i) => i !== asked.image)
   .map((image) => ({ image, values: cosines(site.tokens, site.cells, query, image) }));
 const block = models[0].blocks[1], heads = block.about.heads;
-const limits = { images: 8, grid: [4, 4], layers: 5, views: ["cosine", "lens"], heads: 2 };
-const none = { image: 0, patch: 0, box: null, layer: 0, view: "cosine", scale: "shared", head: -1 };
+const limits = { images: 8, grid: [4, 4], layers: 5, views: ["cosine", "lens"], heads: 2,
+                 steps: 0 };
+const none = { image: 0, patch: 0, box: null, layer: 0, view: "cosine", scale: "shared", head: -1,
+               step: -1 };
 const state = { ...none, image: 2, patch: 5, box: [1, 0, 2, 3], layer: 4, view: "lens", head: 1,
                 scale: "map" };
 console.log(JSON.stringify({
@@ -385,9 +388,9 @@ def test_the_script_computes_what_the_port_does(page: Page, tmp_path: Path) -> N
     assert found["depths"] == [0, 0.3333, 0.5, 1] and found["nearest"] == 1
     assert found["text"] == "#image=2&patch=5&layer=4&view=lens&scale=map&box=1,0,2,3&head=1"
     assert found["again"] == {"image": 2, "patch": 5, "box": [1, 0, 2, 3], "layer": 4,
-                              "view": "lens", "scale": "map", "head": 1}  # fmt: skip
+                              "view": "lens", "scale": "map", "head": 1, "step": -1}  # fmt: skip
     assert found["hostile"] == {"image": 7, "patch": 0, "box": None, "layer": 0, "view": "cosine",
-                                "scale": "shared", "head": -1}  # fmt: skip
+                                "scale": "shared", "head": -1, "step": -1}  # fmt: skip
     assert found["range"] == [1, 3] and found["median"] == 3
 
 
@@ -658,3 +661,12 @@ def test_what_a_store_lacks_is_computed_with_its_model(tmp_path: Path, everythin
     for a, b in zip(made.blocks[0], kept.blocks[0], strict=True):
         assert a.patches is not None and b.patches is not None
         assert np.abs(a.heads - b.heads).max() < 2e-3 and np.abs(a.patches - b.patches).max() < 2e-3
+
+
+def test_which_stores_are_steps_of_one_training() -> None:
+    three = ["vit-step0", "vit-step1000", "vit-step20"]
+    assert steps_of(three) == {"unit": "step", "numbers": [0, 1000, 20]}
+    assert steps_of(["a-epoch1", "a-epoch2", "a-epoch3"]) == {"unit": "epoch", "numbers": [1, 2, 3]}
+    assert steps_of(three[:2]) is None and steps_of(["vit", "resnet", "mixer"]) is None
+    assert steps_of(["vit-step0", "cnn-step10", "vit-step20"]) is None
+    assert steps_of(["vit-step1", "vit-step1", "vit-step2"]) is None

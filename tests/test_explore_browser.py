@@ -306,3 +306,32 @@ def test_without_script_a_line_says_so(browser: Browser, page: Page, place: Path
         assert any("without it there are no maps" in text for text in seen)
     finally:
         browser.ask("Emulation.setScriptExecutionDisabled", value=False)
+
+
+def test_a_slider_over_the_steps_of_a_training(
+    browser: Browser, everything: Path, tmp_path: Path
+) -> None:
+    """Three stores, given in another order: one is shown, the last at first, and the slider and the
+    address choose; the panels below follow."""
+    place = tmp_path / "explore.html"
+    labelled = [f"vit-step{n}={everything / 'vit.zarr'}" for n in (1000, 0, 20)]
+    page_of(place, *labelled, "--images", 8)
+    browser.look(1280)
+    open_page(browser, place)
+    names = "[...document.querySelectorAll('#stage figure b')].map(b => b.textContent)"
+    assert browser.run(names) == ["Photograph", "vit-step1000"]
+    assert browser.run("document.getElementById('at-step').textContent") == "step 1,000"
+    scroll_through(browser)
+    rows = "[...document.querySelectorAll('#elsewhere figure, #matrices figure')]"
+    shown = f"{rows}.filter(f => f.style.display !== 'none').map(f => f.innerText.split('\\n')[0])"
+    assert all(str(text).startswith("vit-step1000") for text in browser.run(shown))
+    slide = "const s = document.getElementById('step'); s.value = '0'; "
+    after(browser, slide + "s.dispatchEvent(new Event('input', {bubbles: true}))")
+    assert browser.run(names) == ["Photograph", "vit-step0"]
+    assert "step=0" in browser.run("location.hash")
+    assert browser.run("document.getElementById('at-step').textContent") == "step 0"
+    scroll_through(browser)
+    assert {str(text)[:9] for text in browser.run(shown)} == {"vit-step0"}
+    open_page(browser, place, "#step=1")
+    assert browser.run(names) == ["Photograph", "vit-step20"]
+    assert not browser.errors

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from vitsee_core.explore.answers import answers_of
 from vitsee_core.explore.attended import attention_of
 from vitsee_core.explore.choice import DIVERSE, choose_images
 from vitsee_core.explore.colours import reference
 from vitsee_core.explore.contents import StoreContents, read_sites
-from vitsee_core.explore.page import render
+from vitsee_core.explore.page import render, steps_of
 from vitsee_core.explore.tokens import MOST_BYTES, pack_tokens
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.patch_maps.photos import Shown
@@ -72,7 +74,8 @@ def explore(
     at most 256 axes, and the page.
 
     Args:
-        stores: with all tokens of sites with a grid, and images of the same ids.
+        stores: with all tokens of sites with a grid, and images of the same ids; of a training, see
+            `steps_of`, the page has a slider over the steps, and shows one store at a time.
         output: the page, .html.
         image: ids of the images to show, or rows of the first store; by default some are picked.
         images: so many are picked.
@@ -96,6 +99,9 @@ def explore(
     """
     place = Path(output)
     check_new_files([place], force=force)
+    if steps := steps_of([store.label for store in stores]):
+        order = np.argsort(steps["numbers"])
+        stores = tuple(stores[k] for k in order)
     selected = select_each(stores, sites, grid_sites)
     rows = choose_images(selected.stores, selected.chosen[0][-1], image, images, pick, seed)
     parts = [

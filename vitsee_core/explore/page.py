@@ -6,6 +6,7 @@ page's policy allows no script but its own, by its hash, and no request at all.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,11 +16,13 @@ from vitsee_core.explore.guidance import panels
 from vitsee_core.explore.pictures import describe_images
 from vitsee_core.patch_maps.photos import frames_of
 from vitsee_core.runtime.machine import counted
+from vitsee_core.tables.steps import UNITS, numbers_in_name
 from vitsee_core.tables.text import visible
 from vitsee_core.web.inlining import asset, csp_hash, json_for_html, script, template
 
 GENERATOR = "vitsee explore"
 SHOWN_MODELS = 4  # in a title
+FEWEST = 3  # steps of a training with a slider; two are seen better side by side
 
 
 def render(
@@ -45,6 +48,7 @@ def render(
     about: dict[str, Any] = {
         "images": describe_images(parts, frames, data),
         "models": [one.describe(frames) for one in contents],
+        "steps": steps_of([one.shown.store.label for one in contents]),
         "classes": _classes(contents),
         "labels": _labels(contents),
     }
@@ -63,6 +67,7 @@ def render(
         about=_about(contents),
         note=visible(note),
         panels=panels(),
+        steps=about["steps"],
         cautions=[f"Left out: {label}: {why}" for label, why in left_out.items()],
         data=json_for_html(about),
         blobs=blobs,
@@ -72,6 +77,18 @@ def render(
         style_hash=csp_hash(style),
     )
     return page
+
+
+def steps_of(labels: Sequence[str]) -> dict[str, Any] | None:
+    """What stores of one training count and their numbers, where the labels of `FEWEST` and more
+    differ in these alone: `vit-step0`, `vit-step1000`."""
+    for unit in UNITS:
+        numbers = [numbers_in_name(label).get(unit) for label in labels]
+        if None in numbers or len({*numbers}) < max(len(labels), FEWEST):
+            continue
+        if len({re.sub(r"\d+", "", label) for label in labels}) == 1:
+            return {"unit": unit, "numbers": numbers}
+    return None
 
 
 def _names(contents: Sequence[StoreContents]) -> str:

@@ -84,7 +84,8 @@ def command(
     images; attention (of a store of extract --attention rows or full, or with --recompute), PCA
     colours, norms, and what the model's classifier says of each patch. The page is one file, works
     offline, by keys and on a phone, and an address ending in #image=3&patch=88&layer=7 leads to
-    what it shows.
+    what it shows. Three stores and more whose names differ in a step alone, vit-step0.zarr,
+    vit-step1000.zarr, are a training: a slider chooses the step that is shown.
 
     Tokens are reduced to as few numbers of 8 bits as keep their cosines, in a page of some MB; the
     error that this makes is measured, and printed. Large grids are shown as means of 2 x 2 or 4 x 4

@@ -43,7 +43,7 @@ async function begin() {
   /** @type {import("./packed.js").Model[]} */
   const models = await Promise.all(about.models.map(async (model, k) => ({ about: model, sites: await readSites(model, n, blobs[k]), blocks: [] })));
   const photos = await Promise.all(about.images.map((image) => photoOf(image.picture)));
-  const state = { image: 0, patch: 0, box: null, layer: 0, view: VIEWS[0], scale: "shared", head: -1 };
+  const state = { image: 0, patch: 0, box: null, layer: 0, view: VIEWS[0], scale: "shared", head: -1, step: about.steps ? about.steps.numbers.length - 1 : -1 };
   const scene = new Scene(about, models, photos, state), [rows, cols] = scene.reference.grid;
   state.patch = (rows >> 1) * cols + (cols >> 1);
   state.layer = Math.round((scene.depths.length - 1) * FIRST_DEPTH);

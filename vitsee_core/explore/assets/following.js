@@ -94,7 +94,7 @@ function followKey(page, e) {
   return true;
 }
 
-/** View, layer, colours.
+/** View, layer, step, colours.
  * @param {Page} page */
 function followControls(page) {
   const controls = byId("controls");
@@ -104,6 +104,7 @@ function followControls(page) {
     if (input.name === "view") page.choose({ view: input.value, head: -1 });
     else if (input.name === "scale") page.choose({ scale: input.value });
     else if (input.id === "layer") page.choose({ layer: Number(input.value) });
+    else if (input.id === "step") page.choose({ step: Number(input.value) });
   });
   byId("numbers").addEventListener("toggle", () => page.choose({}, true));
 }

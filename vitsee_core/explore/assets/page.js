@@ -57,7 +57,7 @@ export class Page {
   /** What the address asks for. */
   open() {
     const { scene } = this, heads = Math.max(1, ...scene.models.flatMap((model) => model.blocks.map((block) => block.about.heads)));
-    const limits = { images: scene.about.images.length, grid: scene.reference.grid, layers: scene.depths.length, views: VIEWS, heads };
+    const limits = { images: scene.about.images.length, grid: scene.reference.grid, layers: scene.depths.length, views: VIEWS, heads, steps: scene.about.steps?.numbers.length ?? 0 };
     this.choose(readState(location.hash, scene.state, limits), true);
   }
 
@@ -74,11 +74,11 @@ export class Page {
 
   draw() {
     this.pending = 0;
-    const { scene } = this, { state } = scene, { image, layer, view, scale, head } = state;
+    const { scene } = this, { state } = scene, { image, layer, view, scale, head, step } = state;
     const at = [image, state.patch, state.box].join();
     this.say();
     this.fresh("film", [image], () => drawFilm(scene, byId("film"), this.theme));
-    this.fresh("layers", [view, head], () => this.makeMaps());
+    this.fresh("layers", [view, head, step], () => this.makeMaps());
     this.fresh("photo", [at], () => drawPhoto(scene, this.photo, this.theme, roomOf(/** @type {HTMLElement} */ (this.stage.firstElementChild))));
     const shown = ["cosine", "attention"].includes(view) ? at : `${image},${at}`;
     for (const canvas of this.stage.querySelectorAll("canvas[data-model]")) this.drawMap(/** @type {HTMLCanvasElement} */ (canvas));
@@ -86,8 +86,8 @@ export class Page {
     this.fresh("strips", [shown, layer, view, scale, head], () => {
       for (const canvas of byId("strips").querySelectorAll("canvas")) drawStrip(scene, canvas, Number(canvas.dataset.model), this.theme, roomOf(byId("strips")));
     });
-    this.seen("others", [at, layer], () => this.drawOthers());
-    this.seen("heads", [image, layer, view, head], () => this.drawMatrices());
+    this.seen("others", [at, layer, step], () => this.drawOthers());
+    this.seen("heads", [image, layer, view, head, step], () => this.drawMatrices());
     const open = /** @type {HTMLDetailsElement} */ (byId("numbers")).open;
     this.seen("depths", [at, open ? layer : "", open], () => drawNumbers(scene, byId("curves"), /** @type {HTMLElement} */ (byId("numbers").querySelector("table")), open));
     this.showControls();
@@ -135,7 +135,7 @@ export class Page {
     html("b", "", place).append(html("bdi", scene.about.images[image].id));
     place.append(name ? `, ${name}; ` : "; ");
     place.append(box ? `mean of ${(box[2] - box[0] + 1) * (box[3] - box[1] + 1)} patches, rows ${box[0]} to ${box[2]}, columns ${box[1]} to ${box[3]}` : `patch ${row},${col}`);
-    place.append(` of ${rows} × ${cols}${scene.models.length > 1 ? ` of ${scene.models[0].about.name}` : ""}`);
+    place.append(` of ${rows} × ${cols}${scene.models.length > 1 && scene.state.step < 0 ? ` of ${scene.models[0].about.name}` : ""}`);
   }
 
   /** @param {HTMLCanvasElement} canvas */
@@ -164,6 +164,7 @@ export class Page {
         const site = scene.site(k), cell = cellAt(site.about, found.target.image, found.y, found.x);
         if (cell >= 0) this.chooseAt(found.target.image, middleOf(site.about, found.target.image, cell));
       });
+      if (!this.keepShown(figure, k)) return;
       const canvas = /** @type {HTMLCanvasElement} */ (figure.querySelector("canvas"));
       drawElsewhere(scene, canvas, /** @type {HTMLElement} */ (figure.querySelector(".value")), k, this.theme, roomOf(place));
     });
@@ -186,9 +187,20 @@ export class Page {
         if (said) said.textContent = `from the ${attention.from}; blocks downwards, heads across`;
       }
     });
-    for (const canvas of place.querySelectorAll("canvas")) {
+    [...place.children].forEach((figure, k) => this.keepShown(figure, k));
+    for (const canvas of place.querySelectorAll("canvas")) if (scene.shows(Number(canvas.dataset.model))) {
       drawHeads(scene, canvas, Number(canvas.dataset.model), this.theme, roomOf(/** @type {HTMLElement} */ (canvas.parentElement)));
     }
+  }
+
+  /** Hide a model's figure that is not of the chosen step; whether it is shown.
+   * @param {Element} figure
+   * @param {number} model
+   * @returns {boolean} */
+  keepShown(figure, model) {
+    const shown = this.scene.shows(model);
+    /** @type {HTMLElement} */ (figure).style.display = shown ? "" : "none";
+    return shown;
   }
 
   showControls() {
@@ -201,6 +213,13 @@ export class Page {
     slider.max = String(scene.depths.length - 1);
     slider.value = String(state.layer);
     slider.disabled = scene.depths.length < 2;
+    const { steps } = scene.about;
+    if (steps) {
+      const input = /** @type {HTMLInputElement} */ (byId("step")), said = `${steps.unit} ${steps.numbers[state.step].toLocaleString("en")}`;
+      input.max = String(steps.numbers.length - 1);
+      input.value = String(state.step);
+      input.setAttribute("aria-valuetext", byId("at-step").textContent = said);
+    }
     const words = scene.site(0).about.words;
     byId("depth").textContent = `${words} · depth ${number(+depth.toFixed(2))}`;
     slider.setAttribute("aria-valuetext", `${words}, relative depth ${depth.toFixed(2)}`);
@@ -244,6 +263,7 @@ export class Page {
     while (this.stage.children.length > 1) this.stage.lastElementChild?.remove();
     this.drawn.delete("strips");
     scene.models.forEach((model, k) => {
+      if (!scene.shows(k)) return;
       const name = model.about.name;
       if (!scene.layers(k).length) {
         html("p", `${name}: ${this.whyNot(k)}`, strips, "missing");

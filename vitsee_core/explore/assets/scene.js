@@ -62,6 +62,11 @@ export class Scene {
     return { image, box: boxOf(this.reference, image, box ?? [row, col, row, col]), head };
   }
 
+  /** Whether a model is shown: each is, but of a training that of the chosen step alone.
+   * @param {number} model
+   * @returns {boolean} */
+  shows(model) { return this.state.step < 0 || this.state.step === model; }
+
   /** @param {number} model
    * @returns {Layer[]} */
   layers(model) {

@@ -1,9 +1,10 @@
 // What is shown, and the address that leads to it. No document.
 
 /** patch: a cell of the reference grid; box: row and column of its first and last cell, or null;
- * layer: a place among the depths; head: of the class token's attention, -1 for the patch's.
- * @typedef {{image: number, patch: number, box: number[] | null, layer: number, view: string, scale: string, head: number}} State
- * @typedef {{images: number, grid: number[], layers: number, views: string[], heads: number}} Limits */
+ * layer: a place among the depths; head: of the class token's attention, -1 for the patch's;
+ * step: the one model that is shown of a training's, -1 for all models.
+ * @typedef {{image: number, patch: number, box: number[] | null, layer: number, view: string, scale: string, head: number, step: number}} State
+ * @typedef {{images: number, grid: number[], layers: number, views: string[], heads: number, steps: number}} Limits */
 
 export const SCALES = ["shared", "map"];
 
@@ -31,6 +32,7 @@ export function readState(hash, now, limits) {
     view: view && limits.views.includes(view) ? view : now.view,
     scale: scale && SCALES.includes(scale) ? scale : SCALES[0],
     head: whole(asked.get("head"), -1, limits.heads - 1, -1),
+    step: limits.steps ? whole(asked.get("step"), 0, limits.steps - 1, now.step) : -1,
   };
 }
 
@@ -44,6 +46,7 @@ export function writeState(state) {
   if (state.scale !== SCALES[0]) parts.scale = state.scale;
   if (state.box) parts.box = state.box.join(",");
   if (state.head >= 0) parts.head = String(state.head);
+  if (state.step >= 0) parts.step = String(state.step);
   return "#" + Object.entries(parts).map((pair) => pair.join("=")).join("&");
 }
 
