@@ -203,7 +203,12 @@ def test_steps_on_an_axis() -> None:
 
 @pytest.mark.parametrize(
     ("values", "low", "high"),
-    [((1.0, 5.0), 0.0, 5.25), ((8.0, 10.0), 7.9, 10.1), ((-1.0, 1.0), -1.1, 1.1)],
+    [
+        ((1.0, 5.0), 0.0, 5.25),
+        ((8.0, 10.0), 7.9, 10.1),
+        ((-1.0, 1.0), -1.1, 1.1),
+        ((9.9, 10.0), 9.675, 10.225),  # 0.5 wide, with margins of 0.025
+    ],
 )
 def test_the_y_axis_begins_at_0_unless_values_are_near(
     values: tuple[float, float], low: float, high: float

@@ -39,6 +39,7 @@ MOST_PANELS = 6  # of metrics, and of runs; the table has them all
 MOST_TICKS = 9  # of layers
 MOST_NAMED = 8  # layers in a legend, from which on a colour bar shows their depth
 MOST_BANDS = 13  # layers with bands
+LEAST = 0.05  # of the values: the span of a range of y or colours
 GROWS = 5.0  # later gaps between steps over earlier ones, from which on the axis is logarithmic
 # Of matplotlib's viridis, on light paper and on dark: its ends would vanish.
 SHADES = {"light": (0.0, 0.9), "dark": (0.2, 1.0)}
@@ -149,9 +150,15 @@ def _put_limits(axes: Axes) -> None:
     if not np.isfinite([low, high]).all():
         return
     narrow = high > low > high / 2
-    least, most = (low, high) if narrow else (min(low, 0.0), max(high, 0.0))
+    least, most = _widened(low, high) if narrow else (min(low, 0.0), max(high, 0.0))
     margin = 0.05 * (most - least or 1)
     axes.set_ylim(least - (margin if narrow or least < 0 else 0), most + margin)
+
+
+def _widened(low: float, high: float) -> tuple[float, float]:
+    """A range that is at least `LEAST` of its values wide: noise is not drawn as large changes."""
+    lacks = max(LEAST * max(abs(low), abs(high)) - (high - low), 0.0) / 2
+    return low - lacks, high + lacks
 
 
 def _band_words(rows: pl.DataFrame) -> str:
@@ -196,7 +203,7 @@ def _draw_map(axes: Axes, rows: pl.DataFrame, unit: str) -> None:
         values[places[0][site], places[1][step]] = np.nan if value is None else value
     finite = values[np.isfinite(values)]
     similar = rows["metric"][0].startswith("cka")
-    span = data_limits([values]) if similar else (float(finite.min()), float(finite.max()))
+    span = data_limits([values]) if similar else _widened(*map(float, (finite.min(), finite.max())))
     colours = matplotlib.colormaps[COLOUR_MAP].with_extremes(bad=NO_VALUE)
     image = axes.imshow(values, cmap=colours, vmin=span[0], vmax=span[1], aspect="auto")
     map_axes(axes)
