@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from vitsee_core.tables.sidecars import PYTHON
 from vitsee_core.tables.text import visible
 
 SHOWN_ROWS = 60
+SPECIAL = re.compile(rb"[^\w.~,:;/ -]", re.ASCII)  # to be escaped in a URL
 CARRIED_BYTES = 400_000  # a larger table is linked, not carried along
 
 
@@ -31,8 +33,12 @@ def link_of(path: Path, output: Path) -> tuple[str, str]:
     data = path.read_bytes()
     if path.suffix == ".csv":
         # Mostly digits and commas, which need no escape: shorter than base64.
-        return f"data:text/csv,{quote(data, safe=',:;/ ')}", ""
+        return f"data:text/csv,{SPECIAL.sub(_escaped, data).decode()}", ""
     return carried(data, "application/octet-stream"), ""
+
+
+def _escaped(byte: re.Match[bytes]) -> bytes:
+    return b"%%%02X" % ord(byte[0])
 
 
 def command_of(result: Result) -> str:

@@ -100,7 +100,9 @@ class Table:
             columns: the columns and their order; by default as they appear.
             notes: facts about the whole table.
         """
-        frames = [typed(_frame_of(part)) for part in parts]
+        frames = [
+            typed(part) if isinstance(part, pl.DataFrame) else _frame_of(part) for part in parts
+        ]
         frame = pl.concat(frames, how="diagonal_relaxed")
         if columns is not None:
             own = [n for n in (*columns, REPLICATES) if n in frame.columns or n != REPLICATES]

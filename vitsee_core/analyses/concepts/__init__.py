@@ -46,6 +46,7 @@ from vitsee_core.models.provenance import Provenance
 from vitsee_core.patch_maps.views import grid_sites
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
+from vitsee_core.runtime.one_thread import one_blas_thread
 from vitsee_core.runtime.options import (
     KNOWLEDGE,
     Gather,
@@ -194,7 +195,8 @@ def run(
     with counting(execution.progress, images * (choice.passes + 1)):
         for store, site, features in work:
             own = blocks[store.label]
-            fitted = fit(features, halves_of(own.of_rows), choice, execution.progress)
+            with one_blas_thread():  # batches are small
+                fitted = fit(features, halves_of(own.of_rows), choice, execution.progress)
             task = Task(features, fitted.whole, own.of_rows, _labels(store, choice.seed), top)
             found = execution.fold(
                 store, task, execution.rows(store), slab_bytes=features.slab_bytes

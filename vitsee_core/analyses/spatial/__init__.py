@@ -33,6 +33,7 @@ from vitsee_core.masks.labels import Labels
 from vitsee_core.masks.options import BACKGROUND, PANOPTIC, VOID, objects
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
+from vitsee_core.runtime.one_thread import one_blas_thread
 from vitsee_core.runtime.options import FLOW, SITES, Offers, metrics_option
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.runtime.store_selection import select_each, sites_of
@@ -214,7 +215,8 @@ class _Store:
         if n_zero := sum(part.n_zero for part in parts):
             self.zeros[site.name] = n_zero
         place = site_columns(self.store, site)
-        rows = self._of_images(parts, spec.layout.grid) + self._of_all(sums)
+        with one_blas_thread():
+            rows = self._of_images(parts, spec.layout.grid) + self._of_all(sums)
         return [place | row for row in rows if row["metric"] in self.metrics]
 
     def _of_images(
