@@ -113,13 +113,15 @@ def column_of(name: str, values: Any) -> pl.Series:
     if isinstance(values, np.ndarray) and values.dtype.kind in "iuf":
         return pl.Series(name, values)
     cells = values.tolist() if isinstance(values, np.ndarray) else values
-    cells = [cell.item() if isinstance(cell, np.generic) else cell for cell in cells]
-    kinds = {type(cell) for cell in cells} - {type(None)}
+    kinds = {*map(type, cells)} - {type(None)}
+    if any(issubclass(kind, np.generic) for kind in kinds):
+        cells = [cell.item() if isinstance(cell, np.generic) else cell for cell in cells]
+        kinds = {*map(type, cells)} - {type(None)}
     if not kinds:
         return pl.Series(name, cells, pl.Null)
     if kinds <= {int, float}:
         return pl.Series(name, cells, pl.Float64 if float in kinds else pl.Int64, strict=False)
-    texts = [str(cell) if is_given(cell) else None for cell in cells]
+    texts = cells if kinds == {str} else [str(x) if is_given(x) else None for x in cells]
     try:
         return pl.Series(name, texts, pl.String)
     except UnicodeEncodeError:  # names of files that are no UTF-8

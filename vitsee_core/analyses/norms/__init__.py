@@ -31,6 +31,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -366,7 +367,7 @@ def _of_tokens(
         columns = [place.members[0] for place in some]
         x = np.ascontiguousarray(values[:, columns].T, dtype=np.float64)
         estimates = statistic(x, "mean", labels).estimates()
-        about = {name: [getattr(place, name) for place in some] for name in ("token", "row", "col")}
+        about = {name: [*map(attrgetter(name), some)] for name in ("token", "row", "col")}
         blocks.append(about | {"metric": metric} | columns_of(estimates))
     return blocks
 
