@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -555,6 +556,15 @@ def test_what_is_refused_in_one_line(checkpoint: Path, tmp_path: Path) -> None:
         f"{place}#visual", img_size=100
     )
     assert "beyond its limits" in refusal(f"{place}#visual", img_size=28)
+    assert "14 x 14 pixels: 2 x 2 patches of 14" in refusal(f"{place}#visual", img_size=14)
+    long = refusal(f"{place}#visual", img_size=(28, 28 * 210))
+    assert "refuses an image of 28 x 5880 pixels" in long and "aspect ratio" in long
+    small = tmp_path / "small"
+    shutil.copytree(checkpoint, small)
+    limits = {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}
+    transformers.Qwen2VLImageProcessor(size=limits).save_pretrained(small)
+    wide = refusal(f"transformers:{small}#visual", img_size=(112, 224))
+    assert "makes 4 x 10 patches" in wide and "the size is beyond its limits" in wide
     replaced = refusal(f"{place}#visual", img_size=112, ablate_heads=["blocks.1:0"])
     assert "where interventions do not reach" in replaced
     text = tmp_path / "text"

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from tests.stores import write_labelled
 from vitsee_cli.main import main
-from vitsee_core.analyses.best_layer import compare, plot, read
+from vitsee_core.analyses.best_layer import compare, headline, plot, read
 from vitsee_core.statistics.simultaneous import largest_t
 from vitsee_core.tables import replicates
 from vitsee_core.tables.results import Table
@@ -202,3 +202,17 @@ def test_the_command_draws_it_and_misses_replicates(tmp_path: Path) -> None:
     result = command("best-layer", path, "--paired", "layers")
     assert (result.exit_code, result.stdout) == (1, "")
     assert "r.csv has no replicates beside it (r.replicates.csv); run" in result.stderr
+
+
+def test_the_answer_of_differences(tmp_path: Path) -> None:
+    """How many intervals exclude 0, of each store: the headline of a report's card."""
+    near, far = [0.2, 0.21, 0.2, 0.19, 0.2], [0.9, 0.9, 0.9, 0.9, 0.9]
+    sites = {"a": near, "b": HIGH, "c": far}
+    path = write(tmp_path / "r.csv", vit=sites, cnn={"a": LOW, "b": LOW})
+    table = compare(read([path]))
+    apart = table.frame.filter(pl.col("low") > 0)["store_a"].to_list()
+    assert headline(table) == [
+        ("vit", f"{apart.count('vit')} of 2 differences have an interval without 0"),
+        ("cnn", "0 of 1 difference have an interval without 0"),
+    ]
+    assert apart.count("vit") == 1

@@ -14,7 +14,8 @@ A paper's figures are such a file (`recipe_files/`), and users write their own, 
     [stores.b16]                     # b16.zarr in commands
     model = "vit_base_patch16_224"   # as for extract
     options = "{val} --inputs"       # of extract; may name stores above, as in =mean:b16.zarr
-    quick = "demo:vit"               # with --quick: the model, unless it is one of the demo
+    quick = "demo:vit"               # with --quick: the model, unless it is one of the demo; or
+                                     # a class with arguments that make it small
     [[figures]]
     names = "3, C.5"                 # as the paper numbers them
     commands = ["attn-dist b16.zarr"]
@@ -132,10 +133,11 @@ class RecipeFile:
         return self._with_options(scaled)
 
     def of_the_demo(self) -> RecipeFile:
-        """The same of the bundled models and images. Raises RecipeError: the file does not say
-        which."""
+        """The same of the small models and bundled images that the file names for it. Raises
+        RecipeError: it does not say which."""
         bundled = {name: store.quick or store.model for name, store in self.stores.items()}
-        if lacks := [name for name, model in bundled.items() if not model.startswith("demo:")]:
+        none = [name for name, store in self.stores.items() if not store.quick]
+        if lacks := [name for name in none if not bundled[name].startswith("demo:")]:
             raise RecipeError(f"{self.name} says no `quick` model, demo:..., of {', '.join(lacks)}")
 
         def replaced(options: str) -> str:

@@ -1,4 +1,5 @@
-"""What a model offers to a study, from shapes on torch's meta device: no weights, no pixels."""
+"""What a model offers to a study, from shapes on torch's meta device: no weights, no pixels. Of a
+tower of packed patches from a model with random weights."""
 
 from __future__ import annotations
 
@@ -69,11 +70,18 @@ def survey(label: str, name: str, options: Mapping[str, Any] | None = None) -> S
     """
     from vitsee_core.extraction.options import split_model
     from vitsee_core.models.listing import flops_of, sketched_module
-    from vitsee_core.models.site_tables import sketch
+    from vitsee_core.models.load import load_model
+    from vitsee_core.models.packing import packing_of
+    from vitsee_core.models.site_tables import site_table, sketch
     from vitsee_core.study.catalogue import offers
 
-    module, size = sketched_module(split_model(name)[0], options or {})
-    table = sketch(module, size)
+    given, model = dict(options or {}), split_model(name)[0]
+    module, size = sketched_module(model, given)
+    if packing_of(module) is None:
+        table = sketch(module, size)
+    else:  # where its tokens lie is seen on values
+        made = load_model(**(given | {"name": model, "checkpoint": None, "random_init": 0}))
+        module, size, table = made.module, made.input_size, site_table(made)
     try:
         flops = flops_of(module, size)
     except (NotImplementedError, RuntimeError) as error:

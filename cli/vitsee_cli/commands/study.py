@@ -215,7 +215,7 @@ def command(
             recipe = recipe.of_images(images)
         title = recipe.title
         if quick:
-            recipe, title = recipe.of_the_demo(), f"{title} (the demo's models in their place)"
+            recipe, title = recipe.of_the_demo(), f"{title} (small models in their place)"
         asked = study(
             models={},
             data="",

@@ -319,8 +319,14 @@ def plot(table: Table, files: Sequence[ResultFile] = (), metrics: Sequence[str] 
 
 
 def headline(table: Table) -> list[Answer]:
-    """The layers that are best at most tasks."""
+    """The layers that are best at most tasks; of `compare`: how many differences exclude 0."""
     found = []
+    if "store_a" in table.frame.columns:
+        for (store,), rows in table.frame.group_by("store_a", maintain_order=True):
+            apart = rows.filter((pl.col("low") > 0) | (pl.col("high") < 0))
+            text = f"{len(apart)} of {counted(len(rows), 'differences')} have an interval without 0"
+            found.append((str(store), text))
+        return found
     for (store,), rows in picked(table, baseline=None).group_by("store", maintain_order=True):
         sites = Counter(rows["site"]).most_common()
         first, *others = [f"{site} {n}" for site, n in sites[:3]]

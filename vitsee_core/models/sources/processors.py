@@ -90,7 +90,10 @@ class Processor:
         try:
             made = self.own(images=[image], return_tensors="pt")
         except (ValueError, TypeError, AssertionError, RuntimeError) as error:
-            raise self._refused(one_line(error)) from error
+            raise ModelError(
+                f"the image processor of {self.name} refuses an image of {rows} x {cols} pixels: "
+                f"{one_line(error)}; expected another --img-size"
+            ) from error
         found = next((made[key] for key in GRIDS if key in made), None)
         grid = packing.grid((rows, cols))
         if found is None or tuple(int(n) for n in found[0][-2:]) != grid:
