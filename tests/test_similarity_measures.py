@@ -18,13 +18,10 @@ from tests.stores import write_model
 from vitsee_cli.main import main
 from vitsee_core.analyses import cka
 from vitsee_core.analyses.similarity import COLUMNS, MEASURES, choose_measures, plot, run
-from vitsee_core.analyses.similarity.base import Measure
-from vitsee_core.analyses.similarity.calibration import calibrate
 from vitsee_core.analyses.similarity.common_neighbours import Cknna, MutualKnn, nearest
-from vitsee_core.analyses.similarity.factors import Procrustes, Svcca
-from vitsee_core.analyses.similarity.flattened import Cka, Gulp, Rsa
-from vitsee_core.analyses.similarity.prediction import RidgeR2
-from vitsee_core.analyses.similarity.site_gram import SiteGram
+from vitsee_core.analyses.similarity.comparing import calibrate
+from vitsee_core.analyses.similarity.measure import Measure, SiteGram
+from vitsee_core.analyses.similarity.products import Cka, Gulp, Procrustes, RidgeR2, Rsa, Svcca
 from vitsee_core.similarity.exact import block_labels
 from vitsee_core.similarity.shift import Shift
 from vitsee_core.statistics.jackknife import standard_error
@@ -243,7 +240,7 @@ def test_p_values_are_uniform_where_nothing_is_shared() -> None:
         orders = [rng.permutation(12) for _ in range(draws)]
         null = measure.null(states, states, PAIR, orders)
         seen = measure.compare(states, states, PAIR)
-        found.append(calibrate(seen, null, np.zeros(1, int), distance=False).p[0])
+        found.append(calibrate(seen, null, np.zeros(1, int), distance=False)["p"][0])
     # Of 20 possible p-values each is as likely: spread them evenly, and compare with uniform.
     spread = np.array(found) - np.random.default_rng(0).uniform(0, 1 / (draws + 1), len(found))
     assert kstest(spread, "uniform").pvalue > 0.01
@@ -254,28 +251,28 @@ def test_calibration_by_hand() -> None:
     # 19 draws: the threshold is the largest but none: ceil(0.95 * 20) = 19th
     null = np.arange(19.0)[:, np.newaxis] / 40  # 0 .. 0.45
     found = calibrate(np.array([0.725]), null, np.zeros(1, int), distance=False)
-    assert found.tau[0] == pytest.approx(0.45)
-    assert found.p[0] == 1 / 20
-    assert found.calibrated[0] == pytest.approx((0.725 - 0.45) / 0.55)
-    assert found.null_mean[0] == pytest.approx(0.225)
+    assert found["tau"][0] == pytest.approx(0.45)
+    assert found["p"][0] == 1 / 20
+    assert found["calibrated"][0] == pytest.approx((0.725 - 0.45) / 0.55)
+    assert found["null_mean"][0] == pytest.approx(0.225)
     low = calibrate(np.array([0.3]), null, np.zeros(1, int), distance=False)
-    assert low.calibrated[0] == 0
-    assert low.p[0] == (1 + 7) / 20  # 0.3 itself and the six above
+    assert low["calibrated"][0] == 0
+    assert low["p"][0] == (1 + 7) / 20  # 0.3 itself and the six above
     # A distance: the threshold is the smallest
     near = calibrate(np.array([0.1]), null + 0.2, np.zeros(1, int), distance=True)
-    assert near.tau[0] == pytest.approx(0.2)
-    assert near.calibrated[0] == pytest.approx(0.5)
-    assert near.p[0] == 1 / 20
+    assert near["tau"][0] == pytest.approx(0.2)
+    assert near["calibrated"][0] == pytest.approx(0.5)
+    assert near["p"][0] == 1 / 20
 
 
 def test_many_layers_are_tested_together() -> None:
     null = np.array([[0.1, 0.9]] * 10 + [[0.1, 0.0]] * 9)
     value_of = np.array([0.5, 0.5])
     together = calibrate(value_of, null, np.zeros(2, int), distance=False)
-    assert together.p.tolist() == [1 / 20, 11 / 20]
-    assert together.p_family.tolist() == [11 / 20, 11 / 20]
+    assert together["p"].tolist() == [1 / 20, 11 / 20]
+    assert together["p_family"].tolist() == [11 / 20, 11 / 20]
     apart = calibrate(value_of, null, np.arange(2), distance=False)
-    assert apart.p_family.tolist() == apart.p.tolist()
+    assert apart["p_family"].tolist() == apart["p"].tolist()
 
 
 @pytest.mark.slow

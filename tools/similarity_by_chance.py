@@ -14,12 +14,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from vitsee_core.analyses.similarity import LABELS
-from vitsee_core.analyses.similarity.base import Measure
-from vitsee_core.analyses.similarity.calibration import calibrate
 from vitsee_core.analyses.similarity.common_neighbours import MutualKnn
-from vitsee_core.analyses.similarity.factors import Procrustes, Svcca
-from vitsee_core.analyses.similarity.flattened import Cka, Rsa
-from vitsee_core.analyses.similarity.site_gram import SiteGram
+from vitsee_core.analyses.similarity.comparing import calibrate
+from vitsee_core.analyses.similarity.measure import Measure, SiteGram
+from vitsee_core.analyses.similarity.products import Cka, Procrustes, Rsa, Svcca
 from vitsee_core.figures.panels import handles_of, legend_below, panels
 from vitsee_core.figures.plotting import colour, marker, reference_line, save_figure, styled
 from vitsee_core.similarity.shift import Shift
@@ -43,7 +41,7 @@ def of_measure(measure: Measure, states: list[Any], orders: list[Any]) -> tuple[
     value = measure.compare(states, states, PAIR)
     null = measure.null(states, states, PAIR, orders)
     found = calibrate(value, null, np.zeros(1, np.int64), distance=measure.distance)
-    return float(value[0]), float(found.calibrated[0])
+    return float(value[0]), float(found["calibrated"][0])
 
 
 def of_biased_cka(grams: list[SiteGram], orders: list[Any]) -> tuple[float, float]:
@@ -53,7 +51,7 @@ def of_biased_cka(grams: list[SiteGram], orders: list[Any]) -> tuple[float, floa
     value = np.array([(k * other).sum() / scale])
     null = np.array([[(k * other[np.ix_(o, o)]).sum() / scale] for o in orders])
     found = calibrate(value, null, np.zeros(1, np.int64), distance=False)
-    return float(value[0]), float(found.calibrated[0])
+    return float(value[0]), float(found["calibrated"][0])
 
 
 def values() -> dict[str, list[tuple[float, float]]]:

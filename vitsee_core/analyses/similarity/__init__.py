@@ -12,7 +12,7 @@ flattened. Every measure is made of the Gram matrices that `vitsee cka` keeps:
 - cka: debiased linear CKA, as `vitsee cka`.
 
 Features wider than the number of images are similar by most measures whatever they are: `calibrate`
-compares each value with those of permuted images (see `measures.calibration`).
+compares each value with those of permuted images (see `comparing`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from vitsee_core.analyses.similarity import calibration, platonic
-from vitsee_core.analyses.similarity.base import Measure
+from vitsee_core.analyses.similarity import comparing, platonic
 from vitsee_core.analyses.similarity.common_neighbours import Cknna, MutualKnn
-from vitsee_core.analyses.similarity.comparing import Compared, compare_all
-from vitsee_core.analyses.similarity.factors import Procrustes, Svcca
-from vitsee_core.analyses.similarity.flattened import Cka, Gulp, Rsa
-from vitsee_core.analyses.similarity.grams import grams_of
-from vitsee_core.analyses.similarity.prediction import RidgeR2
+from vitsee_core.analyses.similarity.comparing import Compared, compare_all, grams_of
+from vitsee_core.analyses.similarity.measure import Measure
+from vitsee_core.analyses.similarity.products import Cka, Gulp, Procrustes, RidgeR2, Rsa, Svcca
 from vitsee_core.figures.heatmaps import Panel, describe_scope, draw_heatmaps
 from vitsee_core.figures.panels import handles_of, legend_below, panels
 from vitsee_core.figures.plotting import reference_line, styled
@@ -62,7 +59,7 @@ from vitsee_stores.errors import SiteError, VitseeError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from vitsee_core.types import Float, Integers
+    from vitsee_core.types import Integers
     from vitsee_stores import Store
 
 log = logging.getLogger(__name__)
@@ -164,7 +161,7 @@ def run(
         Option(
             "Compare with B permutations of the images: threshold, p-values, calibrated value.",
             metavar="B",
-            least=calibration.LEAST,
+            least=comparing.LEAST,
             default="no calibration",
         ),
     ] = None,
@@ -208,9 +205,9 @@ def run(
         VitseeError: choices that do not go together, too few images, disk or memory.
     """
     measures = choose_measures(metrics, k=k, rdm=rdm, ridge=ridge, variance=variance)
-    if calibrate is not None and calibrate < calibration.LEAST:
+    if calibrate is not None and calibrate < comparing.LEAST:
         raise VitseeError(
-            f"{calibrate} permutations give no 5 % threshold; expected {calibration.LEAST} and more"
+            f"{calibrate} permutations give no 5 % threshold; expected {comparing.LEAST} and more"
         )
     if preset not in (None, *PRESETS):
         raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
@@ -253,7 +250,7 @@ def run(
     notes |= {
         **{"pairs": pairs, "tokens": tokens if any_tokens else "vectors", "interval": INTERVAL},
         "interval_of": {m.name: OF_THIS_SIZE for m in measures if depends_on_size(m.name)},
-        **({"calibration": f"{calibrate} {calibration.METHOD}"} if calibrate else {}),
+        **({"calibration": f"{calibrate} {comparing.METHOD}"} if calibrate else {}),
         "remarks": [*notes.get("remarks", ()), *remarks],
     }
     if not preset:
@@ -313,7 +310,8 @@ def check_k(measures: Sequence[Measure], stores: Sequence[Store], images: int | 
 
 
 def numbered_pairs(chosen: SitePairs, *, both: bool) -> Integers:
-    """(pairs, 2) indices of rows and columns; both: each pair of two sides in both orders."""
+    """The indices (pairs, 2) of the two representations of each pair, rows before columns; with
+    `both`, each pair of two sides in both orders."""
     shift = 0 if chosen.cols is None else len(chosen.rows)
     places = np.array([(i, j + shift) for i, j in chosen.places], np.int64)
     if both and chosen.cols is not None:
@@ -325,17 +323,18 @@ def _rows(
     measure: Measure, sides: Sequence[tuple[Store, Any]], places: Integers, compared: Compared
 ) -> list[dict[str, Any]]:
     value = compared.value
-    std, low, high = spread(measure, value, compared.without)
-    null = None
+    nothing = np.full(len(value), np.nan)
+    std, low, high, word = nothing, nothing, nothing, ""
+    if compared.without is not None:
+        std, low, high = interval(value, compared.without.T, measure.limits)
+        word = "jackknife"
+    null = dict.fromkeys(NULL, nothing)
     if compared.null is not None:
         names = [(sides[i][0].label, sides[j][0].label) for i, j in places.tolist()]
         families = np.unique(names, axis=0, return_inverse=True)[1].ravel()
-        null = calibration.calibrate(value, compared.null, families, distance=measure.distance)
-    nothing = np.full(len(value), np.nan)
-    numbers = {"value": value, "std": std, "low": low, "high": high}
-    numbers |= {name: nothing if null is None else getattr(null, name) for name in NULL}
+        null = comparing.calibrate(value, compared.null, families, distance=measure.distance)
+    numbers = {"value": value, "std": std, "low": low, "high": high} | null
     lists = {name: column.tolist() for name, column in numbers.items()}
-    word = "" if compared.without is None else "jackknife"
     return [
         pair_columns(sides[i], sides[j])
         | {"k": getattr(measure, "k", None), "metric": measure.name, "spread": word}
@@ -344,14 +343,6 @@ def _rows(
         | {WORD: None if compared.without is None else compared.without[:, at]}
         for at, (i, j) in enumerate(places.tolist())
     ]
-
-
-def spread(measure: Measure, value: Float, without: Float | None) -> tuple[Float, Float, Float]:
-    """Standard error, low and high, within the measure's limits."""
-    if without is None:
-        nothing = np.full_like(value, np.nan)
-        return nothing, nothing, nothing
-    return interval(value, without.T, measure.limits)
 
 
 @styled
@@ -413,7 +404,7 @@ def _draw_curves(of_metrics: Sequence[Table]) -> Figure:
 
 
 def headline(table: Table) -> list[Answer]:
-    """Like CKA's, by the table's first measure that is 1 for equal representations."""
+    """The answers of CKA's headline, by the table's first measure that is 1 for equals."""
     known = table.frame["metric"].unique(maintain_order=True)
     metric = next((m for m in known if m in LABELS and m != "gulp"), None)
     answers = alike(table, metric) if metric else []

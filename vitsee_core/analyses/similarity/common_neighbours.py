@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.analyses.similarity.base import Measure
-from vitsee_core.analyses.similarity.site_gram import SiteGram
+from vitsee_core.analyses.similarity.measure import Measure, SiteGram
 from vitsee_core.runtime.lanes import in_order, lane_pool, n_lanes
 from vitsee_core.runtime.machine import counted
 from vitsee_core.similarity import cosine
@@ -29,8 +28,8 @@ AT_ONCE = 32  # pairs of representations per thread
 
 
 def nearest(cosines: Float, k: int) -> Mask:
-    """(n, n) which images are among the k < n nearest of each row's; the diagonal, which is
-    overwritten, counts as none."""
+    """A mask (n, n) of the k < n nearest images of each row's image. The diagonal of `cosines`,
+    which is overwritten, counts as none."""
     n = len(cosines)
     np.fill_diagonal(cosines, -np.inf)
     least = np.partition(cosines, n - k, axis=1)[:, n - k, np.newaxis]
@@ -52,17 +51,9 @@ class NeighbourPairs:
     order: NDArray[np.int32] | None = None
     order_cosines: Float | None = None
 
-    def in_order(self, order: Integers) -> NeighbourPairs:
-        """With image order[i] in place of image i."""
-        place = np.empty(self.n, np.int64)
-        place[order] = np.arange(self.n)
-        return _of_lists(
-            self.n, place[self.keys // self.n], place[self.keys % self.n], self.cosines
-        )
-
 
 def _of_lists(n: int, i: Integers, j: Integers, cosines: Float) -> NeighbourPairs:
-    """From neighbours j of images i, in any order."""
+    """The state made of neighbours j of images i, in any order."""
     keys = i * n + j
     by = np.argsort(keys)
     return NeighbourPairs(n, keys[by], cosines[by])
@@ -102,8 +93,8 @@ class _OfNeighbours(Measure):
         return replace(neighbours, order=order.astype(np.int32), order_cosines=of_order)
 
     def reduced(self, state: NeighbourPairs, places: Integers) -> NeighbourPairs | None:
-        """Cosines do not change, the k nearest are the remaining ones of the lists; None if the
-        lists are too short."""
+        """The state of fewer images: cosines do not change, and the k nearest are the first ones of
+        the lists that remain. None if a list is too short."""
         if state.order is None or state.order_cosines is None:
             return None
         there = np.zeros(state.n, bool)
@@ -119,7 +110,10 @@ class _OfNeighbours(Measure):
         return _of_lists(n, i, anew[order[left]], cosines[left])
 
     def permuted(self, state: NeighbourPairs, order: Integers) -> NeighbourPairs:
-        return state.in_order(order)
+        place = np.empty(state.n, np.int64)
+        place[order] = np.arange(state.n)
+        i, j = np.divmod(state.keys, state.n)
+        return _of_lists(state.n, place[i], place[j], state.cosines)
 
     def state_bytes(self, n: int) -> int:
         return 16 * n * self.k + 12 * n * (self.k + most_left_out(n))
@@ -143,7 +137,7 @@ class MutualKnn(_OfNeighbours):
 
 
 def _incidence(states: Sequence[NeighbourPairs]) -> csr_array:
-    """(representations, n^2) 1 at the keys of each."""
+    """A matrix (representations, n^2) that is 1 at the keys of each."""
     from scipy.sparse import csr_array
 
     keys = np.concatenate([state.keys for state in states])

@@ -1,30 +1,55 @@
-"""All pairs by one measure: values, jackknife replicates, and values of permuted images."""
+"""All pairs by one measure: values, jackknife replicates, values of permuted images, and what the
+latter say of the former.
+
+Gram matrices are read on demand (`Grams`). `compare_all` computes the states of the representations
+in groups that fit the memory, and from them all numbers.
+
+`calibrate`: under the null hypothesis the images are exchangeable: any order of one side's goes
+with the other's. With s_1 .. s_B of B permutations (arXiv 2602.14486):
+
+    p          = (1 + #{s_b >= s}) / (B + 1)
+    tau        = the ceil((1 - alpha)(B + 1))-th smallest s_b, alpha = 0.05
+    calibrated = max(0, (s - tau) / (1 - tau))
+
+and, for the many layers of two models, p_family with the largest s_b of all of them in the place of
+each (Westfall & Young 1993). For a distance, signs are reversed and calibrated = max(0, (tau - d) /
+tau).
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import combinations_with_replacement, pairwise
 from typing import Any
 
 import numpy as np
 
-from vitsee_core.analyses.similarity.base import Measure
-from vitsee_core.analyses.similarity.grams import Grams
+from vitsee_core.analyses.similarity.measure import Measure, SiteGram
+from vitsee_core.kernels.backend import full_precision
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.lanes import in_order, lane_pool, n_lanes
 from vitsee_core.runtime.one_thread import one_blas_thread
 from vitsee_core.runtime.progress import counting
+from vitsee_core.similarity import Representation
+from vitsee_core.similarity.comparison import SHARE, Comparison
+from vitsee_core.similarity.estimate import comparing
+from vitsee_core.similarity.exact import full_grams, jackknife_blocks
+from vitsee_core.similarity.gram_file import DamagedGram, GramView
+from vitsee_core.tables.columns import NULL
 from vitsee_core.types import Float, Integers
-from vitsee_stores.errors import VitseeError
+from vitsee_stores.errors import MissingInput, VitseeError
 
 log = logging.getLogger(__name__)
 
 LEAST_IMAGES = 4
 MOST_SLOW = 100  # pairs of a slow measure up to which there are intervals and calibration
 STATES = 0.625  # of the memory; a quarter is for Gram matrices, the rest for what is being made
+Kept = dict[int, tuple[int, ...]]  # of each representation, see `Measure.kept`
 _SAID = 10  # seconds above which a slow measure's cost is logged first
 
 
@@ -80,14 +105,15 @@ def compare_all(
     steps = rounds * work.steps(len(places))
     with counting(grams.comparison.progress, steps, f"matrices for {measure.name}"):
         parts = [np.flatnonzero(labels != block) for block in blocks] if intervals else []
-        result = work.whole(places, orders, parts if measure.reduces else [], remarks)
-        without = result.without
+        value, null, without, kept = work.whole(
+            places, orders, parts if measure.reduces else [], remarks
+        )
         if intervals and not measure.reduces:
-            without = np.stack([work.value(places[part], result.kept) for part in parts])
+            without = np.stack([work.value(places[part], kept) for part in parts])
     return Compared(
-        result.value[back],
+        value[back],
         without[:, back] if intervals else None,
-        result.null[:, back] if permutations else None,
+        null[:, back] if permutations else None,
         len(places),
         remarks,
     )
@@ -102,7 +128,7 @@ def draw_orders(n: int, permutations: int, seed: int) -> list[Integers]:
 def _images(
     grams: Grams, measure: Measure, used: Integers, remarks: list[str]
 ) -> tuple[set[int], Integers]:
-    """Representations that are constant, and the images that count."""
+    """The representations that are constant, and the images that count; remarks are appended."""
     places = grams.sample(measure.most_images)
     if len(places) < (n := grams.comparison.n_images):
         remarks.append(f"{measure.name}: of {len(places)} of the {n} images, drawn at random")
@@ -131,17 +157,6 @@ def _images(
 
 
 @dataclass(frozen=True)
-class _Found:
-    """Results for distinct pairs."""
-
-    value: Float  # (pairs,)
-    null: Float  # (permutations, pairs)
-    without: Float  # (parts, pairs) of some of the images
-    # what replicates reuse, see `Measure.kept`
-    kept: dict[int, tuple[int, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class _Work:
     """Distinct pairs of representations, in groups whose states fit the memory together."""
 
@@ -160,13 +175,14 @@ class _Work:
         orders: Sequence[Integers],
         parts: Sequence[Integers],
         remarks: list[str],
-    ) -> _Found:
-        """Values of all images, of permuted ones, and of the images at each of `parts` among
-        `places`, for measures that reduce; remarks are appended to `remarks`."""
+    ) -> tuple[Float, Float, Float, Kept]:
+        """The values of all images (pairs,), of permuted ones (permutations, pairs), of the images
+        at each of `parts` among `places` (parts, pairs), for measures that reduce, and what
+        replicates reuse. Remarks are appended to `remarks`."""
         n = len(self.pairs)
         rows = (1, len(orders), len(parts))
         (value,), null, without = (np.full((k, n), np.nan) for k in rows)
-        result = _Found(value, null, without)
+        kept: Kept = {}
         for of, states in self._in_groups(places, {}):
             pairs = self.pairs[of]
             if self.measure.slow:
@@ -181,15 +197,15 @@ class _Work:
                     row[of] = self._reduced(states, pairs, places, part)
             for k, state in enumerate(states):
                 if state is not None:
-                    left = {*result.kept.get(k, ()), *self.measure.kept(state)}
-                    result.kept[k] = tuple(sorted(left))
-        return result
+                    kept[k] = tuple(sorted({*kept.get(k, ()), *self.measure.kept(state)}))
+        return value, null, without, kept
 
     def _null(
         self, states: Sequence[Any], pairs: Integers, places: Integers, orders: Sequence[Integers]
     ) -> Float:
-        """(permutations, pairs), in this process; or a range of permutations in each of a map's
-        processes, which recompute the states, if their memory holds these."""
+        """The values of permuted images, (permutations, pairs): in this process, or a range of
+        permutations in each of a map's processes, which recompute the states, if their memory holds
+        these."""
         used = np.unique(pairs).tolist()
         execution = self.grams.comparison.execution
         there = self.grams.elsewhere(used)
@@ -197,7 +213,7 @@ class _Work:
         need = 2 * self.measure.state_bytes(len(places)) * len(used)
         if there is None or need > STATES * memory:
             return self.measure.null(states, states, pairs, orders)
-        work = _Null(there, self.measure, pairs, places, self.grams.comparison.seed)
+        work = partial(_null_elsewhere, there, self.measure, pairs, places)
         edges = np.linspace(0, len(orders), min(len(orders), execution.width) + 1).astype(int)
         ranges = [range(start, stop) for start, stop in pairwise(edges.tolist())]
         return np.concatenate(list(execution.spread(work, ranges)))
@@ -205,7 +221,8 @@ class _Work:
     def _reduced(
         self, states: Sequence[Any], pairs: Integers, places: Integers, part: Integers
     ) -> Float:
-        """(pairs,) of the images at `part` among `places`, from the states of all of these."""
+        """The values of the images at `part` among `places`, (pairs,), from the states of all of
+        these."""
 
         def reduce(k: int) -> Any:
             if (made := self.measure.reduced(states[k], part)) is None:
@@ -220,18 +237,16 @@ class _Work:
             value[there] = self.measure.compare(fewer, fewer, pairs[there])
         return value
 
-    def value(self, places: Integers, kept: dict[int, tuple[int, ...]]) -> Float:
-        """(pairs,) of some of the images."""
+    def value(self, places: Integers, kept: Kept) -> Float:
+        """The values of some of the images, (pairs,)."""
         value = np.full(len(self.pairs), np.nan)
         for of, states in self._in_groups(places, kept):
             value[of] = self.measure.compare(states, states, self.pairs[of])
         return value
 
-    def _in_groups(
-        self, places: Integers, kept: dict[int, tuple[int, ...]]
-    ) -> Iterator[tuple[Integers, list[Any]]]:
-        """Indices of pairs, and the states that they need, at their representations' places; pairs
-        of representations without a state are left out."""
+    def _in_groups(self, places: Integers, kept: Kept) -> Iterator[tuple[Integers, list[Any]]]:
+        """The pairs in groups: indices of pairs, and the states that they need, at their
+        representations' places. Pairs of representations without a state are left out."""
 
         def prepare(k: int) -> Any:
             made = None
@@ -287,23 +302,152 @@ class _Work:
             )
 
 
+def _null_elsewhere(
+    grams: Grams,
+    measure: Measure,
+    pairs: Integers,
+    places: Integers,
+    execution: Execution,
+    some: range,
+) -> Float:
+    """The values of these permutations, (permutations, pairs), in another process."""
+    used = np.unique(pairs).tolist()
+    grams.require(used)
+    grams = replace(grams, comparison=replace(grams.comparison, memory=execution.budget))
+    states = _Work(grams, measure, pairs, set()).made(
+        lambda k: measure.prepare(grams.read(k, places)), used
+    )
+    orders = draw_orders(len(places), some.stop, grams.comparison.seed)[some.start :]
+    return measure.null(states, states, pairs, orders)
+
+
+HELD = 0.25  # of the memory, for matrices that are read once
+
+
 @dataclass(frozen=True)
-class _Null:
-    """(permutations, pairs) of a range of the permutations, in another process."""
+class Grams:
+    """Gram matrices, each read on demand, and kept if the memory allows it."""
 
-    grams: Grams
-    measure: Measure
-    pairs: Integers
-    places: Integers
-    seed: int
+    comparison: Comparison
+    views: Sequence[GramView]
+    _held: dict[int, SiteGram] = field(default_factory=dict)
 
-    def __call__(self, execution: Execution, of: range) -> Float:
-        used = np.unique(self.pairs).tolist()
-        self.grams.require(used)
-        grams = replace(
-            self.grams, comparison=replace(self.grams.comparison, memory=execution.budget)
-        )
-        work = _Work(grams, self.measure, self.pairs, set())
-        states = work.made(lambda k: self.measure.prepare(grams.read(k, self.places)), used)
-        orders = draw_orders(len(self.places), of.stop, self.seed)[of.start :]
-        return self.measure.null(states, states, self.pairs, orders)
+    @cached_property
+    def labels(self) -> Integers:
+        """The jackknife's block of each image, (images,), as in `vitsee cka`."""
+        of = self.comparison
+        return jackknife_blocks(of.n_images, of.shuffled, of.seed).labels
+
+    def sample(self, most: int | None) -> Integers:
+        """The places of at most this many of the images, ascending: the first ones of a store in
+        random order, else drawn."""
+        of, n = self.comparison, self.comparison.n_images
+        if most is None or n <= most:
+            return np.arange(n)
+        if of.shuffled:
+            return np.arange(most)
+        return np.sort(np.random.default_rng(of.seed).choice(n, most, replace=False))
+
+    def elsewhere(self, used: Sequence[int]) -> Grams | None:
+        """A picklable reader for another process; None if there are no files."""
+        own, among = self.comparison, [self.comparison.representations[k] for k in used]
+        if own.map is None or not all(own.cache.is_shared(of.store, own.map) for of in among):
+            return None
+        return Grams(own.alone, self.views)
+
+    def require(self, used: Sequence[int]) -> None:
+        """Refuse files that this process does not find. Raises VitseeError: names one."""
+        for path in (self.views[k].file.path for k in used):
+            if not path.exists():
+                raise VitseeError(f"the Gram matrix {path} is not on a worker's disk: {SHARE}")
+
+    def name(self, k: int) -> str:
+        of = self.comparison.representations[k]
+        return f"{of.store.label} {of.site.name}"
+
+    def read(self, k: int, places: Integers) -> SiteGram:
+        """The Gram matrix of the k-th representation, over some of the images. Raises DamagedGram:
+        its file is not what was written."""
+        whole, n = self._held.get(k), self.comparison.n_images
+        if whole is None:
+            view = self.views[k]
+            whole = SiteGram(view.block(slice(0, n), slice(0, n)), view.shift)
+            if (len(self._held) + 1) * whole.shifted.nbytes <= HELD * self.comparison.memory:
+                self._held[k] = whole
+        return whole if len(places) == n else whole.of(places)
+
+
+@contextmanager
+def grams_of(
+    rows: Sequence[Representation], cols: Sequence[Representation] | None, **choice: Any
+) -> Iterator[Grams]:
+    """The Gram matrices of `rows`, then of `cols`, computed as in `vitsee cka` if not cached; see
+    `similarity.estimate.hsic` for the other arguments and errors."""
+    for one in (*rows, *(cols or ())):
+        if one.has_blocks_only:
+            raise MissingInput(
+                f"{one.store.label} keeps only Gram matrices within slabs of {one.site.name}, "
+                "which serve cka alone; run: vitsee cka, or give --tokens mean, or run: vitsee "
+                "extract MODEL --tokens all ..."
+            )
+    with comparing(rows, cols, **choice) as comparison:
+        yield Grams(comparison, _whole(comparison))
+
+
+def _whole(comparison: Comparison) -> list[GramView]:
+    """Views of verified tiles; damaged ones are recomputed."""
+    for _ in range(len(comparison.representations)):
+        with full_precision(comparison.device), one_blas_thread():
+            views = full_grams(comparison)
+        try:
+            for view in views:
+                for k in range(view.file.header.n_tiles):
+                    view.file.tile(k)
+        except DamagedGram as error:
+            error.path.unlink(missing_ok=True)
+        else:
+            return views
+    with full_precision(comparison.device), one_blas_thread():
+        return full_grams(comparison)
+
+
+ALPHA = 0.05
+ROUNDING = 1e-9
+LEAST = 19  # permutations that give a 5 % threshold
+METHOD = (
+    "permutations of the images of side b, one for all layers; tau the 5 % threshold, p one-sided, "
+    "p_family against the largest of all layers of two stores in each permutation"
+)
+
+
+def calibrate(value: Float, null: Float, families: Integers, *, distance: bool) -> dict[str, Float]:
+    """The columns `NULL`, (pairs,) each, of values beside those of permuted images.
+
+    Args:
+        value: (pairs,), NaN for none.
+        null: (permutations, pairs) likewise.
+        families: (pairs,) which pairs are tested together.
+        distance: a lower value is nearer.
+    """
+    sign = -1.0 if distance else 1.0
+    s, of_null = sign * value, sign * null
+    draws = len(null)
+    place = int(np.ceil((1 - ALPHA) * (draws + 1) - 1e-9))
+    tau = np.sort(of_null, 0)[place - 1]
+    largest = np.empty_like(of_null)
+    for family in np.unique(families):
+        members = families == family
+        there = members & np.isfinite(value)
+        most = of_null[:, there].max(1, initial=-np.inf)
+        largest[:, members] = most[:, np.newaxis]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        if distance:
+            calibrated = np.maximum(0, (s - tau) / -tau)
+        else:
+            calibrated = np.maximum(0, (np.minimum(s, 1) - tau) / (1 - tau))
+    # A permutation that does not change a pair counts, despite rounding.
+    p = (1 + (of_null >= s - ROUNDING).sum(0)) / (draws + 1)
+    p_family = (1 + (largest >= s - ROUNDING).sum(0)) / (draws + 1)
+    absent = ~np.isfinite(value)
+    columns = zip(NULL, (null.mean(0), sign * tau, p, p_family, calibrated), strict=True)
+    return {name: np.where(absent, np.nan, one) for name, one in columns}
