@@ -26,9 +26,8 @@ from sklearn.linear_model import Ridge, RidgeCV
 from threadpoolctl import threadpool_limits
 
 from vitsee_core.analyses.probe.draws import Draw
-from vitsee_core.analyses.probe.fit import Task
+from vitsee_core.analyses.probe.fit import Block, Task
 from vitsee_core.analyses.probe.score import Prober
-from vitsee_core.analyses.probe.sources import Block
 from vitsee_core.kernels.ridge import GRID, Algebra
 from vitsee_core.runtime.machine import memory_bytes
 

@@ -14,9 +14,9 @@ Equal scores go to the lower class. `value` is the mean over seeds, `std` the st
 over seeds (n - 1; empty with one), `low` and `high` the 95 % interval over test images, its ends
 averaged over seeds. Nothing is chosen by looking at the test images.
 
-With responses, columns of numbers take the place of classes, see `response_probe` and
-`response_scores`. With masks, segments train and test: the vectors are those of `cluster --masks`,
-the classes are the masks' categories, and intervals are over images.
+With responses, columns of numbers take the place of classes, see `response_run` and `responses`.
+With masks, segments train and test: the vectors are those of `cluster --masks`, the classes are the
+masks' categories, and intervals are over images.
 """
 
 from __future__ import annotations
@@ -33,8 +33,17 @@ from vitsee_core.analyses.probe.draws import check_classes, draw_images, split_r
 from vitsee_core.analyses.probe.figure import plot
 from vitsee_core.analyses.probe.fit import Task
 from vitsee_core.analyses.probe.response_run import OF_RESPONSES, refuse_of_classes, run_responses
-from vitsee_core.analyses.probe.rows import INTERVAL, METRICS, TOP, Scorer
-from vitsee_core.analyses.probe.score import Prober
+from vitsee_core.analyses.probe.score import (
+    INTERVAL,
+    METRICS,
+    TOP,
+    Item,
+    Prober,
+    Scorer,
+    SiteProbes,
+    each_selection,
+    shape_of_random,
+)
 from vitsee_core.analyses.probe.settings import (
     PRESETS,
     SEEDS,
@@ -46,12 +55,6 @@ from vitsee_core.analyses.probe.settings import (
     parse_l2,
 )
 from vitsee_core.analyses.probe.sgd import Training
-from vitsee_core.analyses.probe.site_probes import (
-    Item,
-    SiteProbes,
-    each_selection,
-    shape_of_random,
-)
 from vitsee_core.features import SiteFeatures, compared, require_comparable
 from vitsee_core.labels.labelled_rows import LabelledRows, check_disjoint
 from vitsee_core.labels.options import ALLOW_SHARED, PER_CLASS, RANDOM_BASELINE, TESTS
@@ -448,7 +451,8 @@ class _Work:
 
     @property
     def n_probes(self) -> int:
-        return len(self.prober.draws) * sum(_n_probes(features) for features, _ in self._chosen)
+        per_draw = (1 if x.selection == "all" else len(x.tokens) for x, _ in self._chosen)
+        return len(self.prober.draws) * sum(per_draw)
 
     def rows(self, execution: Execution) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The rows about the model, and those of the baselines."""
@@ -494,7 +498,3 @@ class _Work:
                     f"averaged to {grid} cells"
                 )
             yield ours, theirs
-
-
-def _n_probes(features: SiteFeatures) -> int:
-    return 1 if features.selection == "all" else len(features.tokens)

@@ -22,7 +22,7 @@ SHOWN = 6
 
 @dataclass(frozen=True)
 class Draw:
-    """Training images of one probe."""
+    """The training images of one probe."""
 
     shots: int | None  # per class, None for all
     seed: int
@@ -78,7 +78,8 @@ def _shown(names: Sequence[str]) -> str:
 
 
 def _share_of_each(classes: Sequence[Integers], share: float, rng: np.random.Generator) -> Integers:
-    """This share of each class's images, at least one but not all, and none of a single one."""
+    """The places of this share of each class's images: at least one but not all, none of a single
+    one."""
     chosen = []
     for members in map(np.sort, classes):
         if (n := len(members)) > 1:

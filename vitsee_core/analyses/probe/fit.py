@@ -1,16 +1,23 @@
-"""Ridge probes of a group of tokens, fitted in one pass over the training images."""
+"""Ridge probes: of a group of tokens, fitted in one pass over the training images, and of all
+tokens side by side.
+
+Features come from a `Source`: a store, or a random generator. A probe of all tokens side by side
+with more features than images is fitted by inner products: the matrix of those of training images,
+and of test with training images, is a sum over tokens, so tokens are read in groups and each byte
+once; the features (151,296 of a ViT-B/16 layer) are never in memory all together.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.analyses.probe.draws import Draw
-from vitsee_core.analyses.probe.sources import Block, Source
+from vitsee_core.features import SiteFeatures
 from vitsee_core.kernels.ridge import (
     GRID,
     Algebra,
@@ -19,12 +26,120 @@ from vitsee_core.kernels.ridge import (
     LeaveOneOut,
     Linear,
     SufficientStats,
+    from_kernel,
     ranks,
     solve,
 )
+from vitsee_core.kernels.ridge.solver import mean_target, targets
 from vitsee_core.kernels.ridge.sufficient_stats import Piece, TrainingSums, n_bytes
+from vitsee_core.labels.labelled_rows import LabelledRows, random_pieces
+from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.streaming import thread_map
-from vitsee_core.types import Float, Integers, Mask
+from vitsee_core.types import Float, Float32, Integers, Mask
+from vitsee_stores.errors import VitseeError
+
+Block = tuple[Integers, Float32]
+
+
+class Source(Protocol):
+    """Features of some labelled images, one vector for each of `n_tokens` tokens."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of vectors per image."""
+
+    @property
+    def dim(self) -> int:
+        """Channels of a vector."""
+
+    def groups(self, n_tokens: int) -> list[slice]:
+        """The tokens in groups of about `n_tokens` that are read together."""
+
+    def blocks(self, part: slice, places: Integers) -> Iterator[Block]:
+        """(places, features (m, tokens of the part, dim)) until all of `places` are done.
+
+        Args:
+            part: of the tokens.
+            places: which of the labelled images, ascending.
+        """
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A store's features of the labelled rows `data`, read slab by slab, `jobs` at a time."""
+
+    features: SiteFeatures
+    data: LabelledRows
+    jobs: int
+    memory: int
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.features.tokens)
+
+    @property
+    def dim(self) -> int:
+        return self.features.dim
+
+    def groups(self, n_tokens: int) -> list[slice]:
+        return self.features.groups(n_tokens)
+
+    def blocks(self, part: slice, places: Integers) -> Iterator[Block]:
+        yield from self.data.read(
+            self.features, places, part, jobs=self.jobs, memory=self.memory // 4
+        )
+
+
+@dataclass(frozen=True)
+class Random:
+    """Independent standard normal numbers instead of features: for n images, `n_tokens` vectors of
+    `dim` channels each."""
+
+    n: int
+    n_tokens: int
+    dim: int
+    seed: Sequence[int]
+
+    def groups(self, n_tokens: int) -> list[slice]:
+        step = max(1, n_tokens)
+        return [slice(a, min(a + step, self.n_tokens)) for a in range(0, self.n_tokens, step)]
+
+    def blocks(self, part: slice, places: Integers) -> Iterator[Block]:
+        wanted = np.zeros(self.n, bool)
+        wanted[places] = True
+        tokens = [
+            random_pieces(self.n, self.dim, (*self.seed, token))
+            for token in range(*part.indices(self.n_tokens))
+        ]
+        start = 0
+        for pieces in zip(*tokens, strict=True):
+            stop = start + len(pieces[0])
+            rows = np.flatnonzero(wanted[start:stop])
+            if len(rows):
+                yield rows + start, np.stack([piece[rows] for piece in pieces], axis=1)
+            start = stop
+
+
+@dataclass(frozen=True)
+class ConcatenatedTokens:
+    """All tokens of a source as one vector."""
+
+    source: Source
+    n_tokens: int = 1
+
+    @property
+    def dim(self) -> int:
+        return self.source.n_tokens * self.source.dim
+
+    def groups(self, n_tokens: int) -> list[slice]:
+        del n_tokens
+        return [slice(0, 1)]
+
+    def blocks(self, part: slice, places: Integers) -> Iterator[Block]:
+        del part
+        for where, x in self.source.blocks(slice(0, self.source.n_tokens), places):
+            yield where, x.reshape(len(x), 1, -1)
+
 
 T = TypeVar("T")
 Judges = Mapping[tuple[int, int], HeldOut | LeaveOneOut]  # of draws and tokens
@@ -54,13 +169,14 @@ class Task:
     memory: int
 
     def method(self, draw: Draw) -> str:
-        """given, holdout or loo; loo if a draw has no images to hold out (one shot)."""
+        """How a draw's l2 is chosen: "given", "holdout" or "loo", the latter also if the draw has
+        no images to hold out (one shot)."""
         if self.l2s:
             return "given"
         return self.choose if self.choose == "loo" or draw.held_out.any() else "loo"
 
     def judging(self, draw: Draw) -> Integers:
-        """Places of the images that choose a draw's l2."""
+        """The places of the images that choose a draw's l2."""
         method = self.method(draw)
         if method == "given":
             return draw.places[:0]
@@ -68,13 +184,13 @@ class Task:
 
     @property
     def n_l2(self) -> int:
-        """Number of l2 values that each probe is reported at."""
+        """The number of l2 values that each probe is reported at."""
         return max(1, len(self.l2s))
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """One probe at one or several l2."""
+    """A probe at one l2 or at several."""
 
     l2s: tuple[float, ...]
     model: Linear | Factors
@@ -86,8 +202,8 @@ class Fitted:
         return not weights.any()
 
     def ranks(self, x: Float, labels: Integers) -> Integers:
-        """(l2s, m) number of classes ranked before each image's own, from features (m, dim) and
-        labels (m,); among equal scores the lower class comes first."""
+        """The number of classes ranked before each image's own, (l2s, m), from features (m, dim)
+        and labels (m,); among equal scores the lower class comes first."""
         if isinstance(self.model, Linear):
             return ranks(self.model.scores(x), labels)[np.newaxis]
         z = self.model.coordinates(x)
@@ -95,7 +211,7 @@ class Fitted:
 
 
 def token_bytes(task: Task, draws: Sequence[Draw], dim: int) -> int:
-    """Approximate memory of one token while it is probed."""
+    """The approximate memory of one token while it is probed, in bytes."""
     probes = sum(n_bytes(len(draw), dim, task.n_classes) for draw in draws)
     again = len(_looked_at_again(task, draws))
     return probes + (4 * again * dim if 4 * again * dim <= task.memory // 2 else 0)
@@ -127,7 +243,7 @@ def fit(source: Source, part: slice, draws: Sequence[Draw], task: Task) -> list[
     used = [(mask, sums) for mask, sums in every if mask.any()]
 
     def pieces() -> Iterator[tuple[SufficientStats, Piece]]:
-        """Images whose sums are due, as they are read."""
+        """The images whose sums are due, as they are read."""
         nonlocal done
         for places, x in source.blocks(part, union([draw.places for draw in draws])):
             for mask, sums in used:
@@ -225,7 +341,8 @@ def _chosen(mask: Mask, x: NDArray[np.float32]) -> tuple[slice | Integers, NDArr
 
 
 def _in_memory(places: Integers, x: NDArray[np.float32]) -> Iterator[Block]:
-    """Larger blocks than slabs: at every l2 each costs a division of the right-hand sides."""
+    """The kept images in blocks larger than slabs, as each costs a division of the right-hand sides
+    at every l2."""
     for start in range(0, len(places), ROWS):
         yield places[start : start + ROWS], x[start : start + ROWS]
 
@@ -236,5 +353,122 @@ def union(places: Sequence[Integers]) -> Integers:
 
 
 def _looked_at_again(task: Task, draws: Sequence[Draw]) -> Integers:
-    """Places of the images that choose some draw's l2."""
+    """The places of the images that choose some draw's l2."""
     return union([task.judging(draw) for draw in draws])
+
+
+class Products:
+    """Inner products of some training images with each other (n, n), and of other images with them
+    (m, n); the features of both minus the training images' mean, and scaled."""
+
+    def __init__(self, n: int, m: int, algebra: Algebra) -> None:
+        self.algebra = algebra
+        self.kernel, self.cross = np.zeros((n, n)), np.zeros((m, n))
+
+    def start(self, x: Float32) -> None:
+        """Begin the next group of features, from the training images (n, features)."""
+        self._shift = x[0].astype(np.float64)
+        self._x = x - self._shift
+        self._mean = self._x.mean(axis=0)
+        self._x -= self._mean
+        squares = np.einsum("ij,ij->j", self._x, self._x)
+        self._scales = self.algebra.scales(squares, len(x))
+        if self._scales is not None:
+            self._x *= self._scales
+        self.kernel += self._x @ self._x.T
+
+    def add(self, rows: Integers, x: Float32) -> None:
+        """Add the same features of some of the other images, (rows, features)."""
+        other = x - self._shift - self._mean
+        if self._scales is not None:
+            other *= self._scales
+        self.cross[rows] += other @ self._x.T
+
+
+def probe_concatenated(
+    train: Source, test: Source, draws: Sequence[Draw], task: Task, n_test: int
+) -> Iterator[tuple[int, Fitted, Float]]:
+    """Fit a probe of all tokens side by side for each draw.
+
+    Returns the number of the draw, its probe, and the features that it takes: the inner products of
+    the test images with the draw's, (test images, training images). Raises VitseeError: the inner
+    products of one draw do not fit the memory.
+    """
+    for numbers in _batches(draws, n_test, task.memory):
+        yield from _side_by_side(train, test, [(d, draws[d]) for d in numbers], task, n_test)
+
+
+def _batches(draws: Sequence[Draw], n_test: int, memory: int) -> Iterator[list[int]]:
+    """Groups of draws, by number, that fit the memory together."""
+    sizes = [8 * len(d) * (3 * len(d) + n_test) for d in draws]
+    if max(sizes) > memory // 2:
+        raise VitseeError(
+            f"--tokens all of {max(map(len, draws))} training and {n_test} test images takes "
+            f"{human_bytes(2 * max(sizes))} of memory, more than {human_bytes(memory)} (give more "
+            "with --memory, or use fewer images with --images or --shots)"
+        )
+    batch: list[int] = []
+    for d, size in enumerate(sizes):
+        if batch and sum(sizes[i] for i in batch) + size > memory // 2:
+            yield batch
+            batch = []
+        batch.append(d)
+    yield batch
+
+
+def _side_by_side(
+    train: Source, test: Source, draws: Sequence[tuple[int, Draw]], task: Task, n_test: int
+) -> Iterator[tuple[int, Fitted, Float]]:
+    """The probes of some draws, which are in memory together; see `probe_concatenated`."""
+    every = union([draw.places for _, draw in draws])
+    methods = [task.method(draw) for _, draw in draws]
+    places = []  # of a draw's images among those read: all, the fitted and the judging ones
+    for (_, draw), method in zip(draws, methods, strict=True):
+        held = draw.held_out & (method == "holdout")
+        whole = np.searchsorted(every, draw.places)
+        places.append((whole, whole[~held], whole[held]))
+    final = [Products(len(whole), n_test, task.algebra) for whole, *_ in places]
+    trial = [Products(len(fitted), len(judge), task.algebra) for _, fitted, judge in places]
+    per_token = 8 * train.dim * sum(3 * len(draw) for _, draw in draws)
+    for part in train.groups(task.memory // 2 // per_token):
+        x = np.concatenate([x.reshape(len(x), -1) for _, x in train.blocks(part, every)])
+        for (whole, fitted, judge), last, first, method in zip(
+            places, final, trial, methods, strict=True
+        ):
+            last.start(x[whole])
+            if method == "holdout":
+                first.start(x[fitted])
+                first.add(np.arange(len(judge)), x[judge])
+        for rows, others in test.blocks(part, np.arange(n_test)):
+            flat = others.reshape(len(others), -1)
+            for products in final:
+                products.add(rows, flat)
+    labels = task.labels[every]
+    for (d, _), (whole, fitted, judge), last, first, method in zip(
+        draws, places, final, trial, methods, strict=True
+    ):
+        l2s = task.l2s
+        if method == "loo":
+            factors = from_kernel(last.kernel, labels[whole], task.n_classes, task.algebra)
+            loo = LeaveOneOut(factors, GRID)
+            loo.add(last.kernel, labels[whole])
+            l2s = (loo.best(),)
+        elif method == "holdout":
+            factors = from_kernel(first.kernel, labels[fitted], task.n_classes, task.algebra)
+            held_out = HeldOut(factors, GRID)
+            held_out.add(first.cross, labels[judge])
+            l2s = (held_out.best(),)
+        yield d, _of_products(last, labels[whole], l2s, task), last.cross
+
+
+def _of_products(
+    products: Products, labels: Integers, l2s: tuple[float, ...], task: Task
+) -> Fitted:
+    """The probe of the images whose inner products these are, at each l2."""
+    if len(l2s) > 1:
+        return Fitted(l2s, from_kernel(products.kernel, labels, task.n_classes, task.algebra))
+    kernel = products.kernel.copy()
+    kernel[np.diag_indices_from(kernel)] += l2s[0]
+    weights = np.asarray(np.linalg.solve(kernel, targets(labels, task.n_classes)), np.float64)
+    mean = mean_target(np.bincount(labels, minlength=task.n_classes))
+    return Fitted(l2s, Linear(weights, task.algebra.intercept(mean, len(labels), l2s[0])))

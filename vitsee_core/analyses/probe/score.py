@@ -1,29 +1,216 @@
-"""Fits and tests probes of one site's tokens."""
+"""Probes of one site: fitted and tested (`Prober`), their right answers counted class by class
+(`Tally`), and turned into rows (`Scorer`), in any process (`SiteProbes`)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.analyses.probe.concatenated import probe_concatenated
 from vitsee_core.analyses.probe.draws import Draw
-from vitsee_core.analyses.probe.fit import Fitted, Task, fit, token_bytes
-from vitsee_core.analyses.probe.rows import Tally
+from vitsee_core.analyses.probe.fit import (
+    ConcatenatedTokens,
+    Fitted,
+    Random,
+    Source,
+    Stored,
+    Task,
+    fit,
+    probe_concatenated,
+    token_bytes,
+)
 from vitsee_core.analyses.probe.sgd import Training, fit_sgd
-from vitsee_core.analyses.probe.sources import ConcatenatedTokens, Source
+from vitsee_core.features import SiteFeatures, check_alike
+from vitsee_core.kernels.ridge import GRID
+from vitsee_core.labels.labelled_rows import LabelledRows
+from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.one_thread import one_blas_thread
+from vitsee_core.runtime.progress import Progress
 from vitsee_core.runtime.streaming import thread_map
-from vitsee_core.types import Float32, Integers, Mask
+from vitsee_core.statistics.jackknife import Blocks, means_without
+from vitsee_core.statistics.moments import Moments
+from vitsee_core.statistics.shares import METHOD as SHARES
+from vitsee_core.statistics.shares import share_interval
+from vitsee_core.tables.replicates import WORD
+from vitsee_core.types import Float, Float32, Integers, Mask
 from vitsee_stores.errors import VitseeError
+from vitsee_stores.token_selection import Token
+
+if TYPE_CHECKING:
+    from vitsee_stores import Store
+
+INTERVAL = (
+    "95 % Wilson score interval of the share of test images that are right, training images and "
+    "features held fixed; with several seeds its ends are averaged; std is over seeds (n - 1). "
+    f"Rows of token `each` (mean over the probes of all patches): {SHARES}"
+)
+
+
+TOP = 5
+METRICS = ("top1", "top5")
+
+
+class Tally:
+    """Right answers on the test images, for each draw, l2, token and class.
+
+    Attributes:
+        right: (draws, l2s, tokens, metrics, classes).
+        share: (draws, l2s, metrics, images), for how many of the tokens from `first` on each image
+            is right.
+        metrics: `top1` and, with more than five classes, `top5` (with five or fewer it would always
+            be 1).
+        in_block: (draws, l2s, tokens, metrics, blocks), right answers in each block of test images.
+    """
+
+    def __init__(
+        self,
+        labels: Integers,
+        n_classes: int,
+        *,
+        draws: int,
+        l2s: int,
+        tokens: int,
+        first: int = 0,
+        blocks: Integers | None = None,
+    ) -> None:
+        """labels, blocks: (images,) class and block of each; without `blocks` there is only one."""
+        self.labels, self.n_classes, self.first = labels, n_classes, first
+        self.blocks = np.zeros(len(labels), np.int64) if blocks is None else blocks
+        self.metrics = METRICS if n_classes > TOP else METRICS[:1]
+        n = len(self.metrics)
+        self.right = np.zeros((draws, l2s, tokens, n, n_classes), np.int64)
+        n_blocks = int(self.blocks.max(initial=-1)) + 1
+        self.in_block = np.zeros((draws, l2s, tokens, n, n_blocks), np.int64)
+        self.l2s = np.zeros((draws, l2s, tokens))
+        self.failed = np.zeros((draws, l2s, tokens), bool)  # probes without a result
+        # Probes that give all images the same scores.
+        self.blind = np.zeros((draws, l2s, tokens), bool)
+        self.share = np.zeros((draws, l2s, n, len(labels)), np.float32)
+
+    def judged(self, ranks: Integers) -> Mask:
+        """Whether each image is right, (l2s, metrics, m), from the number of classes ranked before
+        its own, (l2s, m)."""
+        most = np.array((1, TOP)[: len(self.metrics)])
+        return ranks[:, np.newaxis] < most[:, np.newaxis]
+
+    def count(self, draw: int, l2s: slice, token: int, places: Integers, right: Mask) -> None:
+        """Count test images `places` (m,), of a draw and token; right: (l2s, metrics, m), see
+        `judged`."""
+        at, metric, image = np.nonzero(right)
+        row = at * len(self.metrics) + metric
+        for total, of in ((self.right, self.labels), (self.in_block, self.blocks)):
+            n_rows, n = right.shape[0] * right.shape[1], total.shape[-1]
+            counts = np.bincount(row * n + of[places][image], minlength=n_rows * n)
+            total[draw, l2s, token] += counts.reshape(*right.shape[:2], n)
+        if token >= self.first:
+            self.share[draw, l2s][:, :, places] += right
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Turns tallies into rows of a table."""
+
+    draws: Sequence[Draw]  # of the tally
+    test: LabelledRows  # the test images
+    classes: Sequence[str]  # names of those that have rows of their own
+    blocks: Blocks  # of the test images, as in the tally
+
+    def rows(self, tokens: Sequence[Token], tally: Tally, each: bool) -> Iterator[dict[str, Any]]:
+        """The rows of one site, for each number of shots and l2: of each token, then, for `each`,
+        of their mean."""
+        for shots in dict.fromkeys(draw.shots for draw in self.draws):
+            own = np.array([d for d, draw in enumerate(self.draws) if draw.shots == shots])
+            for i in range(tally.right.shape[1]):
+                for t, token in enumerate(tokens):
+                    base = {
+                        **{"token": token.name, "row": token.row, "col": token.col},
+                        **{"shots": shots, "l2": _mean_l2(tally.l2s[own, i, t])},
+                    }
+                    for row in self._of_probe(tally, own, i, t):
+                        yield base | row
+                if each:
+                    base = {"token": "each", "shots": shots}
+                    l2 = tally.l2s[own, i]
+                    base["l2"] = _mean_l2(l2) if (l2 == l2.flat[0]).all() else None
+                    for m, metric in enumerate(tally.metrics):
+                        share = tally.share[own, i, m] / (len(tokens) - tally.first)
+                        if tally.failed[own, i, tally.first :].any():
+                            share = np.full_like(share, np.nan)
+                        without = self.blocks.means_without(share.mean(0, dtype=np.float64))
+                        yield base | {"metric": metric, WORD: without} | _mean_share(share)
+
+    def _of_probe(self, tally: Tally, own: Integers, i: int, t: int) -> Iterator[dict[str, Any]]:
+        right = tally.right[own, i, t]
+        failed = tally.failed[own, i, t]
+        labels = self.test.labels
+        counts = np.bincount(labels, minlength=tally.n_classes)
+        in_block = self.blocks.sums(np.ones(len(labels)))
+        for m, metric in enumerate(tally.metrics):
+            without = means_without(tally.in_block[own, i, t, m].mean(0), in_block)
+            scores = self._over_seeds(right[:, m].sum(-1), len(labels), failed, without)
+            scores |= {WORD: without * (math.nan if failed.any() else 1)}
+            yield {"metric": metric} | scores | self.test.counted()
+        for c, name in enumerate(self.classes):
+            scores = self._over_seeds(right[:, 0, c], int(counts[c]), failed, None)
+            counted = self.test.counted(labels == c)
+            yield {"metric": "top1_class", "class": name} | scores | counted
+
+    def _over_seeds(
+        self, right: Integers, n: int, failed: Mask, without: Float | None
+    ) -> dict[str, Any]:
+        """The cells of a share over seeds, from the numbers of right answers among n, one per seed;
+        without: (blocks,) their mean share without each block."""
+        ends = [self.test.ends(right.mean() / max(n, 1), n, int(one), without) for one in right]
+        low, high = (np.array(column) for column in zip(*ends, strict=True))
+        if failed.any():
+            return _summary(np.full(len(right), math.nan), low * math.nan, high * math.nan, n)
+        # Equal counts give exactly their mean, without spread.
+        scores = _summary(right, low, high, n)
+        for name in ("value", "std"):
+            scores[name] = scores[name] / n if n else math.nan
+        return scores
+
+
+def tokens_of(features: SiteFeatures) -> list[Token]:
+    """The tokens that rows name, one for each probed vector of an image."""
+    if features.site.layout is not None and features.selection == "all":
+        return [Token("all")]
+    return features.tokens
+
+
+def _mean_l2(values: Float) -> float | None:
+    """The value, or the geometric mean of several; None if there is none."""
+    if not np.isfinite(values).all():
+        return None
+    if (values == values.flat[0]).all():
+        return float(values.flat[0])
+    return float(np.exp2(np.log2(values).mean()))
+
+
+def _mean_share(share: Float32) -> dict[str, Any]:
+    """The cells of a mean share, from the share of probes that are right about each image, (seeds,
+    images)."""
+    moments = Moments()
+    moments.add(share.T)
+    summary = moments.summary()
+    n = share.shape[1]
+    return _summary(summary.mean, *share_interval(summary.mean, summary.std / np.sqrt(n), n), n)
+
+
+def _summary(value: Any, low: Any, high: Any, n: int) -> dict[str, Any]:
+    spread = float(value.std(ddof=1)) if len(value) > 1 else math.nan
+    ends = {"low": float(low.mean()), "high": float(high.mean())}
+    return {"value": float(value.mean()), "std": spread, **ends, "n_images": n}
 
 
 @dataclass(frozen=True)
 class Prober:
-    """Settings shared by every site."""
+    """Fits and tests the probes of a site; the settings are shared by every site."""
 
     task: Task
     draws: Sequence[Draw]
@@ -68,7 +255,7 @@ class Prober:
         return tally
 
     def threads(self) -> AbstractContextManager[None]:
-        """Context in which ridge probes' products run in the calling thread. Entering takes some
+        """A context in which ridge probes' products run in the calling thread. Entering takes some
         milliseconds, so callers with many sites hold it for all."""
         return nullcontext() if self.training is not None else one_blas_thread()
 
@@ -78,7 +265,11 @@ class Prober:
         wide = train.n_tokens * train.dim > max(map(len, self.draws))
         if train.n_tokens > 1 and wide and self.training is None:
             tally = self._tally(1, 0)
-            probe_concatenated(train, test, self.draws, self.task, tally)
+            n = len(self.test_labels)
+            for d, probe, x in probe_concatenated(train, test, self.draws, self.task, n):
+                tally.l2s[d, :, 0], tally.blind[d, :, 0] = probe.l2s, probe.blind
+                right = tally.judged(probe.ranks(x, self.test_labels))
+                tally.count(d, slice(None), 0, np.arange(n), right)
             return tally
         return self.each(ConcatenatedTokens(train), ConcatenatedTokens(test), what)
 
@@ -119,3 +310,111 @@ class Prober:
         for (d, t), places, right in thread_map(self.task.jobs)(score, pieces()):
             if right is not None:
                 tally.count(d, slice(None), part.start + t, places, right)
+
+
+# A site's features of the training and of the test images; or tokens and channels of random ones.
+Item = tuple[SiteFeatures, SiteFeatures] | tuple[int, int]
+
+
+@dataclass(frozen=True)
+class SiteProbes:
+    """The rows of a site's probes, or of those of random features, and remarks."""
+
+    prober: Prober
+    train: LabelledRows
+    test: LabelledRows
+    scorer: Scorer
+    seed: int
+
+    def __call__(self, execution: Execution, item: Item) -> tuple[list[dict[str, Any]], list[str]]:
+        task = replace(self.prober.task, jobs=execution.jobs, memory=execution.budget)
+        prober = replace(self.prober, task=task)
+        first, second = item
+        if isinstance(first, int) or isinstance(second, int):
+            assert isinstance(first, int) and isinstance(second, int)
+            random = self._random(prober, first, second)
+            return list(self.scorer.rows([Token("")], random, False)), []
+        tally = self._probe(prober, first, second, execution.progress)
+        one_class = len(np.unique(self.train.labels)) == 1
+        rows = self.scorer.rows(tokens_of(first), tally, first.selection == "each")
+        return list(rows), _remarks(first, tally, task, one_class)
+
+    def _probe(
+        self, prober: Prober, features: SiteFeatures, other: SiteFeatures, progress: Progress
+    ) -> Tally:
+        task, what = prober.task, f"{features.site.name} ({features.selection})"
+        ours = Stored(features, self.train, task.jobs, task.memory)
+        theirs = Stored(other, self.test, task.jobs, task.memory)
+        if features.site.layout is not None and features.selection == "all":
+            tally = prober.side_by_side(ours, theirs, what)
+            progress.advance(len(prober.draws))
+            return tally
+        first = features.n_prefix if features.selection == "each" else 0
+        return prober.each(ours, theirs, what, first, progress.advance)
+
+    def _random(self, prober: Prober, n: int, dim: int) -> Tally:
+        """The tally of random features with these numbers of tokens and channels."""
+        ours = Random(len(self.train), n, dim, (self.seed, 0))
+        theirs = Random(len(self.test), n, dim, (self.seed, 1))
+        return prober.side_by_side(ours, theirs, "random features")
+
+
+def shape_of_random(features: SiteFeatures) -> tuple[int, int]:
+    """The numbers of tokens and channels of the random features beside these; for `each`, one
+    token."""
+    return len(features.tokens) if features.selection == "all" else 1, features.dim
+
+
+def each_selection(
+    train: Store,
+    sites: Sequence[str],
+    tokens: Sequence[str],
+    read: Callable[[str, str | None], tuple[SiteFeatures, SiteFeatures]],
+) -> Iterator[tuple[SiteFeatures, SiteFeatures]]:
+    """The features of the training and of the test images, of every site and kind of tokens, each
+    once; a vector has no tokens.
+
+    Args:
+        train: whose sites.
+        sites: patterns.
+        tokens: words, () for each site's default.
+        read: returns both features of a site's name and a word.
+
+    Raises:
+        StoreMismatch: the test images have other tokens or channels.
+    """
+    for site in train.select(list(sites)):
+        seen: set[str] = set()
+        for word in tokens or (None,):
+            ours, theirs = read(site.name, word)
+            check_alike(ours, theirs)
+            if ours.selection not in seen and (ours.site.layout is not None or not seen):
+                seen.add(ours.selection)
+                yield ours, theirs
+
+
+def _remarks(features: SiteFeatures, tally: Tally, task: Task, one_class: bool) -> list[str]:
+    """One sentence each on SGD that diverged, equal features, and an l2 at an end of the grid.
+    one_class: all training images have the same label, so that equal scores say nothing about the
+    features."""
+    name, out = features.site.name, []
+    if tally.failed.any():
+        out.append(
+            f"{name}: SGD diverged for {int(tally.failed.sum())} of {tally.failed.size} "
+            "probes, which have no value (give a smaller --lr)"
+        )
+    if tally.blind.any() and not one_class:
+        tokens = tally.blind.any((0, 1))
+        count = f" of {int(tokens.sum())} of {tokens.size} tokens" if tokens.size > 1 else ""
+        which = "" if count or features.site.layout is None else f"{features.selection} "
+        out.append(
+            f"{name}: the {which}features{count} are the same in all training images; their "
+            "probe gives every image the class that most of them have"
+        )
+    ends = np.isin(tally.l2s, (GRID[0], GRID[-1])) & ~tally.blind
+    if ends.any() and not task.l2s:
+        out.append(
+            f"{name}: the chosen l2 of {int(ends.sum())} of {tally.l2s.size} probes is at an end "
+            "of the grid"
+        )
+    return out

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vitsee_core.analyses.probe.draws import Draw
-from vitsee_core.analyses.probe.fit import Fitted, Task, union
-from vitsee_core.analyses.probe.sources import Source
+from vitsee_core.analyses.probe.fit import Fitted, Source, Task, union
 from vitsee_core.kernels.ridge import Linear
 from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import VitseeError
