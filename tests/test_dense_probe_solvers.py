@@ -22,12 +22,20 @@ from tests.tables import having
 from tests.test_dense_probe import Array, command, every_pixel, layout, made, upsampled
 from vitsee_cli.main import main
 from vitsee_core.analyses.dense_probe import plot, run
-from vitsee_core.analyses.dense_probe.bank_training import choose_neighbours
-from vitsee_core.analyses.dense_probe.logistic import Targets, cross_entropy, fit
-from vitsee_core.analyses.dense_probe.neighbours import TEMPERATURE, Scaling, Search, most_votes
-from vitsee_core.analyses.dense_probe.patch_bank import RARE, Bank, chosen_cells
+from vitsee_core.analyses.dense_probe.bank import (
+    RARE,
+    Bank,
+    Scaling,
+    Search,
+    Targets,
+    choose_neighbours,
+    chosen_cells,
+    cross_entropy,
+    fit,
+    most_votes,
+)
+from vitsee_core.analyses.dense_probe.options import TEMPERATURE, choose_solver
 from vitsee_core.analyses.dense_probe.pixels import cell_pixels
-from vitsee_core.analyses.dense_probe.protocols import choose_solver
 from vitsee_core.masks.class_maps import IGNORED
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store

@@ -6,8 +6,8 @@ error is that of every pixel, one-hot, at the class map's own resolution (see `r
 that make this exact in one pass over tokens). A test pixel gets the class with the highest score.
 This is the linear segmentation probe of Oquab et al. 2024 (DINOv2) and Siméoni et al. 2025 (DINOv3)
 with least squares in place of their SGD on cross-entropy, and without augmentation. Other solvers
-learn from patches in memory: see `logistic`, `neighbours`, `sgd` and, for what presets are and
-are not, `protocols`. With `--depth` the same predict metres, see `metrics`.
+learn from patches in memory, see `bank`, or by SGD, see `sgd`; for what presets are and are not,
+see `options`. With `--depth` the same predict metres, see `metrics`.
 
 - `miou`: IoU of each class from counts over the whole set, TP / (TP + FP + FN), and their mean over
   the classes that occur in a label or in a prediction; pixels without a class count nowhere;
@@ -26,23 +26,26 @@ Linear probes do not represent fine-tuning: models rank differently (Kerssies et
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+import polars as pl
 
 from vitsee_core.analyses.dense_probe import options
-from vitsee_core.analyses.dense_probe.figure import draw_dense
-from vitsee_core.analyses.dense_probe.labelled_images import Images, pairs, pairs_of_untrained
-from vitsee_core.analyses.dense_probe.metrics import METHOD
-from vitsee_core.analyses.dense_probe.options import CHOOSE
-from vitsee_core.analyses.dense_probe.protocols import choose_solver, differences
+from vitsee_core.analyses.dense_probe.metrics import METHOD, METRICS, Depth, Segmentation, Task
+from vitsee_core.analyses.dense_probe.options import CHOOSE, choose_solver, differences
 from vitsee_core.analyses.dense_probe.results import PairOfStores, Settings
-from vitsee_core.analyses.dense_probe.tasks import METRICS, Depth, Segmentation, Task
+from vitsee_core.analyses.dense_probe.work import Images, pairs, pairs_of_untrained
 from vitsee_core.features import compared
+from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
+from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
+from vitsee_core.figures.panels import Grid, em, grow, map_axes, map_title, note_below, stack
 from vitsee_core.figures.plotting import styled
+from vitsee_core.images.embedded_pictures import decode
 from vitsee_core.labels.labelled_rows import shared_images
 from vitsee_core.labels.options import ALLOW_SHARED, TESTS
 from vitsee_core.masks.class_maps import open_class_maps
@@ -50,20 +53,14 @@ from vitsee_core.masks.depth_maps import open_depth_maps
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.options import (
-    KNOWLEDGE,
-    SITES,
-    Gather,
-    Offers,
-    Option,
-    metrics_option,
-)
+from vitsee_core.runtime.options import KNOWLEDGE, SITES, Gather, Offers, Option, metrics_option
 from vitsee_core.runtime.progress import counting
 from vitsee_core.tables.columns import SITE
 from vitsee_core.tables.headlines import best_layers
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
+from vitsee_core.tables.words import site_words
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -134,6 +131,9 @@ headline = partial(
 COLUMNS = (
     *(*SITE, "class", "l2_relative", "k", "metric", "value", "low", "high", "n_images", "baseline"),
 )  # fmt: skip
+PICTURES = ("photo", "label", "prediction", "error")
+TILE = 9.0  # ems
+LETTER = 0.56  # ems that a letter of the caption takes
 
 
 @analysis
@@ -242,7 +242,24 @@ def run(
 def plot(table: Table) -> Figure:
     """A panel per metric against relative depth, with the 95 % interval as a band and baselines
     dashed; below, if they were asked for, images beside label, prediction and error."""
-    return draw_dense(table, METRICS)
+    among = table.frame.filter(pl.col("metric").is_in(METRICS))
+    metrics = [metric for metric in METRICS if metric in among["metric"]]
+    shown: Sequence[Mapping[str, Any]] = table.notes.get("shown", ())
+    curves = CurveGrid.of(len(metrics), among)
+    grids = [Grid(len(PICTURES), TILE, TILE + 2.2, TILE) for _ in shown]
+    figure, parts = stack(curves, *grids)
+    panels = curves.panels(parts[0], of_metrics(among, metrics))
+    for axes, _, rows in panels:
+        draw_depth_curves(axes, rows, by=_settings(among), among=among)
+        axes.set_ylim(bottom=0)
+    curves.finish(panels)
+    add_curve_legend(figure, [axes for axes, *_ in panels])
+    for part, grid, one in zip(parts[1:], grids, shown, strict=True):
+        _draw_shown(part, grid, one)
+    if text := _caption(table.notes, float(figure.get_figwidth()) / em()):
+        note_below(figure, text)
+        grow(figure, em(1.3 * text.count("\n")))
+    return figure
 
 
 def _task(
@@ -254,8 +271,8 @@ def _task(
     eigen_crop: bool,
     per_class: bool,
 ) -> Task:
-    """Classes or depths, with their maps. Raises VitseeError: both, neither, or an option of the
-    other."""
+    """The task, of classes or of depths, with its maps. Raises VitseeError: both, neither, or an
+    option of the other."""
     if bool(masks) == (depth is not None):
         raise VitseeError("give exactly one of --masks and --depth")
     if depth is not None:
@@ -290,3 +307,42 @@ def _shared(train: Images, test: Images, allow: bool) -> int:
     """The number of images that are both in train and in test."""
     counted = [np.flatnonzero(rows.mask & store.valid) for store, rows in (train, test)]
     return shared_images(train[0], counted[0], test[0], counted[1], allow)
+
+
+def _draw_shown(part: Any, grid: Grid, one: Mapping[str, Any]) -> None:
+    right = one.get("right")
+    titles = {
+        "photo": str(one["image"]),
+        "label": "label",
+        "prediction": site_words(str(one["site"])),
+        "error": "no pixel counts" if right is None else f"{right:.0%} right",
+    }
+    for axes, kind in zip(grid.axes(part), PICTURES, strict=True):
+        if kind in one:
+            axes.imshow(decode(one[kind]), interpolation="nearest", origin="upper")
+        map_axes(axes)
+        map_title(axes, grid, titles[kind])
+
+
+def _settings(rows: pl.DataFrame) -> list[str]:
+    """The columns, among l2_relative and k, in which several rows of one probe differ."""
+    probe = [name for name in ("store", "site", "metric", "baseline") if name in rows.columns]
+    there = [name for name in ("l2_relative", "k") if name in rows.columns]
+    values = rows.group_by(probe).agg(pl.col(there).drop_nulls().n_unique())
+    return [name for name in there if (values[name] > 1).any()]
+
+
+def _caption(notes: Mapping[str, Any], width: float) -> str:
+    """The text below the figure, for a width in ems: the protocol, and the points in which the run
+    differs from it."""
+    lines = []
+    if protocol := notes.get("protocol"):
+        unlike = "; ".join(protocol["differences"])
+        lines += wrap(f"after {protocol['preset']}, but: {unlike}", int(width / LETTER))
+    if notes.get("shown"):
+        lines.append(
+            "colours: depth, lighter is farther; red: off by the depth itself; white: no depth"
+            if "pixels with a depth" in notes.get("truth", {})
+            else "colours: classes; red: wrong pixels; white: pixels without a class"
+        )
+    return "\n".join(lines)

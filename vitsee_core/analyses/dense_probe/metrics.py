@@ -1,4 +1,5 @@
-"""Scores of predicted classes and depths, with jackknife intervals over blocks of images.
+"""Scores of predicted classes and depths, with jackknife intervals over blocks of images, and the
+tasks that are scored: the class or the depth of every pixel.
 
 Pixels are counted per class, over all pixels of the data set that count (`Counts`):
 
@@ -17,11 +18,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from vitsee_core.analyses.dense_probe.pixels import Labels, Pixels, has_label, near_boundary
-from vitsee_core.masks.class_maps import IGNORED, ClassMap
+from vitsee_core.analyses.dense_probe.pixels import (
+    POSITION,
+    ClassHead,
+    DepthHead,
+    Head,
+    Labels,
+    Pixels,
+    Scores,
+    has_label,
+    near_boundary,
+)
+from vitsee_core.masks.class_maps import IGNORED, ClassMap, ClassMaps
+from vitsee_core.masks.depth_maps import MIN_DEPTH, DepthMaps
 from vitsee_core.statistics.jackknife import SHARE
 from vitsee_core.statistics.value_columns import interval_cells
 from vitsee_core.types import Float, Integers, Mask
@@ -71,7 +84,7 @@ class Counts:
 def counted(
     found: ClassMap, labels: ClassMap, near: Mask | None = None, edge: Mask | None = None
 ) -> Integers:
-    """(3, classes) counts of an image, see `Counts`; near, edge: only these pixels of the
+    """The counts of an image, (3, classes), see `Counts`; near, edge: only these pixels of the
     prediction and of the label."""
     if near is None or edge is None:
         near = edge = np.ones(found.shape, np.bool_)
@@ -82,15 +95,15 @@ def counted(
 
 
 def class_ious(counts: Integers) -> Float:
-    """(..., classes) of counts (..., 3, classes); NaN for a class in neither label nor
-    prediction."""
+    """The IoU of each class, (..., classes), from counts (..., 3, classes); NaN for a class in
+    neither label nor prediction."""
     both, predicted, labelled = (counts[..., k, :] for k in (BOTH, PREDICTED, LABELLED))
     either = predicted + labelled - both
     return np.where(either > 0, both / np.maximum(either, 1), np.nan)
 
 
 def mean_iou(counts: Integers) -> Float:
-    """(...) mean IoU over the classes; NaN without a pixel."""
+    """The mean IoU over the classes, (...), from counts (..., 3, classes); NaN without a pixel."""
     ious = class_ious(counts)
     there = ~np.isnan(ious)
     n = there.sum(-1)
@@ -98,7 +111,8 @@ def mean_iou(counts: Integers) -> Float:
 
 
 def accuracy(counts: Integers) -> Float:
-    """(...) share of pixels that are right; NaN without a pixel."""
+    """The share of pixels that are right, (...), from counts (..., 3, classes); NaN without a
+    pixel."""
     both, labelled = (counts[..., k, :].sum(-1) for k in (BOTH, LABELLED))
     return np.where(labelled > 0, both / np.maximum(labelled, 1), np.nan)
 
@@ -127,7 +141,8 @@ CLOSE = 1.25
 
 @dataclass
 class DepthErrors:
-    """(blocks, 4) sums of `DEPTH_MEANS` over the images of each block, and the number of images."""
+    """The sums (blocks, 4) of `DEPTH_MEANS` over the images of each block, and the number of
+    images."""
 
     sums: Float
 
@@ -150,7 +165,7 @@ class DepthErrors:
 
 
 def errors(p: Float, d: Float) -> tuple[float, float, float]:
-    """`DEPTH_MEANS` of one image with predicted and true depths p and d, (pixels,)."""
+    """The `DEPTH_MEANS` of one image with predicted and true depths p and d, (pixels,)."""
     off = np.abs(p - d)
     close = np.maximum(p / d, d / p) < CLOSE
     return float(np.sqrt((off**2).mean())), float((off / d).mean()), float(close.mean())
@@ -166,3 +181,72 @@ def error_cells(tally: DepthErrors, metrics: Sequence[str]) -> Iterator[dict[str
             value, replicates = whole[i] / whole[-1], others[:, i] / others[:, -1]
             limits = SHARE if metric == "a1" else (0.0, np.inf)
             yield {"metric": metric, **interval_cells(value, replicates, limits)}
+
+
+MAJORITY, MEAN = "majority", "mean"
+METRICS = (*MEANS, *DEPTH_MEANS)
+Tally = Counts | DepthErrors
+
+
+@dataclass(frozen=True)
+class Segmentation:
+    """The class of every pixel."""
+
+    maps: ClassMaps
+    metrics = MEANS
+    baselines = MAJORITY, POSITION
+    n_targets = IGNORED
+    label = "class"
+
+    def head(self, classes: Integers, scores: Scores, nearest: bool = False) -> Head:
+        """The probe with these scores of classes."""
+        return ClassHead(classes, scores, nearest)
+
+    def tally(self, wanted: Sequence[str], n_blocks: int) -> Tally:
+        """Counts of no pixel yet, for these metrics."""
+        return Counts.empty(n_blocks, BOUNDARY in wanted)
+
+    def cells(self, tally: Any, wanted: Sequence[str], per_class: bool) -> Iterator[dict[str, Any]]:
+        """The cells of each row; see `metric_cells`."""
+        names = [*self.maps.classes]
+        names += [str(number) for number in range(len(names), IGNORED)]
+        return metric_cells(tally, wanted, names if per_class else ())
+
+    def quality(self, tally: Any) -> float:
+        """A number that is highest for the best site."""
+        return float(mean_iou(tally.whole.sum(0)))
+
+
+@dataclass(frozen=True)
+class Depth:
+    """The depth of every pixel; see `Segmentation`."""
+
+    maps: DepthMaps
+    metrics = DEPTH_MEANS
+    baselines = MEAN, POSITION
+    n_targets = 1
+    label = "depth"
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The least and the largest depth that is predicted, in metres."""
+        return MIN_DEPTH, self.maps.max_depth
+
+    def head(self, classes: Integers, scores: Scores, nearest: bool = False) -> Head:
+        del classes, nearest
+        return DepthHead(scores, self.limits)
+
+    def tally(self, wanted: Sequence[str], n_blocks: int) -> Tally:
+        del wanted
+        return DepthErrors.empty(n_blocks)
+
+    def cells(self, tally: Any, wanted: Sequence[str], per_class: bool) -> Iterator[dict[str, Any]]:
+        del per_class
+        return error_cells(tally, wanted)
+
+    def quality(self, tally: Any) -> float:
+        whole = tally.sums.sum(0)
+        return -float(np.divide(whole[0], whole[-1]))
+
+
+Task = Segmentation | Depth

@@ -1,4 +1,5 @@
-"""The probes of one pair of stores: the rows that they give, and small pictures of test images.
+"""The probes of one pair of stores: trained, scored in one pass over the tokens of test images, and
+turned into rows; and small pictures of test images.
 
 Pictures show an image beside its label, prediction and error, and go into the sidecar.
 """
@@ -6,24 +7,30 @@ Pictures show an image beside its label, prediction and error, and go into the s
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitsee_core.analyses.dense_probe.bank_training import train_from_bank
-from vitsee_core.analyses.dense_probe.features import Patches, probed
-from vitsee_core.analyses.dense_probe.labelled_images import Images
-from vitsee_core.analyses.dense_probe.metrics import CLOSE
-from vitsee_core.analyses.dense_probe.pixels import Labels, Pixels, has_label, labelled_pixels
-from vitsee_core.analyses.dense_probe.protocols import BATCH, RIDGE, SGD, Solver
-from vitsee_core.analyses.dense_probe.ridge_training import train_ridge
-from vitsee_core.analyses.dense_probe.scoring import score_heads
-from vitsee_core.analyses.dense_probe.tasks import Tally, Task
-from vitsee_core.analyses.dense_probe.work import HeadKey, Part, Trained
+from vitsee_core.analyses.dense_probe.bank import train_from_bank
+from vitsee_core.analyses.dense_probe.metrics import CLOSE, Tally, Task
+from vitsee_core.analyses.dense_probe.options import BATCH, RIDGE, SGD, Solver
+from vitsee_core.analyses.dense_probe.pixels import Head, Labels, Pixels, has_label, labelled_pixels
+from vitsee_core.analyses.dense_probe.ridge import train_ridge
+from vitsee_core.analyses.dense_probe.work import (
+    HeadKey,
+    Images,
+    Part,
+    Patches,
+    Sums,
+    Trained,
+    counted_rows,
+    probed,
+)
 from vitsee_core.images.embedded_pictures import encode
 from vitsee_core.images.placement import place
 from vitsee_core.masks.class_maps import IGNORED, ClassMap
@@ -31,17 +38,192 @@ from vitsee_core.models.provenance import Pictures
 from vitsee_core.patch_maps.views import grid_sites
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.tables.columns import site_columns
+from vitsee_core.types import Float
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
-    from vitsee_core.analyses.dense_probe.cells import Head
     from vitsee_core.runtime.execution import Execution
+    from vitsee_stores import Slab
 
 log = logging.getLogger(__name__)
-
 UNTRAINED = "untrained"
 MOST_PIXELS = 320  # along a picture's longer side
 WRONG, RIGHT, NOTHING = (204, 51, 17), (221, 221, 221), (255, 255, 255)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The choices of a run: sites, solver and metrics; eigen: on the crop of Eigen et al. 2014."""
+
+    sites: tuple[str, ...]
+    concat: int | None
+    task: Task
+    solver: Solver
+    metrics: tuple[str, ...]
+    per_class: bool
+    eigen: bool
+
+
+class PairOfStores:
+    """A store that trains and a store that tests, which may be the same one."""
+
+    def __init__(self, train: Images, test: Images, settings: Settings) -> None:
+        self.settings = settings
+        sites = grid_sites(train[0], settings.sites)
+        self.chosen = probed(train[0], sites, settings.concat)
+        others = [Patches.of(test[0], one.sites) for one in self.chosen]
+        more = settings.task, settings.solver.resolution
+        self.train = Part.of(*train, self.chosen, *more)
+        self.test = Part.of(*test, others, *more, settings.eigen)
+        for ours, theirs in zip(self.chosen, others, strict=True):
+            ours.check_alike(theirs)
+
+    @property
+    def n_images(self) -> int:
+        """The number of images that are read, for a progress bar."""
+        solver = self.settings.solver
+        trained = (2 if solver.balanced else 1) * self.train.n_images
+        if solver.name == SGD:
+            trained += solver.steps * BATCH * len(self.chosen)
+        return trained + self.test.n_images
+
+    def probe(self, execution: Execution) -> Found:
+        """Train the probes and test them."""
+        solver = self.settings.solver
+        if solver.name == RIDGE:
+            trained = train_ridge(self.train, solver, execution)
+        elif solver.name == SGD:
+            from vitsee_core.analyses.dense_probe.sgd import train_sgd  # torch
+
+            trained = train_sgd(self.train, solver, execution)
+        else:
+            trained = train_from_bank(self.train, solver, execution)
+        alone = solver.of_neighbours  # they take all threads
+        metrics = self.settings.metrics
+        found = score_heads(self.test, trained.heads, metrics, execution, alone)
+        return Found(self, trained, *found)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The trained probes of a pair of stores, and the counts of their predictions."""
+
+    work: PairOfStores
+    trained: Trained
+    counts: Mapping[HeadKey, Tally]
+    blocks: Blocks
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The rows of the model's sites, then those of the baselines at each of them."""
+        for one in self.work.chosen:
+            yield from self._of_site(one)
+        several = len(self.work.settings.solver.l2s) > 1
+        for one in self.work.chosen:
+            grid = self.work.test.grids[one.name]
+            place = site_columns(self.work.test.store, one)
+            for own in self._keys(one):
+                # Beside each row that they are compared with.
+                of = place | {"k": own.k, "l2_relative": own.l2 if several else None}
+                for name in self.work.settings.task.baselines:
+                    yield from self._cells(HeadKey(grid, baseline=name), of | {"baseline": name})
+
+    def rows_for(self, trained: Found) -> Iterator[dict[str, Any]]:
+        """The rows of an untrained model's sites as a baseline of a trained model's."""
+        known = {one.name: one for one in self.work.chosen}
+        for one in trained.work.chosen:
+            if one.name not in known:
+                label = self.work.train.store.label
+                raise VitseeError(f"{label} lacks the site {one.name}, which is probed")
+            yield from self._of_site(
+                known[one.name], site_columns(trained.work.test.store, one), UNTRAINED
+            )
+
+    def shown(self, n: int, data: str | None) -> list[dict[str, Any]]:
+        """The first n test images as the best probe predicts them, for the notes."""
+        keys = [key for key in self.counts if not key.baseline]
+        values = [self.work.settings.task.quality(self.counts[key]) for key in keys]
+        key = keys[int(np.nanargmax(values))]
+        return show_images(self.work.test, key, self.trained.heads[key], n, data)
+
+    def _of_site(
+        self, one: Patches, place: Mapping[str, Any] | None = None, baseline: str = ""
+    ) -> Iterator[dict[str, Any]]:
+        place = place or site_columns(self.work.test.store, one)
+        for key in self._keys(one):
+            about = {**place, "baseline": baseline, "l2_relative": key.l2, "k": key.k}
+            yield from self._cells(key, about)
+
+    def _keys(self, one: Patches) -> list[HeadKey]:
+        return [key for key in self.trained.heads if key.of == one.name and not key.baseline]
+
+    def _cells(self, key: HeadKey, about: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        settings = self.work.settings
+        rows = settings.task.cells(self.counts[key], settings.metrics, settings.per_class)
+        for cells in rows:
+            yield {**about, **cells, "n_images": self.work.test.n_images}
+
+
+@dataclass(frozen=True)
+class Testing:
+    """The test images, the heads that predict them, and what is measured."""
+
+    part: Part
+    heads: Mapping[HeadKey, Head]
+    wanted: Sequence[str]
+    blocks: Blocks
+
+
+@dataclass
+class HeadCounts(Sums[Testing]):
+    """The tallies of all heads."""
+
+    counts: dict[HeadKey, Tally] = field(default_factory=dict)
+
+    def update(self, slab: Slab) -> None:
+        """Predict and count the images of a slab."""
+        assert self.work is not None
+        part, heads, rows = self.work.part, self.work.heads, counted_rows(slab)
+        pixels = [part.truth.pixels(row) for row in rows]
+        for key in heads:
+            if key.baseline:
+                for row, of_grid in zip(rows, pixels, strict=True):
+                    self._count(key, row, np.zeros((0, 0, 0)), of_grid[key.of])
+        for site, features in part.features.items():
+            keys = [key for key in heads if key.of == site and not key.baseline]
+            for row, x, of_grid in zip(rows, features.of_slab(slab), pixels, strict=True):
+                z = x.astype(np.float64).reshape(*features.grid, features.dim)
+                for key in keys:
+                    self._count(key, row, z, of_grid[part.grids[site]])
+
+    def _count(self, key: HeadKey, row: int, tokens: Float, pixels: Pixels) -> None:
+        assert self.work is not None
+        if key not in self.counts:
+            blocks = self.work.blocks
+            self.counts[key] = self.work.part.task.tally(self.work.wanted, blocks.n)
+        block = int(self.work.blocks.of_rows[row])
+        self.counts[key].count(block, self.work.heads[key].predict(tokens, pixels), pixels)
+
+
+def score_heads(
+    part: Part, heads: dict[HeadKey, Head], wanted: Sequence[str], execution: Execution, alone: bool
+) -> tuple[dict[HeadKey, Tally], Blocks]:
+    """Tally what each head predicts of the test images; also return the jackknife's blocks. wanted:
+    metrics; alone: one slab after the other, as a head takes all threads, or is too large to be
+    sent.
+
+    Raises:
+        VitseeError: no pixel of the test images counts.
+    """
+    blocks = Blocks.of(part.store, part.truth.mask, execution.seed)
+    make = partial(HeadCounts, Testing(part, heads, wanted, blocks))
+    if alone:
+        one = replace(execution, map=None, jobs=1)
+        counts = one.fold(part.store, make, part.truth.rows, slab_bytes=part.slab_bytes).counts
+    else:
+        counts = part.fold(make, execution).counts
+    if not any(map(bool, counts.values())):
+        raise part.no_pixel("test")
+    return counts, blocks
 
 
 def show_images(
@@ -131,115 +313,3 @@ def _picture(pixels: NDArray[np.uint8], *, smooth: bool = False) -> str:
         Image.Resampling.BICUBIC if smooth else Image.Resampling.NEAREST,
     )
     return encode(np.asarray(image))
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The choices of a run: sites, solver and metrics; eigen: on the crop of Eigen et al. 2014."""
-
-    sites: tuple[str, ...]
-    concat: int | None
-    task: Task
-    solver: Solver
-    metrics: tuple[str, ...]
-    per_class: bool
-    eigen: bool
-
-
-class PairOfStores:
-    """A store that trains and a store that tests, which may be the same one."""
-
-    def __init__(self, train: Images, test: Images, settings: Settings) -> None:
-        self.settings = settings
-        sites = grid_sites(train[0], settings.sites)
-        self.chosen = probed(train[0], sites, settings.concat)
-        others = [Patches.of(test[0], one.sites) for one in self.chosen]
-        more = settings.task, settings.solver.resolution
-        self.train = Part.of(*train, self.chosen, *more)
-        self.test = Part.of(*test, others, *more, settings.eigen)
-        for ours, theirs in zip(self.chosen, others, strict=True):
-            ours.check_alike(theirs)
-
-    @property
-    def n_images(self) -> int:
-        """The number of images that are read, for a progress bar."""
-        solver = self.settings.solver
-        trained = (2 if solver.balanced else 1) * self.train.n_images
-        if solver.name == SGD:
-            trained += solver.steps * BATCH * len(self.chosen)
-        return trained + self.test.n_images
-
-    def probe(self, execution: Execution) -> Found:
-        """Train the probes and test them."""
-        solver = self.settings.solver
-        if solver.name == RIDGE:
-            trained = train_ridge(self.train, solver, execution)
-        elif solver.name == SGD:
-            from vitsee_core.analyses.dense_probe.sgd_training import train_sgd  # torch
-
-            trained = train_sgd(self.train, solver, execution)
-        else:
-            trained = train_from_bank(self.train, solver, execution)
-        alone = solver.of_neighbours  # they take all threads
-        metrics = self.settings.metrics
-        found = score_heads(self.test, trained.heads, metrics, execution, alone)
-        return Found(self, trained, *found)
-
-
-@dataclass(frozen=True)
-class Found:
-    """The trained probes of a pair of stores, and the counts of their predictions."""
-
-    work: PairOfStores
-    trained: Trained
-    counts: Mapping[HeadKey, Tally]
-    blocks: Blocks
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """The rows of the model's sites, then those of the baselines at each of them."""
-        for one in self.work.chosen:
-            yield from self._of_site(one)
-        several = len(self.work.settings.solver.l2s) > 1
-        for one in self.work.chosen:
-            grid = self.work.test.grids[one.name]
-            place = site_columns(self.work.test.store, one)
-            for own in self._keys(one):
-                # Beside each row that they are compared with.
-                of = place | {"k": own.k, "l2_relative": own.l2 if several else None}
-                for name in self.work.settings.task.baselines:
-                    yield from self._cells(HeadKey(grid, baseline=name), of | {"baseline": name})
-
-    def rows_for(self, trained: Found) -> Iterator[dict[str, Any]]:
-        """The rows of an untrained model's sites as a baseline of a trained model's."""
-        known = {one.name: one for one in self.work.chosen}
-        for one in trained.work.chosen:
-            if one.name not in known:
-                label = self.work.train.store.label
-                raise VitseeError(f"{label} lacks the site {one.name}, which is probed")
-            yield from self._of_site(
-                known[one.name], site_columns(trained.work.test.store, one), UNTRAINED
-            )
-
-    def shown(self, n: int, data: str | None) -> list[dict[str, Any]]:
-        """The first n test images as the best probe predicts them, for the notes."""
-        keys = [key for key in self.counts if not key.baseline]
-        values = [self.work.settings.task.quality(self.counts[key]) for key in keys]
-        key = keys[int(np.nanargmax(values))]
-        return show_images(self.work.test, key, self.trained.heads[key], n, data)
-
-    def _of_site(
-        self, one: Patches, place: Mapping[str, Any] | None = None, baseline: str = ""
-    ) -> Iterator[dict[str, Any]]:
-        place = place or site_columns(self.work.test.store, one)
-        for key in self._keys(one):
-            about = {**place, "baseline": baseline, "l2_relative": key.l2, "k": key.k}
-            yield from self._cells(key, about)
-
-    def _keys(self, one: Patches) -> list[HeadKey]:
-        return [key for key in self.trained.heads if key.of == one.name and not key.baseline]
-
-    def _cells(self, key: HeadKey, about: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        settings = self.work.settings
-        rows = settings.task.cells(self.counts[key], settings.metrics, settings.per_class)
-        for cells in rows:
-            yield {**about, **cells, "n_images": self.work.test.n_images}

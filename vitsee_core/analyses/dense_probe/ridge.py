@@ -5,7 +5,7 @@
 over the n pixels that count of all images: U interpolates tokens bilinearly, Y is 1 for a pixel's
 class and 0 for the others, or its depth; v is the mean variance of a feature over pixels, so that
 l2, the analysis's `l2_relative`, has no unit: l2 n v is scikit-learn's alpha. The intercept b is
-not penalised. With tokens about a fixed `shift`, the sums of `cells` make
+not penalised. With tokens about a fixed `shift`, the sums of `pixels.CellSums` make
 
     A = Z'SZ - n m m',  B = Z'T - m (sum Y)',  m = Z'S1 / n,   W = (A + l2 n v I)^-1 B
 
@@ -19,20 +19,37 @@ of each of C classes, so that all classes weigh alike.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.analyses.dense_probe.cells import CellSums, LinearScores, Places, count_places
-from vitsee_core.analyses.dense_probe.work import Part, Sums, counted_rows
+from vitsee_core.analyses.dense_probe.options import RIDGE_GRID, Solver
+from vitsee_core.analyses.dense_probe.pixels import (
+    CellSums,
+    Head,
+    LinearScores,
+    Places,
+    count_places,
+)
+from vitsee_core.analyses.dense_probe.work import (
+    CHOOSING,
+    HeadKey,
+    Part,
+    Sums,
+    Trained,
+    blind_heads,
+    counted_rows,
+    drawn,
+)
 from vitsee_core.masks.class_maps import IGNORED
 from vitsee_core.types import Float, Integers, Mask
+from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
+    from vitsee_core.runtime.execution import Execution
     from vitsee_stores import Slab
-
-GRID = tuple(10.0**e for e in range(-8, 3))
 
 
 @dataclass
@@ -191,7 +208,85 @@ class Solutions:
         return self.rhs / (self.values + l2)[:, None]
 
 
-def choose_l2(fitted: PixelSums, held_out: PixelSums, l2s: Sequence[float]) -> float:
+def train_ridge(part: Part, solver: Solver, execution: Execution) -> Trained:
+    """Train the probes of every site, and the baselines of every grid.
+
+    Raises:
+        VitseeError: no pixel counts, or there are too few images to choose l2.
+    """
+    held_out = np.zeros(part.store.n_images, bool)
+    if not solver.l2s:
+        held_out = drawn(part.store, part.truth.mask, CHOOSING, (execution.seed, 3))
+    weights = None
+    if solver.balanced:
+        weights = balanced_weights(count_truth(part, execution))
+    sums = _fold_training(part, held_out, weights, execution)
+    shifts, task = _shifts(part), part.task
+    heads: dict[HeadKey, Head] = {}
+    chosen, notes = {}, dict[str, object]()
+    for site, features in part.features.items():
+        fitted, held = sums.parts(site, features.dim, task.n_targets)
+        whole = fitted + held
+        if not whole.n:
+            raise part.no_pixel("training")
+        values = list(solver.l2s) or [_chosen(fitted, held, site)]
+        solutions = Solutions.of(whole)
+        for l2 in values:
+            scores = solutions.scores(l2, shifts[site])
+            heads[HeadKey(site, l2)] = task.head(solutions.classes, scores)
+        chosen[site] = values
+        notes["training_pixels"] = round(whole.n)
+        notes["n_trained"] = len(solutions.classes)
+    notes["l2_relative"] = chosen
+    if not solver.l2s:
+        notes["held_out_images"] = int(held_out.sum())
+    return Trained(heads | blind_heads(task, sums.places), notes)
+
+
+def count_truth(part: Part, execution: Execution) -> Places:
+    """Count the training pixels, without reading tokens.
+
+    Raises:
+        VitseeError: none counts.
+    """
+    found = _fold_training(replace(part, features={}), np.zeros(0, bool), None, execution).places
+    if not any(own.weights.any() for own in found.values()):
+        raise part.no_pixel("training")
+    return found
+
+
+def balanced_weights(places: Places) -> Float:
+    """The weight of a pixel of each class, (256,): n / (C n_c); those of all pixels add up to n."""
+    totals = next(iter(places.values())).totals
+    there = totals > 0
+    found = np.zeros(IGNORED + 1)
+    found[:IGNORED][there] = totals.sum() / (there.sum() * totals[there])
+    return found
+
+
+def _chosen(fitted: PixelSums, held: PixelSums, site: str) -> float:
     """The l2 with the least squared error per held-out pixel, the largest of several."""
-    errors = Solutions.of(fitted).squared_errors(l2s, held_out)
-    return min(zip(errors, l2s, strict=True), key=lambda pair: (pair[0], -pair[1]))[1]
+    if not fitted.n or not held.n:
+        raise VitseeError(
+            f"{site}: l2 cannot be chosen, as the training images that fit have {fitted.n:.0f} "
+            f"pixels that count and those held out {held.n:.0f}; give it with --l2-relative, or "
+            "more images"
+        )
+    errors = Solutions.of(fitted).squared_errors(RIDGE_GRID, held)
+    return min(zip(errors, RIDGE_GRID, strict=True), key=lambda pair: (pair[0], -pair[1]))[1]
+
+
+def _shifts(part: Part) -> dict[str, Float]:
+    """A token of each site; sums of features minus it lose no digits."""
+    first = int(np.flatnonzero(part.truth.mask)[0])
+    tokens = {site: own.load(first)[0].astype(np.float64) for site, own in part.features.items()}
+    return {site: np.where(np.isfinite(token), token, 0.0) for site, token in tokens.items()}
+
+
+def _fold_training(
+    part: Part, held_out: Mask, weights: Float | None, execution: Execution
+) -> TrainingSums:
+    make = partial(TrainingSums, Training(part, _shifts(part), held_out, weights))
+    dims = [own.dim for own in part.features.values()]
+    sums = sum(8 * 2 * dim * (dim + part.task.n_targets) for dim in dims)
+    return part.fold(make, execution, part.slab_bytes + sums)
