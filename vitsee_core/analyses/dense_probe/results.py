@@ -286,7 +286,7 @@ def _judged(prediction: Labels, pixels: Pixels) -> dict[str, Any]:
 
 
 def depth_colours(depths: Labels, top: float) -> NDArray[np.uint8]:
-    """(height, width, 3) from near (dark) to `top` metres (light)."""
+    """The colours (height, width, 3) of depths, from near (dark) to `top` metres (light)."""
     from matplotlib import colormaps
 
     there = np.isfinite(depths)
@@ -297,8 +297,8 @@ def depth_colours(depths: Labels, top: float) -> NDArray[np.uint8]:
 
 
 def coloured(labels: ClassMap) -> NDArray[np.uint8]:
-    """(height, width, 3): the palette of Pascal VOC, whose colours follow from the bits of a class;
-    white without a class."""
+    """The colours (height, width, 3) of classes in the palette of Pascal VOC, which follow from the
+    bits of a class; white without a class."""
     numbers, bits = np.arange(IGNORED + 1)[:, None, None], np.arange(8)
     set_bits = numbers >> (3 * bits + np.arange(3)[:, None]) & 1
     palette = (set_bits << (7 - bits)).sum(-1).astype(np.uint8)

@@ -73,7 +73,7 @@ def pairs_of_untrained(
     holdout: float | None,
     execution: Execution,
 ) -> list[tuple[Images, Images]]:
-    """Like `pairs`, for the stores of an untrained model.
+    """The same as `pairs`, for the stores of an untrained model.
 
     Raises:
         VitseeError: their number differs from that of the trained model's stores.
@@ -228,8 +228,8 @@ class Truth:
         }
 
     def cells(self, row: int) -> dict[str, Labels]:
-        """For each grid the labels (cells, pixels) of each cell's pixels of the model's input; none
-        of cells whose middle is beside the image.
+        """The labels (cells, pixels) of each cell's pixels of the model's input, for each grid;
+        none of cells whose middle is beside the image.
 
         Raises:
             VitseeError: cells are not whole pixels; see `labels`.
@@ -462,8 +462,8 @@ def counted_rows(slab: Slab) -> list[int]:
 
 @contextmanager
 def lanes(size: int, execution: Execution) -> Iterator[Execution]:
-    """As many threads as cores and memory allow, each with one BLAS thread; size: bytes of one's
-    work."""
+    """An execution with as many threads as cores and memory allow, each with one BLAS thread; size:
+    bytes of one's work."""
     if execution.map is None:
         width = n_lanes(execution.budget // (2 * size))
         execution = replace(execution, jobs=max(execution.jobs, width))

@@ -1,4 +1,4 @@
-"""Which images train a probe, which choose its l2, and which test it.
+"""The images that train a probe, those that choose its l2, and those that test it.
 
 All of it is decided in the data set's own order (`samples.index`), so that a shuffled store selects
 the same images as an ordered one.

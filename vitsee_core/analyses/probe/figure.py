@@ -104,7 +104,7 @@ def _with_vectors(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _cells(rows: pl.DataFrame) -> pl.Series:
-    """(rows,) whether a row is one of the tokens of `each`, and so drawn in a map."""
+    """A mask (rows,) of the tokens of `each`, which are drawn in a map."""
     token = pl.col("token").cast(pl.String).fill_null("")
     single = token.str.contains(r"^(\d+(,\d+)?|cls|dist|reg\d+)$")
     return rows.select(single & (token == EACH).any().over("store", "site")).to_series()
@@ -147,8 +147,8 @@ Site = tuple[str, Any]  # name, map
 
 
 def _maps(cells: pl.DataFrame) -> list[tuple[str, list[Site]]]:
-    """(title, maps) of each store whose tokens were probed individually; for several numbers of
-    shots, the largest."""
+    """The title and the maps of each store whose tokens were probed individually; for several
+    numbers of shots, the largest."""
     cells = of_models(cells.filter(pl.col("row").is_not_null(), metric="top1"))
     out = []
     for own in cells.partition_by("store", maintain_order=True):

@@ -56,7 +56,7 @@ class Source(Protocol):
         """The tokens in groups of about `n_tokens` that are read together."""
 
     def blocks(self, part: slice, places: Integers) -> Iterator[Block]:
-        """(places, features (m, tokens of the part, dim)) until all of `places` are done.
+        """Blocks of places and features (m, tokens of the part, dim), until all `places` are done.
 
         Args:
             part: of the tokens.
@@ -333,7 +333,7 @@ def _look(judges: Judges, blocks: Iterable[Block], masks: Mask, task: Task) -> N
 
 
 def _chosen(mask: Mask, x: NDArray[np.float32]) -> tuple[slice | Integers, NDArray[np.float32]]:
-    """Which images of a block are selected, and their features; without copying all of them."""
+    """The selected images of a block, and their features, which are not copied if all are."""
     if mask.all():
         return slice(None), x
     rows = np.flatnonzero(mask)

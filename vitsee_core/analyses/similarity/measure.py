@@ -1,4 +1,4 @@
-"""What a measure must offer, and the Gram matrix that it is given.
+"""The protocol of measures, and the Gram matrix that they are given.
 
 A measure makes a state of each representation, once, and numbers of pairs of states.
 """
@@ -137,14 +137,15 @@ class SiteGram:
 
     @property
     def zero(self) -> Mask:
-        """(n,) images whose features are all 0, up to rounding."""
+        """A mask (n,) of images whose features are all 0, up to rounding."""
         own, g = np.diagonal(self.shifted).astype(np.float64), self.shift.along
         scale = own + 2 * np.abs(g) + self.shift.squared
         return own + 2 * g + self.shift.squared <= CANCELLED * scale
 
     @property
     def flat(self) -> Mask:
-        """(n,) images whose features are all the same (so that none correlates)."""
+        """A mask (n,) of images whose features are all the same, so that they correlate with
+        none."""
         own = np.diagonal(self.shifted).astype(np.float64)
         raw = own + 2 * self.shift.along + self.shift.squared
         spread = raw - self.shift.n_features * self.shift.means**2

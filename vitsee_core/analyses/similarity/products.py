@@ -88,7 +88,7 @@ class Cka(_Flattened):
     reduces: ClassVar[bool] = True
 
     def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> Float32 | None:
-        """(n, n) U-centred, of norm 1; None if HSIC_1 with itself is not positive."""
+        """The U-centred matrix (n, n) of norm 1; None if HSIC_1 with itself is not positive."""
         return _u_centred(gram.centred())
 
     def reduced(self, state: Float32, places: Integers) -> Float32 | None:
@@ -128,8 +128,8 @@ class Rsa(_Flattened):
     reduces: ClassVar[bool] = True
 
     def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> Float32 | None:
-        """(n, n) ranks of dissimilarities from 1 on, exact in float32, 0 on the diagonal; None if
-        all are equal."""
+        """The ranks (n, n) of dissimilarities from 1 on, exact in float32, 0 on the diagonal; None
+        if all are equal."""
         from scipy.stats import rankdata
 
         euclidean = self.rdm == "euclidean"
@@ -220,7 +220,7 @@ class Gulp(_Flattened):
     most_images: ClassVar[int | None] = MOST_DENSE
 
     def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> Float32:
-        """(n, n) A."""
+        """The matrix A (n, n)."""
         k = gram.centred()
         k /= np.trace(k)
         np.fill_diagonal(k, np.diagonal(k) + self.ridge)
@@ -296,7 +296,7 @@ class Procrustes(_OfFactors):
     name: ClassVar[str] = "procrustes"
 
     def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> Float | None:
-        """(n, r) U S^(1/2), of norm 1."""
+        """The factor U S^(1/2) (n, r), of norm 1."""
         vectors, values = factorised(gram)
         return vectors * np.sqrt(values / values.sum()) if len(values) else None
 
@@ -316,7 +316,7 @@ class Svcca(_OfFactors):
     name: ClassVar[str] = "svcca"
 
     def prepare(self, gram: SiteGram, kept: tuple[int, ...] = ()) -> Float | None:
-        """(n, a) leading eigenvectors."""
+        """The leading eigenvectors (n, a)."""
         vectors, values = factorised(gram)
         if not len(values):
             return None
