@@ -234,16 +234,17 @@ def run(
         if how.kind == "minibatch":  # logged once, not for each grid
             of_store = Estimator("minibatch", *batch_sizes(how, len(images)))
         work.say_cost(len(images))
-        of_sites = _SiteTables(work, images, of_store, execution.seed, data, summary)
+        compare = _SiteBlocks(work, images, of_store, execution.seed, data, summary)
         together = work.together(of_store, execution.budget)
         if execution.map is not None:  # what is read once for several sites is read by each
             together = [[k] for group in together for k in group]
-        made = [one for some in execution.spread(of_sites, together, unit="sites") for one in some]
+        made = [one for some in execution.spread(compare, together, unit="sites") for one in some]
         order = [k for group in together for k in group]
-        for _, (table, site, maps_notes, patch_px) in sorted(
+        blocks: list[dict[str, Any]] = []
+        for _, (columns, site, maps_notes, patch_px) in sorted(
             zip(order, made, strict=True), key=lambda one: one[0]
         ):
-            tables.append(table)
+            blocks.append(columns)
             notes |= {"estimator": maps_notes["estimator"]}
             about |= maps_notes
             about.setdefault("patch_px", {})[site] = list(patch_px)
@@ -251,7 +252,8 @@ def run(
             "" if work.store.has("input") else "; loaded again from the store's data"
         )
         notes["stores"][work.store.label] = about
-        remarks += _too_few(work.store.label, [table for table, *_ in made])
+        tables.append(Table.concat(blocks, SITE_COLUMNS if summary == "site" else COLUMNS))
+        remarks += _too_few(work.store.label, tables[-1].frame)
     for remark in remarks:
         log.warning("%s", remark)
     notes["remarks"] = remarks
@@ -281,12 +283,9 @@ def _rows(store: Store, execution: Execution, how: Estimator) -> tuple[Integers,
     return rows, {"chosen": chosen.describe()}
 
 
-def _too_few(label: str, tables: Sequence[Table]) -> list[str]:
+def _too_few(label: str, rows: pl.DataFrame) -> list[str]:
     """A remark on a store if some of its CKAs may be anything from -1 to 1."""
-    of_cka = pl.col("metric").is_in(["cka", "own_cka"]), pl.col("low").is_finite()
-    rows = pl.concat(
-        table.frame.filter(*of_cka).select("low", "high", "n_images") for table in tables
-    )
+    rows = rows.filter(pl.col("metric").is_in(["cka", "own_cka"]), pl.col("low").is_finite())
     whole = ((rows["low"] <= -1) & (rows["high"] >= 1)).to_numpy()
     if not len(rows) or whole.mean() < SAID:
         return []
@@ -298,9 +297,9 @@ def _too_few(label: str, tables: Sequence[Table]) -> list[str]:
 
 
 @dataclass
-class _SiteTables:
-    """The tables of sites that are compared together, their names, notes and patches. pixels: read
-    by the first call, in every process."""
+class _SiteBlocks:
+    """The columns of sites that are compared together, their names, notes and patches; arrays, so
+    that a killed run keeps them. pixels: read by the first call, in every process."""
 
     work: SiteMaps
     images: Integers
@@ -315,7 +314,7 @@ class _SiteTables:
 
     def __call__(
         self, execution: Execution, together: Sequence[int]
-    ) -> list[tuple[Table, str, dict[str, Any], tuple[int, ...]]]:
+    ) -> list[tuple[dict[str, Any], str, dict[str, Any], tuple[int, ...]]]:
         store = self.work.store
         if self.pixels is None:
             self.pixels = input_pixels(store, self.images, self.data, execution.progress)
@@ -323,12 +322,12 @@ class _SiteTables:
             together, self.pixels, self.images, self.how, self.seed, execution
         )
         return [
-            (_table(maps, store, self.summary), maps.site.name, maps.h.notes, maps.patch_px)
+            (_columns(maps, store, self.summary), maps.site.name, maps.h.notes, maps.patch_px)
             for maps in all_maps
         ]
 
 
-def _table(maps: Maps, store: Store, summary: str | None) -> Table:
+def _columns(maps: Maps, store: Store, summary: str | None) -> dict[str, Any]:
     h = maps.h
     alike = site_columns(store, maps.site) | {"spread": h.spread, "n_images": h.n_images}
     n_tokens, n_patches = h.cross.shape
@@ -343,7 +342,6 @@ def _table(maps: Maps, store: Store, summary: str | None) -> Table:
             "value": of.cka.ravel(),
             **{name: getattr(of, name).ravel() for name in ("std", "low", "high")},
         }
-        names: Sequence[str] = COLUMNS
     elif summary == "token":
         numbers = token_summary(maps)
         columns = {
@@ -353,7 +351,6 @@ def _table(maps: Maps, store: Store, summary: str | None) -> Table:
             "metric": np.tile(TOKEN_METRICS, len(maps.tokens)),
             **{name: values.ravel() for name, values in numbers.items()},
         }
-        names = COLUMNS
     else:
         n_tokens, numbers = site_summary(maps)
         nothing = np.array([np.nan])
@@ -364,7 +361,6 @@ def _table(maps: Maps, store: Store, summary: str | None) -> Table:
             "n_tokens": np.full(len(SITE_METRICS) + 1, n_tokens),
             "baseline": np.array(["" for _ in SITE_METRICS] + ["chance"]),
         }
-        names = SITE_COLUMNS
     length = len(next(iter(columns.values())))
     columns |= alike
     own = replicates_of(maps, summary)
@@ -372,7 +368,7 @@ def _table(maps: Maps, store: Store, summary: str | None) -> Table:
         own = np.pad(own, ((0, length - len(own)), (0, 0)), constant_values=np.nan)
     if own is not None:
         columns["replicates"] = own
-    return Table.concat([columns], names)
+    return columns
 
 
 @styled
