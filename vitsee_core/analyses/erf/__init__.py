@@ -136,7 +136,7 @@ def run(
     for store, chosen in selected.members:
         if not chosen:
             choose_sites(store, sites)  # refuses with the reason
-    rows: list[dict[str, Any]] = []
+    blocks: list[dict[str, Any]] = []
     used: dict[str, Any] = {}
     n_sites = sum(map(len, selected.chosen))
     with counting(execution.progress, n_sites, "sites") as progress:
@@ -148,8 +148,8 @@ def run(
                 field = Field(np.asarray(store.erf(site.name))[slabs].astype(np.float64), counts)
                 if not field.mean.any():
                     zero.append(site.name)
-                for metric in wanted:
-                    rows += [_row(store, site, metric, field, **v) for v in _values(field, metric)]
+                about = site_columns(store, site) | {"n_images": int(counts.sum())}
+                blocks += [about | {"metric": m} | _values(field, m) for m in wanted]
                 progress.advance(1)
             if zero:
                 named = few(zero)
@@ -161,7 +161,7 @@ def run(
         "images": used,
         **selected.notes(),
     }
-    return Table.from_rows(rows, COLUMNS, notes)
+    return Table.concat(blocks, COLUMNS, notes)
 
 
 def at_a_glance(table: Table) -> Table:
@@ -288,39 +288,25 @@ def squares(field: Float) -> tuple[int, Float]:
     return step, field
 
 
-def _values(field: Field, metric: str) -> list[dict[str, Any]]:
-    """value, std, low, high; for `gradient` also row and col, one entry per square."""
+def _values(field: Field, metric: str) -> dict[str, Any]:
+    """value, std, low, high; for `gradient` row, col and value of every square."""
     if metric == "gradient":
         step, cells = squares(field.mean)
-        return [
-            {"row": int(i * step), "col": int(j * step), "value": float(value)}
-            for (i, j), value in np.ndenumerate(cells)
-        ]
+        row, col = (step * at.ravel() for at in np.indices(cells.shape))
+        return {"row": row, "col": col, "value": cells.ravel()}
     value = _number(field.mean, metric)
     without = np.array([_number(other, metric) for other in field.without_each()])
     if not len(without):
-        return [{"value": value}]
+        return {"value": value}
     error = float(standard_error(without))
     half = t_quantile(len(without) - 1) * error
     std = error * float(np.sqrt(field.counts.sum()))
     ends = {"low": value - half, "high": value + half}
-    return [{"value": value, "std": std, **ends, WORD: without}]
+    return {"value": value, "std": std, **ends, WORD: without}
 
 
 def _number(field: Float, metric: str) -> float:
     return offset(field) if metric == "offset_px" else radius(field, RADII[metric])
-
-
-def _row(store: Store, site: SiteSpec, metric: str, field: Field, **values: Any) -> dict[str, Any]:
-    return {
-        **site_columns(store, site),
-        "row": None,
-        "col": None,
-        "metric": metric,
-        **dict.fromkeys(("std", "low", "high"), float("nan")),
-        **values,
-        "n_images": int(field.counts.sum()),
-    }
 
 
 def headline(table: Table) -> list[Answer]:
