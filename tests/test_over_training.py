@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from demo_recipes import build
 from over_training import Kept, bundled_split, steps_kept
@@ -21,6 +22,7 @@ def test_steps_are_even_on_a_logarithmic_axis_and_end_with_the_last() -> None:
     assert ratios.max() < np.log(2) + 1e-9
 
 
+@pytest.mark.slow
 def test_kept_weights_are_those_of_the_demos_training(tmp_path: Path) -> None:
     """Kept before the first update and after the last, and the training is the same to the bit."""
     data = random_split(8)
