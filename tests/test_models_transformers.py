@@ -22,6 +22,7 @@ from vitsee_core.models.load import load_model
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sources import source_of
 from vitsee_core.models.sources.transformers_inputs import refuse_others
+from vitsee_core.study import catalogue
 from vitsee_stores import open_store
 
 transformers: Any = pytest.importorskip("transformers")
@@ -221,6 +222,17 @@ def test_names_of_classes() -> None:
     assert "transformers:ViTModel" in found
     with pytest.raises(ModelError, match="no class of transformers for images matches"):
         source_of("transformers:Nothing*").matching()
+
+
+def test_names_of_towers() -> None:
+    """A class of images and text stands for its towers, whatever the case of the letters."""
+    found = source_of("transformers:*qwen2vl*").matching()
+    assert found == {"transformers:Qwen2VLModel#visual": []}
+    found = source_of("transformers:LlavaM*").matching()
+    assert found == {"transformers:LlavaModel#vision_tower": []}
+    table = catalogue.run("transformers:*2*vlmodel*")
+    left_out = dict(table.frame.select("model", "left_out").iter_rows())
+    assert "for values to show" in left_out["transformers:Qwen2_5_VLModel#visual"]
 
 
 def test_open_clip() -> None:

@@ -42,7 +42,9 @@ def run(
 
     Args:
         pattern: a name, or a glob of timm's architectures or of `NAME.TAG`, or of those of another
-            source (`torchvision:vit_*`); case-sensitive.
+            source (`torchvision:vit_*`); case-sensitive, but for classes of transformers where none
+            matches so. A class of images and text stands for its towers, CLASS#PATH; of several
+            models one that is refused is a row with the reason.
         limit: how many architectures may be made.
         names_only: make none; columns beyond tags and input size are empty.
         prove: make each with random weights and prove its sites on pixels, as extract does, in
@@ -66,7 +68,7 @@ def run(
         rows = []
         with counting(progress, len(found), "models"):
             for name, tags in found.items():
-                rows.append(_made(name, tags, needs, prove))
+                rows.append(_made(name, tags, needs, prove, len(found) > 1))
                 progress.advance(1)
     return Table.from_rows(rows, COLUMNS)
 
@@ -102,14 +104,19 @@ def _named(name: str, tags: Sequence[str]) -> dict[str, Any]:
 
 
 def _made(
-    name: str, tags: Sequence[str], needs: Mapping[str, tuple[str, ...]], prove: bool
+    name: str, tags: Sequence[str], needs: Mapping[str, tuple[str, ...]], prove: bool, several: bool
 ) -> dict[str, Any]:
     from vitsee_core.models.hook_points import ModelError
     from vitsee_core.models.listing import flops_of, sketched_module
     from vitsee_core.models.load import load_model
     from vitsee_core.models.site_tables import site_table, sketch
 
-    module, size = sketched_module(name, {})
+    try:
+        module, size = sketched_module(name, {})
+    except ModelError as error:
+        if not several:
+            raise
+        return {"model": name, "tags": " ".join(tags), "left_out": _line(error)}
     row: dict[str, Any] = {
         "model": name,
         "tags": " ".join(tags),

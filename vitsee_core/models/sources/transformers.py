@@ -39,7 +39,12 @@ from vitsee_core.models.sources.transformers_classes import (
     size_of,
 )
 from vitsee_core.models.sources.transformers_inputs import adapt, refuse_others
-from vitsee_core.models.sources.transformers_parts import on_meta, read_weights, towers
+from vitsee_core.models.sources.transformers_parts import (
+    named_towers,
+    on_meta,
+    read_weights,
+    towers,
+)
 
 PREFIX = "transformers:"
 
@@ -102,10 +107,12 @@ class TransformersSource(Source):
         place, _, _ = self.parts
         if not re.search(r"[*?[]", place):
             return {self.name: []}
-        found = [name for name in class_names() if fnmatchcase(name, place)]
+        names = class_names()
+        found = [name for name in names if fnmatchcase(name, place)]
+        found = found or [name for name in names if fnmatchcase(name.lower(), place.lower())]
         if not found:
             raise ModelError(f"no class of transformers for images matches {place!r} (try '*ViT*')")
-        return {f"{PREFIX}{name}": [] for name in found}
+        return {f"{PREFIX}{name}": [] for own in found for name in named_towers(own)}
 
     def make(
         self, *, pretrained: bool, seed: int, wanted: dict[str, Any], foreign: bool = False

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from vitsee_core.models.packing import packed_inputs
+from vitsee_core.models.sources.transformers_classes import library
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 _PIXELS = "pixel_values"
@@ -30,6 +31,20 @@ def towers(whole: nn.Module) -> list[str]:
             if _TEXT not in taken and (_PIXELS in taken or packed_inputs(module)):
                 found.append(path)
     return found
+
+
+def named_towers(name: str) -> list[str]:
+    """`NAME#PATH` of each tower of a class of transformers that takes images and text, made without
+    values from its default configuration; the class itself where it takes images alone, or where
+    it cannot be made or has no tower."""
+    kind: Any = getattr(library(), name)
+    try:
+        if _TEXT not in inspect.signature(kind.forward).parameters:
+            return [name]
+        found = towers(on_meta(kind, kind.config_class()))
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, KeyError):
+        return [name]
+    return [f"{name}#{path}" for path in found] or [name]
 
 
 def on_meta(kind: Any, config: Any) -> nn.Module:
