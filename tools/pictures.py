@@ -45,6 +45,12 @@ ELSEWHERE = {
             ("rank", "spectrum", "--metric effective_rank --sites 'blocks,!embed' "),
         )
     },
+    "tower-windows": "vitsee extract 'transformers:Qwen2_5_VisionTransformerPretrainedModel?depth=2"
+    "&hidden_size=48&num_heads=4&intermediate_size=96&out_hidden_size=64"
+    "&fullatt_block_indexes=[1]' --random-init 0 --img-size 224 --data demo:test --images 64 "
+    "-o tower.zarr\n"
+    "vitsee attn-map tower.zarr --kind aligned -o windows.csv\n"
+    "vitsee plot windows.csv --dpi 130 -o docs/tower-windows.png",
     "similarity-chance": "python tools/similarity_by_chance.py docs/similarity-chance.png",
 }
 DPI = 130  # what README shows: a page is about 900 pixels wide

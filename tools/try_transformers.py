@@ -2,6 +2,7 @@
 
     tools/transformers_4.sh /tmp/t4 python tools/try_transformers.py --rows /tmp/t4.json
     python tools/try_transformers.py docs/architectures-transformers.md --beside /tmp/t4.json
+    python tools/try_transformers.py docs/architectures-transformers.md --towers
 
 Classes of backbones, classifiers and towers of larger models, each made tiny from its own
 configuration with random weights. Of each: whether its sites are found; whether
@@ -9,7 +10,9 @@ the blocks' outputs equal its own `hidden_states` bit for bit, and whether the l
 before or behind the final norm; whether attention under scaled_dot_product_attention equals the
 `attentions` of the eager implementation; how many residual sublayers are proven. A row names what
 was refused and why; a traceback or a difference is a FAILURE, and the exit code 1. Some minutes on
-two cores.
+two cores. With --towers the section of the towers of all models of images and text is written anew,
+each tower made tiny by its path; a tower of packed patches gets them as vitsee cuts them, and its
+own states are compared row by row.
 """
 
 from __future__ import annotations
@@ -32,9 +35,11 @@ from vitsee_core.models.capture import Capture
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.packing import packing_of
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
-from vitsee_core.models.sources.transformers_classes import PIXELS, library
+from vitsee_core.models.sources.transformers_classes import PIXELS, class_names, library
+from vitsee_core.models.sources.transformers_parts import named_towers, on_meta
 
 ATTENTION = 1e-6
 MOST = 40_000_000  # parameters
@@ -70,6 +75,11 @@ NUMBERS = {
 STAGED = ("depths", "layer_depths", "num_blocks")
 SIDE, PATCH = 64, 16
 # Classes whose hidden states are no block's outputs, and what they are.
+TOWERS = "\n## Towers of models of images and text\n"
+PACKED = {
+    **{"depth": 4, "num_heads": 4, "embed_dim": 48, "num_position_embeddings": 64},
+    **{"window_size": 56, "fullatt_block_indexes": [1, 3], "deepstack_visual_indexes": [1, 2]},
+}
 OTHER_STATES = {"Swin2SRModel": "of stages, each with a convolution behind its blocks"}
 
 
@@ -115,6 +125,9 @@ def outputs(model: LoadedModel, x: Tensor, **wanted: bool) -> Any:
     if "spatial_shapes" in taken:  # patches, as the class's own processor cuts them
         x, more = naflex(x, config.patch_size)
         given |= more
+    if (packing := packing_of(module)) is not None:
+        given |= packing.arguments(len(x), packing.grid((x.shape[2], x.shape[3])), x.device)
+        x = packing.pack(x)
     if "noise" in taken and isinstance(config.patch_size, int):  # ViT-MAE orders its patches by it
         n = n_patches(x, config.patch_size)
         given["noise"] = torch.arange(n).expand(len(x), n)
@@ -155,10 +168,14 @@ def compare(model: LoadedModel, table: SiteTable) -> dict[str, Any]:
     except TypeError:  # of 4.x, where some classes do not take it
         states, found["hidden"] = None, "does not give them"
     if states:
-        tensors = [x for x in states if isinstance(x, Tensor) and x.ndim > 2]
+        packed = packing_of(model.module) is not None
+        tensors = [x for x in states if isinstance(x, Tensor) and (packed or x.ndim > 2)]
+        if packed:  # in each order that tokens have somewhere
+            orders = [o for o in table.orders.values() if o.axis == 0]
+            tensors = [o.laid(x) for x in tensors for o in orders if not len(x) % len(o.index)]
         other = OTHER_STATES.get(type(model.module).__name__)
         found |= {"hidden": other} if other else hidden_states(tensors, outs, keeper)
-    if table.attention:
+    if table.attention and packing_of(model.module) is None:
         try:
             weights = getattr(outputs(model, x, output_attentions=True), "attentions", None)
         except (RuntimeError, TypeError, ValueError):
@@ -210,11 +227,46 @@ def same_tokens(own: Tensor, given: Tensor) -> bool:
     return any(own.shape == one.shape and torch.equal(own, one) for one in readings)
 
 
+def tower_names() -> list[str]:
+    """CLASS#PATH of each tower of a class that takes images and text."""
+    return [n for name in class_names() for n in named_towers(name) if "#" in n]
+
+
+def tower_config(name: str) -> Any:
+    """The configuration of a tower, CLASS#PATH."""
+    whole, _, path = name.partition("#")
+    kind = getattr(library(), whole)
+    module: Any = on_meta(kind, kind.config_class()).get_submodule(path)
+    return module.config
+
+
+def smaller_tower(config: Any) -> dict[str, Any]:
+    args = smaller(config)
+    for key, value in PACKED.items():
+        now = getattr(config, key, None)
+        if now is not None and isinstance(now, list) == isinstance(value, list):
+            args[key] = value
+    if "depth" in args or "fullatt_block_indexes" in args or "deepstack_visual_indexes" in args:
+        args["num_hidden_layers"] = 4
+    for key, value in (("image_size", SIDE), ("patch_size", PATCH)):
+        if isinstance(getattr(config, key, None), list | tuple):
+            args[key] = [value, value]
+    return {key: value for key, value in args.items() if hasattr(config, key)}
+
+
 def attempt(name: str) -> dict[str, Any]:
     row: dict[str, Any] = {"class": name, "outcome": "ok", "reason": ""}
+    more: dict[str, Any] = {}
     try:
-        args = smaller(getattr(library(), name).config_class())
-        model = load_model(f"transformers:{name}", random_init=0, model_args=args)
+        if "#" in name:
+            config = tower_config(name)
+            args = smaller_tower(config)
+            patch = args.get("patch_size", getattr(config, "patch_size", None))
+            if "image_size" not in args and isinstance(patch, int):
+                more = {"img_size": 8 * patch}
+        else:
+            args = smaller(getattr(library(), name).config_class())
+        model = load_model(f"transformers:{name}", random_init=0, model_args=args, **more)
         n_params = sum(p.numel() for p in model.module.parameters())
         row |= {"n_params": n_params, "input": model.input_size[1]}
         if n_params > MOST:
@@ -329,16 +381,34 @@ def page(rows: list[dict[str, Any]], others: dict[str, Any] | None = None) -> st
     return "\n".join(lines) + "\n"
 
 
+def section(rows: list[dict[str, Any]]) -> str:
+    """The section of the towers."""
+    counts = {kind: sum(r["outcome"] == kind for r in rows) for kind in ("ok", "FAILURE")}
+    lines = [
+        TOWERS,
+        f"The {len(rows)} towers of all classes of transformers {library().__version__} that take",
+        "images and text, by their paths as `vitsee extract transformers:NAME#PATH` takes them,",
+        f"columns as above: {counts['ok']} ok, {counts['FAILURE']} failures. Of towers of packed",
+        "patches the hidden states are compared row by row, to the bit; their own classes give no",
+        "attention by image. A class whose default configuration makes no model is not among them.",
+        "",
+    ]
+    keys = ("class", "outcome", "blocks", "grids", "hidden", "attention", "eager", "residual")
+    columns = {**{key: key for key in keys}, "reason": "refused"}
+    return "\n".join([*lines, *table_lines(rows, columns), ""])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("page", type=Path, nargs="?")
     parser.add_argument("--rows", type=Path, help="write what was found as JSON, for --beside")
     parser.add_argument("--beside", type=Path, help="the --rows of another release")
     parser.add_argument("--only", nargs="*", help="these classes alone")
+    parser.add_argument("--towers", action="store_true", help="the section of towers alone")
     given = parser.parse_args()
     warnings.filterwarnings("ignore")
     rows = []
-    for name in given.only or names():
+    for name in given.only or (tower_names() if given.towers else names()):
         rows.append(attempt(name))
         row = rows[-1]
         print(name, row["outcome"], row.get("hidden"), row.get("eager"), row["reason"], flush=True)
@@ -347,7 +417,12 @@ def main() -> int:
         given.rows.write_text(json.dumps(record, indent=1))
     if given.page is not None:
         others = None if given.beside is None else json.loads(given.beside.read_text())
-        given.page.write_text(page(rows, others))
+        known = given.page.read_text() if given.page.exists() else ""
+        above, _, towers = known.partition(TOWERS)
+        if given.towers:
+            given.page.write_text(above + section(rows))
+        else:
+            given.page.write_text(page(rows, others) + (TOWERS + towers if towers else ""))
     return int(any(row["outcome"] == "FAILURE" for row in rows))
 
 
