@@ -386,11 +386,12 @@ def section(rows: list[dict[str, Any]]) -> str:
     counts = {kind: sum(r["outcome"] == kind for r in rows) for kind in ("ok", "FAILURE")}
     lines = [
         TOWERS,
-        f"The {len(rows)} towers of all classes of transformers {library().__version__} that take",
-        "images and text, by their paths as `vitsee extract transformers:NAME#PATH` takes them,",
-        f"columns as above: {counts['ok']} ok, {counts['FAILURE']} failures. Of towers of packed",
-        "patches the hidden states are compared row by row, to the bit; their own classes give no",
-        "attention by image. A class whose default configuration makes no model is not among them.",
+        f"{len(rows)} towers of classes of transformers {library().__version__} that take images",
+        "and text, by their paths as `vitsee extract transformers:NAME#PATH` takes them, the",
+        f"columns as above: {counts['ok']} ok, {counts['FAILURE']} failures. `vitsee models",
+        "'transformers:*'` lists all there are. Of towers of packed patches the hidden states are",
+        "compared row by row, to the bit, where the class gives any; their own classes give no",
+        "attention by image.",
         "",
     ]
     keys = ("class", "outcome", "blocks", "grids", "hidden", "attention", "eager", "residual")
