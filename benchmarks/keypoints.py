@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from synthetic import block_sites, write_store
 from torch.nn.functional import interpolate, normalize
 
-from vitsee_core.analyses.keypoints.located import Located
+from vitsee_core.analyses.keypoints.places import Located
 from vitsee_core.analyses.keypoints.search import search
 from vitsee_core.runtime.device import precision_context
 from vitsee_stores import Store, StorePlan, TokenLayout, open_store

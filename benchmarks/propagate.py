@@ -28,10 +28,15 @@ from numpy.typing import NDArray
 from PIL import Image
 from scipy import ndimage
 
-from vitsee_core.analyses.propagate.frame_map import FrameMap, frame_map
-from vitsee_core.analyses.propagate.propagation import Enlarged, Propagation, Window
+from vitsee_core.analyses.propagate.propagation import (
+    Enlarged,
+    FrameMap,
+    Propagation,
+    Window,
+    frame_map,
+)
 from vitsee_core.analyses.propagate.propagation_settings import PropagationSettings
-from vitsee_core.analyses.propagate.scores import VideoTruth, boundary_radius, contour_of
+from vitsee_core.analyses.propagate.videos import VideoTruth, boundary_radius, contour_of
 from vitsee_core.images.placement import Placement
 from vitsee_core.runtime.device import precision_context
 from vitsee_stores.layout import TokenLayout

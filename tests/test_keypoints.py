@@ -32,13 +32,10 @@ from tests.spair_sets import (
 from tests.stores import write_sites
 from tests.tables import equal, groups_of, having, unique
 from vitsee_core.analyses.keypoints import COLUMNS, matching, plot, run
-from vitsee_core.analyses.keypoints.candidates import Cells, candidates, cells_of
-from vitsee_core.analyses.keypoints.located import locate
-from vitsee_core.analyses.keypoints.matching import find, sample, unit
-from vitsee_core.analyses.keypoints.protocol import choose_protocol
+from vitsee_core.analyses.keypoints.places import Cells, candidates, cells_of, locate
 from vitsee_core.analyses.keypoints.scoring import KeypointScorer
-from vitsee_core.analyses.keypoints.search import search
-from vitsee_core.analyses.keypoints.spair import draw_pairs, read_pairs
+from vitsee_core.analyses.keypoints.search import find, sample, search, unit
+from vitsee_core.analyses.keypoints.spair import choose_protocol, draw_pairs, read_pairs
 from vitsee_core.images.placement import place
 from vitsee_core.labels.labelled_rows import random_features
 from vitsee_core.runtime.progress import Tally

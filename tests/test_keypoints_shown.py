@@ -32,10 +32,9 @@ from tests.stores import write_sites
 from tests.tables import having
 from vitsee_cli.main import main
 from vitsee_core.analyses.keypoints import plot, run, spair
-from vitsee_core.analyses.keypoints.located import locate
-from vitsee_core.analyses.keypoints.protocol import choose_protocol
+from vitsee_core.analyses.keypoints.places import locate
 from vitsee_core.analyses.keypoints.search import search
-from vitsee_core.analyses.keypoints.spair import draw_pairs, read_pairs
+from vitsee_core.analyses.keypoints.spair import choose_protocol, draw_pairs, read_pairs
 from vitsee_core.demo.spair import CATEGORIES, write_spair
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store, open_store

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from sklearn.metrics import average_precision_score
 
-from vitsee_core.analyses.retrieve.counted_ranks import Counter, Listed
-from vitsee_core.analyses.retrieve.precision import (
+from vitsee_core.analyses.retrieve.passes import Counter, Listed
+from vitsee_core.analyses.retrieve.scoring import (
     Ranked,
     average_precision,
     chance_precision,

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from vitsee_core.analyses.retrieve import plain_pickle
 from vitsee_core.analyses.retrieve.plain_pickle import load_plain
-from vitsee_core.analyses.retrieve.retrieval_truth import (
+from vitsee_core.analyses.retrieve.truth import (
     JUNK,
     LANDMARKS,
     ONE,
@@ -31,8 +31,9 @@ from vitsee_core.analyses.retrieve.retrieval_truth import (
     REVISITED,
     RetrievalTruth,
     as_json,
+    export,
+    read_truth,
 )
-from vitsee_core.analyses.retrieve.truth_files import export, read_truth
 from vitsee_core.demo.revisited import write_revisited
 from vitsee_stores.errors import VitseeError
 

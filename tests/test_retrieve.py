@@ -21,9 +21,8 @@ from tests.tables import groups_of, having, unique
 from tests.test_retrieval_precision import loop_at, loop_precision
 from vitsee_cli.main import main
 from vitsee_core.analyses.retrieve import AT, COLUMNS, plot, run
-from vitsee_core.analyses.retrieve.precision import chance_precision
-from vitsee_core.analyses.retrieve.retrieval_truth import FORMS, RetrievalTruth
-from vitsee_core.analyses.retrieve.truth_files import read_truth
+from vitsee_core.analyses.retrieve.scoring import chance_precision
+from vitsee_core.analyses.retrieve.truth import FORMS, RetrievalTruth, read_truth
 from vitsee_core.demo.revisited import write_revisited
 from vitsee_core.figures.plotting import GREY
 from vitsee_core.labels.labelled_rows import random_features

@@ -13,8 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.reference_davis import pixels_of, propagated
 from vitsee_core.analyses.propagate import propagation
-from vitsee_core.analyses.propagate.frame_map import FrameMap, frame_map
-from vitsee_core.analyses.propagate.propagation import Enlarged, Propagation, Window
+from vitsee_core.analyses.propagate.propagation import (
+    Enlarged,
+    FrameMap,
+    Propagation,
+    Window,
+    frame_map,
+)
 from vitsee_core.analyses.propagate.propagation_settings import PropagationSettings, choose_settings
 from vitsee_core.images.placement import Placement, nearest_places
 from vitsee_stores.errors import SiteError, VitseeError

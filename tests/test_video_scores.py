@@ -16,7 +16,7 @@ from tests.reference_davis import (
     f_by_distance,
     j_by_pixels,
 )
-from vitsee_core.analyses.propagate.scores import (
+from vitsee_core.analyses.propagate.videos import (
     FrameScores,
     VideoTruth,
     boundary_radius,

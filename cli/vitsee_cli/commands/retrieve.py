@@ -11,7 +11,7 @@ from vitsee_cli import options
 from vitsee_cli.declared import Listed
 from vitsee_cli.sections import KNOWLEDGE
 from vitsee_cli.values import WholeNumber, parse_path, parse_store
-from vitsee_core.analyses.retrieve.retrieval_truth import FORMS
+from vitsee_core.analyses.retrieve.truth import FORMS
 from vitsee_core.runtime.options import CLS_OR_MEAN
 from vitsee_stores.token_selection import VECTOR_WORDS
 
@@ -144,7 +144,7 @@ def command(
     """
     from vitsee_cli.analysis import run_analysis
     from vitsee_core.analyses import retrieve
-    from vitsee_core.analyses.retrieve.truth_files import export
+    from vitsee_core.analyses.retrieve.truth import export
     from vitsee_core.report.outputs import check_outputs
 
     if not stores and export_queries is None and export_truth is None:

@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
-from vitsee_core.analyses.best_layer.best_layers import draw_best_layers
 from vitsee_core.analyses.best_layer.best_table import CONTROLS
+from vitsee_core.analyses.best_layer.figures import draw_best_layers, draw_differences
 from vitsee_core.analyses.best_layer.layer_tasks import (
     ABOUT_PATCHES,
     BEST,
@@ -45,7 +45,6 @@ from vitsee_core.analyses.best_layer.layer_tasks import (
 )
 from vitsee_core.analyses.best_layer.paired import COLUMNS as PAIRED
 from vitsee_core.analyses.best_layer.paired import METHOD, differences, with_replicates
-from vitsee_core.analyses.best_layer.paired_differences import draw_differences
 from vitsee_core.analyses.best_layer.redundancy import PAIRS, to_last
 from vitsee_core.figures.curve_looks import of_models
 from vitsee_core.figures.plotting import styled

@@ -27,10 +27,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from vitsee_core.analyses.keypoints.baselines import BASELINES, found_without_features, within
 from vitsee_core.analyses.keypoints.figure import draw_keypoints
-from vitsee_core.analyses.keypoints.located import Located, locate
-from vitsee_core.analyses.keypoints.protocol import (
+from vitsee_core.analyses.keypoints.places import Located, locate
+from vitsee_core.analyses.keypoints.scoring import (
+    BASELINES,
+    INTERVAL_METHOD,
+    METRICS,
+    KeypointScorer,
+    found_without_features,
+    within,
+)
+from vitsee_core.analyses.keypoints.spair import (
     ALPHAS,
     CANDIDATES,
     CLASS,
@@ -38,11 +45,12 @@ from vitsee_core.analyses.keypoints.protocol import (
     MATCHES,
     PRESETS,
     THRESHOLDS,
+    VARIATIONS,
     Protocol,
     choose_protocol,
+    draw_pairs,
+    read_pairs,
 )
-from vitsee_core.analyses.keypoints.scoring import INTERVAL_METHOD, METRICS, KeypointScorer
-from vitsee_core.analyses.keypoints.spair import VARIATIONS, draw_pairs, read_pairs
 from vitsee_core.figures.plotting import styled
 from vitsee_core.labels.options import RANDOM_BASELINE
 from vitsee_core.runtime.arguments import analysis

@@ -39,7 +39,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import polars as pl
 
-from vitsee_core.analyses.logit_attribution.attribution_figure import draw_attributions
 from vitsee_core.analyses.logit_attribution.contributions import (
     BIAS,
     HEAD,
@@ -53,8 +52,12 @@ from vitsee_core.analyses.logit_attribution.explained_store import (
     PREDICTED,
     ExplainedStore,
 )
-from vitsee_core.analyses.logit_attribution.patch_sheet import SCALES, draw_patch_parts
-from vitsee_core.analyses.logit_attribution.patch_table import patch_table
+from vitsee_core.analyses.logit_attribution.figures import (
+    SCALES,
+    draw_attributions,
+    draw_patch_parts,
+)
+from vitsee_core.analyses.logit_attribution.patches import patch_table
 from vitsee_core.analyses.logit_attribution.stream import ResidualStream, residual_stream
 from vitsee_core.models.classifiers import Classifiers
 from vitsee_core.models.provenance import Provenance

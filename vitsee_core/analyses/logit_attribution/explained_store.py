@@ -179,7 +179,7 @@ def projections_of(
     Raises:
         MissingInput: the heads' outputs are not stored, or the model cannot be loaded again.
     """
-    from vitsee_core.analyses.logit_attribution.projections import projections
+    from vitsee_core.analyses.logit_attribution.contributions import projections
 
     blocks = [str(site.block) for site in stream.branches if site.part == "attn.branch"]
     if not blocks:

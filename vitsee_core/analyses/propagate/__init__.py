@@ -150,7 +150,7 @@ def run(
     longest = max(len(video.frames) for video in videos)
     used = replace(settings, context=min(settings.context, longest))
     # torch is imported from here on.
-    from vitsee_core.analyses.propagate.video_summary import INTERVAL, SPREAD, describe_blocks
+    from vitsee_core.analyses.propagate.videos import INTERVAL, SPREAD, describe_blocks
     from vitsee_core.analyses.propagate.work import VideoWork
     from vitsee_core.runtime.device import resolve_device
 
@@ -193,9 +193,14 @@ def _sites_with_grid(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
 
 
 def _work_on(work: VideoWork, videos: Sequence[Video], execution: Execution) -> Found:
-    from vitsee_core.analyses.propagate.propagation_cost import cost_of, group_bytes
-    from vitsee_core.analyses.propagate.spread import check_masks, work_on
-    from vitsee_core.analyses.propagate.work import Found, group_videos
+    from vitsee_core.analyses.propagate.work import (
+        Found,
+        check_masks,
+        cost_of,
+        group_bytes,
+        group_videos,
+        work_on,
+    )
     from vitsee_core.runtime.one_thread import one_torch_thread
 
     with counting(execution.progress, sum(len(v.frames) for v in videos), "masks") as progress:
@@ -297,7 +302,7 @@ def _rows(
     work: VideoWork, videos: Sequence[Video], found: Found, per_video: bool
 ) -> Iterator[dict[str, Any]]:
     """The rows about the models, then those of the baselines."""
-    from vitsee_core.analyses.propagate.video_summary import VideoSummary
+    from vitsee_core.analyses.propagate.videos import VideoSummary
 
     for baseline in ("", *work.baselines):
         for number, (store, sites) in enumerate(zip(work.stores, work.sites, strict=True)):

@@ -10,28 +10,102 @@ the similarities of a strip of tokens, the masks of its videos.
 
 from __future__ import annotations
 
+import math
+import threading
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from vitsee_core.analyses.propagate.davis import MaskFiles, Video
-from vitsee_core.analyses.propagate.frame_map import FrameMap, frame_map
-from vitsee_core.analyses.propagate.propagation import Window
+from vitsee_core.analyses.propagate.propagation import STRIP_BYTES, FrameMap, Window, frame_map
 from vitsee_core.analyses.propagate.propagation_settings import PropagationSettings
-from vitsee_core.analyses.propagate.scores import FrameScores, Labels, VideoTruth
-from vitsee_core.analyses.propagate.video_run import Frames, Lost, VideoRun, noise_frames, scored
+from vitsee_core.analyses.propagate.videos import (
+    Frames,
+    FrameScores,
+    Labels,
+    Lost,
+    VideoRun,
+    VideoTruth,
+    noise_frames,
+    scored,
+)
 from vitsee_core.images.placement import place
 from vitsee_core.indexed_masks import write_mask
 from vitsee_core.runtime.device import precision_context
-from vitsee_core.runtime.progress import SILENT, Progress
+from vitsee_core.runtime.lanes import Stopped, run_lanes
+from vitsee_core.runtime.progress import SILENT, Progress, Silent
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Store
+
+
+# ---------------------------------------------------------------- videos over threads
+#
+# Distributes videos over threads, which stop if one fails or the user stops the run.
+
+
+T = TypeVar("T")
+
+
+class _Stoppable(Silent):
+    """Forwards what is advanced until the run is stopped; then reporting raises `Stopped`."""
+
+    def __init__(self, to: Progress) -> None:
+        self._to, self.ended = to, threading.Event()
+
+    def advance(self, count: int, size_bytes: int = 0) -> None:
+        if self.ended.is_set():
+            raise Stopped
+        self._to.advance(count, size_bytes)
+
+
+def work_on(work: VideoWork, groups: Sequence[Sequence[Video]], jobs: int) -> Found:
+    """All groups, `jobs` at a time. Raises VitseeError: the first error of any group."""
+    total, adding = Found(), threading.Lock()
+
+    def find(group: Sequence[Video], progress: Progress) -> None:
+        part = replace(work, progress=progress)(group)
+        with adding:
+            total.merge(part)
+
+    _each(find, groups, jobs, work.progress)
+    return total
+
+
+def check_masks(masks: MaskFiles, videos: Sequence[Video], jobs: int, progress: Progress) -> None:
+    """Read every mask once, before any other work. Raises VitseeError: see `MaskFiles.read`."""
+
+    def check(video: Video, progress: Progress) -> None:
+        for frame in range(len(video.frames)):
+            masks.read(video, range(frame, frame + 1))
+            progress.advance(1)
+
+    _each(check, videos, jobs, progress)
+
+
+def _each(
+    function: Callable[[T, Progress], None], items: Sequence[T], jobs: int, progress: Progress
+) -> None:
+    """Apply `function` to every item and to what it reports to, which ends all threads as soon as
+    one fails."""
+    stoppable = _Stoppable(progress)
+
+    def lane(_: int, take: Callable[[], int | None]) -> None:
+        while (number := take()) is not None:
+            function(items[number], stoppable)
+
+    run_lanes(min(jobs, len(items)), lane, len(items), stoppable.ended.set)
+
+
+# ---------------------------------------------------------------- the work
+
 
 # The rows of a table: (store's number, site, baseline).
 Key = tuple[int, str, str]
@@ -206,3 +280,77 @@ def group_videos(videos: Sequence[Video], slab: int, least: int) -> list[list[Vi
         at, half = grouped.index(longest), (len(longest) + 1) // 2
         grouped[at : at + 1] = [longest[:half], longest[half:]]
     return grouped
+
+
+# ---------------------------------------------------------------- its cost
+#
+# Cost estimate of propagation: time from a few frames, memory from shapes.
+
+
+MEASURED = 3  # frames of each kind
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Estimated cost."""
+
+    n_frames: int  # of all videos, whose labels are needed
+    n_runs: int  # passes over these, one per site of a store and per kind of noise
+    seconds: float  # of one thread
+
+    def line(self, jobs: int) -> str:
+        seconds = self.seconds / jobs
+        minutes, hours = seconds / 60, seconds / 3600
+        about = f"{seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} minutes"
+        about = about if hours < 2 else f"{hours:.1f} hours"
+        each = 1000 * self.seconds / (self.n_frames * self.n_runs)
+        return (
+            f"{self.n_frames} frames, {self.n_runs} times (sites and noise), at {each:.3g} ms: "
+            f"about {about}"
+        )
+
+
+def cost_of(work: VideoWork, videos: Sequence[Video]) -> Cost:
+    """Measured on the first video's first masks, with noise as tokens."""
+    n_frames = sum(work.n_frames(video) for video in videos)
+    kinds = [
+        work.kind(number, site, videos[0])
+        for number, sites in enumerate(work.sites)
+        for site in sites
+    ]
+    # Enough frames that the last ones have a full context.
+    first = work.masks.read(videos[0], range(2))
+    truth = VideoTruth(first[[0] + [1] * (work.settings.context + MEASURED + 2)])
+    seconds = {kind: _seconds(work, kind, truth) for kind in dict.fromkeys(kinds)}
+    noise = list(seconds.values()) if "random" in work.baselines else []
+    runs = [*(seconds[kind] for kind in kinds), *noise]
+    return Cost(n_frames, len(runs), n_frames * sum(runs))
+
+
+def _seconds(work: VideoWork, kind: Kind, truth: VideoTruth) -> float:
+    """Time per frame, propagated and scored; the shortest of the last ones."""
+    frame = next(noise_frames(work.seed, "", kind.where, kind.dim))
+    clock: list[float] = []
+
+    def frames() -> Frames:
+        while True:
+            clock.append(time.perf_counter())
+            yield frame
+
+    with torch.inference_mode(), precision_context(work.device, "fp32"):
+        window = Window(kind.where.grid, work.settings, kind.radii, work.device)
+        VideoRun(truth, kind.where, window).score(frames(), kind.dim, len(truth.labels) - 1)
+    return min(after - before for before, after in pairwise(clock[-MEASURED - 1 :]))
+
+
+def group_bytes(work: VideoWork, videos: Sequence[Video]) -> int:
+    """Peak memory of a thread: see `work`."""
+    largest = 0
+    for store, sites in zip(work.stores, work.sites, strict=True):
+        for site in sites:
+            frame = 4 * math.prod(site.shape)
+            slab = store.plan.slab * frame // (2 if site.dtype == "float16" else 1)
+            largest = max(largest, slab + (work.settings.context + 2) * frame)
+    groups = group_videos(videos, work.stores[0].plan.slab, 1)
+    masks = max(sum(len(v.frames) * math.prod(v.size) for v in group) for group in groups)
+    return largest + masks + STRIP_BYTES

@@ -27,12 +27,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
-from vitsee_core.analyses.retrieve.features import Features
-from vitsee_core.analyses.retrieve.plan import Plan, Scores
-from vitsee_core.analyses.retrieve.precision import ranked
-from vitsee_core.analyses.retrieve.retrieval_truth import FORMS, LABELS, RetrievalTruth, Setting
-from vitsee_core.analyses.retrieve.rows import by_labels, by_truth, check_search
-from vitsee_core.analyses.retrieve.truth_files import digest, read_truth
+from vitsee_core.analyses.retrieve.scoring import Plan, Scores, ranked
+from vitsee_core.analyses.retrieve.search import Features, by_labels, by_truth, check_search
+from vitsee_core.analyses.retrieve.truth import (
+    FORMS,
+    LABELS,
+    RetrievalTruth,
+    Setting,
+    digest,
+    read_truth,
+)
 from vitsee_core.features import model_key
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
@@ -265,7 +269,7 @@ def _by_model(
 def _scores(plan: Plan, execution: Execution, features: Features) -> tuple[Scores, Scores, str]:
     """For a site, setting -> metric -> (queries,), the same (blocks, queries) without each block of
     images if these are the queries, and remarks."""
-    from vitsee_core.analyses.retrieve.search_passes import passes
+    from vitsee_core.analyses.retrieve.passes import passes
 
     parts: dict[Setting, list[list[dict[str, Float]]]] = {one: [] for one, _ in plan.scored}
     itself = plan.search.itself

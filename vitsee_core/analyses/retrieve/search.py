@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,22 +12,85 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.analyses.retrieve.retrieval_truth import (
+from vitsee_core.analyses.retrieve.truth import (
     JUNK,
     ONE,
     RELEVANT,
     RetrievalTruth,
     Setting,
 )
-from vitsee_core.features import require_comparable
-from vitsee_core.labels.labelled_rows import check_label_spaces, labelled_rows
+from vitsee_core.features import SiteFeatures, check_alike, choose_features, require_comparable
+from vitsee_core.labels.labelled_rows import check_label_spaces, labelled_rows, random_pieces
 from vitsee_core.runtime.machine import counted
 from vitsee_core.statistics.jackknife import Blocks
-from vitsee_core.types import Integers, Mask
+from vitsee_core.types import Float32, Integers, Mask
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
 
 if TYPE_CHECKING:
-    from vitsee_stores import Store
+    from vitsee_stores import SiteSpec, Store
+
+
+# ---------------------------------------------------------------- the vectors that are compared
+#
+# The vectors of one site in the stores of a search.
+
+
+@dataclass(frozen=True)
+class RandomFeatures:
+    """Standard normal vectors of `dim` channels instead of a store's, one for each of its rows."""
+
+    store: Store
+    dim: int
+    seed: tuple[int, ...]
+    selection: str = ""
+
+    def vectors(self, rows: Mask, *, jobs: int, memory: int) -> Iterator[Float32]:
+        """(images, dim) of the rows in a mask, in pieces; see `SiteFeatures.vectors`."""
+        start = 0
+        for piece in random_pieces(len(rows), self.dim, self.seed):
+            yield piece[rows[start : start + len(piece)]]
+            start += len(piece)
+
+
+@dataclass(frozen=True)
+class Features:
+    """One vector per image, for the images, the queries and the distractors. name: in words."""
+
+    name: str
+    images: SiteFeatures | RandomFeatures
+    queries: SiteFeatures | RandomFeatures
+    distractors: tuple[SiteFeatures | RandomFeatures, ...]
+
+    @classmethod
+    def random(cls, search: Search, dim: int, seed: int) -> Features:
+        """Random vectors; a store has the same ones as images and as queries."""
+        order = list(dict.fromkeys(store.manifest.store_id for store in search.stores))
+        images, queries, *distractors = (
+            RandomFeatures(store, dim, (seed, order.index(store.manifest.store_id)))
+            for store in search.stores
+        )
+        return cls("random features", images, queries, tuple(distractors))
+
+    @classmethod
+    def of(cls, search: Search, site: SiteSpec, tokens: str | None) -> Features:
+        """The same tokens of a site in every store.
+
+        Raises:
+            MissingInput: a store lacks the site or the tokens.
+            StoreMismatch: it has other channels there.
+            SiteError: the tokens are several vectors per image.
+        """
+        images, queries, *distractors = (
+            choose_features(store, site, tokens, among=search.stores, one_vector=True)
+            for store in search.stores
+        )
+        for other in (queries, *distractors):
+            check_alike(images, other)
+        return cls(site.name, images, queries, tuple(distractors))
+
+
+# ---------------------------------------------------------------- in the rows of stores
+
 
 SHOWN = 3
 _BOX = re.compile(r"#[-+\d.e]+(,[-+\d.e]+){3}$")
