@@ -45,6 +45,8 @@ from vitsee_core.analyses.logit_attribution.contributions import (
     LOGIT,
     PROJECTION_BIAS,
     RESIDUE,
+    ResidualStream,
+    residual_stream,
 )
 from vitsee_core.analyses.logit_attribution.explained_store import (
     LABEL,
@@ -58,7 +60,6 @@ from vitsee_core.analyses.logit_attribution.figures import (
     draw_patch_parts,
 )
 from vitsee_core.analyses.logit_attribution.patches import patch_table
-from vitsee_core.analyses.logit_attribution.stream import ResidualStream, residual_stream
 from vitsee_core.models.classifiers import Classifiers
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.arguments import analysis

@@ -23,8 +23,9 @@ from vitsee_core.analyses.logit_attribution.contributions import (
     Projection,
     ReadContributions,
     Readout,
+    ResidualStream,
+    tolerance_of,
 )
-from vitsee_core.analyses.logit_attribution.stream import ResidualStream, tolerance_of
 from vitsee_core.labels.own_classes import why_not_own
 from vitsee_core.models.provenance import Provenance, model_of
 from vitsee_core.runtime.execution import Execution
@@ -179,7 +180,7 @@ def projections_of(
     Raises:
         MissingInput: the heads' outputs are not stored, or the model cannot be loaded again.
     """
-    from vitsee_core.analyses.logit_attribution.contributions import projections
+    from vitsee_core.analyses.logit_attribution.projections import projections
 
     blocks = [str(site.block) for site in stream.branches if site.part == "attn.branch"]
     if not blocks:

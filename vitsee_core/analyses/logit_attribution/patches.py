@@ -21,6 +21,7 @@ from vitsee_core.analyses.logit_attribution.contributions import (
     Projection,
     ReadContributions,
     Readout,
+    ResidualStream,
 )
 from vitsee_core.analyses.logit_attribution.explained_store import (
     METRIC,
@@ -30,7 +31,6 @@ from vitsee_core.analyses.logit_attribution.explained_store import (
     projections_of,
 )
 from vitsee_core.analyses.logit_attribution.figures import TOTAL
-from vitsee_core.analyses.logit_attribution.stream import ResidualStream
 from vitsee_core.attention.heads import StoredAttention, attention_blocks
 from vitsee_core.attention.recompute import recomputed_calls
 from vitsee_core.models.provenance import Provenance
