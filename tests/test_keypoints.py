@@ -31,7 +31,7 @@ from tests.spair_sets import (
 )
 from tests.stores import write_sites
 from tests.tables import equal, groups_of, having, unique
-from vitsee_core.analyses.keypoints import COLUMNS, plot, run, search
+from vitsee_core.analyses.keypoints import COLUMNS, plot, run
 from vitsee_core.analyses.keypoints.places import Cells, candidates, cells_of, locate
 from vitsee_core.analyses.keypoints.scoring import KeypointScorer
 from vitsee_core.analyses.keypoints.search import find, sample, search, unit
@@ -173,8 +173,8 @@ def test_results_do_not_depend_on_slabs_and_pieces(
         (tmp_path / str(i)).mkdir()
         store, folder, _ = made(tmp_path / str(i), slab=slab)
         tables.append(run(store, pairs=folder))
-        monkeypatch.setattr(search, "PIECE_VALUES", 5000)
-        monkeypatch.setattr(search, "SAMPLED_AT_ONCE", 3)
+        monkeypatch.setattr(f"{run.__module__}.search.PIECE_VALUES", 5000)
+        monkeypatch.setattr(f"{run.__module__}.search.SAMPLED_AT_ONCE", 3)
     for other in tables[1:]:
         assert other["value"].tolist() == tables[0]["value"].tolist()
         assert other["low"].tolist() == tables[0]["low"].tolist()
