@@ -53,6 +53,10 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "zarr.json": (lambda m: m["plan"]["sites"][5].update(name="zarr.json"), "Zarr's files"),
     "twice": (lambda m: m["plan"]["sites"][3].update(name="embed"), "two sites"),
     "alias": (lambda m: m["plan"]["sites"][2].update(alias_of="gone"), "alias of gone"),
+    "window": (
+        lambda m: m["plan"]["attention"][0].update(window=[99, 1]),
+        "plan.attention[0] has windows of [99, 1] cells, expected some within",
+    ),
     "group": (lambda m: m["plan"]["attention"][0].update(prefix="../up"), "expected a name"),
     "weights": (lambda m: m["plan"].update(weights=[["../w", [1]]]), "plan.weights[0][0] is"),
     "sublayer": (
