@@ -232,7 +232,7 @@ def _local(processes: int) -> Iterator[Any]:
     import distributed
 
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, n_cores() // processes)))
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    names = [f"{of}_NUM_THREADS" for of in ("OMP", "MKL", "OPENBLAS")] + ["POLARS_MAX_THREADS"]
     config = {
         "distributed.worker.daemon": False,  # a task may start processes of its own
         # The work bounds its memory itself; page cache must not get a worker killed.
