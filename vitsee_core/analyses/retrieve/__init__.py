@@ -2,9 +2,9 @@
 
 The images of a store are ranked by the cosine of one vector per image with that of a query; the
 value is the mean over queries of the average precision (Walmer et al. 2023, Figs. 9 right, 29, with
-the class token of each block on ROxford and RParis, Radenovic et al. 2018). What is right is in
-`retrieve.retrieval_truth`, the formulas of `map` and `mp@K` in `retrieve.precision`, and how
-ranks are counted without a ranking of all images in `retrieve.counted_ranks`.
+the class token of each block on ROxford and RParis, Radenovic et al. 2018). `retrieve.truth` says
+what is right, `retrieve.scoring` has the formulas of `map` and `mp@K`, and `retrieve.passes` counts
+ranks without a ranking of all images.
 
 As the benchmark demands, and other than in the code of Walmer et al. and of DINO (Caron et al.
 2021), a query can be cropped to its box: extracted from the list of `--export-queries`, it comes as

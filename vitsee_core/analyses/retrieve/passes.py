@@ -1,4 +1,13 @@
-"""The two passes over the images: listed ones are found, then all are counted."""
+"""The two passes over the images: listed ones are found, then all are counted.
+
+A rank is the number of images nearer to a query than an image of its lists. The searched images
+come in tiles. A tile's cosines are sorted in the processor's cache, and the number above that of
+each listed image is looked up; no ranking of all images is ever made. Memory: the lists, and one
+tile; whatever the number of images.
+
+Cosines are float64 products rounded to float32; equal ones are ties, and the image that comes
+first in the store (its distractors after it) is the nearer one.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +25,6 @@ from vitsee_core.labels.neighbours import in_tiles
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.types import Float32, Integers, Mask
 
-# ---------------------------------------------------------------- ranks by counting
-#
-# Ranks by counting: the number of images nearer to a query than each image of its lists.
-#
-# The searched images come in tiles. A tile's cosines are sorted in the processor's cache, and the
-# number above that of each listed image is looked up; no ranking of all images is ever made.
-# Memory: the lists, and one tile; whatever the number of images.
-#
-# Cosines are float64 products rounded to float32; equal ones are ties, and the image that comes
-# first in the store (its distractors after it) is the nearer one.
-
-
 TILE_CELLS = 1 << 24
 TILE_ROWS = 4096
 FEW_ROWS = 512  # with fewer, overhead per row matters: process fewer queries at a time
@@ -36,7 +33,6 @@ PAIR_BYTES = 64
 PAIR_BLOCK_BYTES = 12  # a pair's count in a block, and a query's temporaries
 UNREADABLE = -2.0  # less than any cosine
 UNCOUNTED = -np.inf
-
 
 Cosines = Callable[[Float32], Float32]  # (queries, rows) in float32 with rows (rows, dim)
 
@@ -115,7 +111,8 @@ class Counter:
                 self._above[own[tied]] += self._before(own[tied], row, sorted_, places)
 
     def _count_blocks(self, blocks: Integers, cosines: Float32, places: Integers) -> None:
-        """Like `count`, by block: for each image, the number of listed ones it is nearer than."""
+        """Count images as `count` does, by block. Each image passes the listed ones that it is
+        nearer than."""
         n = self._in_block.shape[1]
         label = np.full(len(places), n)  # a distractor is in no block
         inside = places < len(blocks)
@@ -166,17 +163,12 @@ class Counter:
 
 
 def keys_of(cosines: Float32, places: Integers) -> Integers:
-    """See `kernels.neighbours`, which imports torch."""
+    """Integers of the cosines' shape, larger is nearer; of equal cosines the earlier place is."""
     import torch
 
     from vitsee_core.kernels import neighbours
 
     return neighbours.keys_of(torch.from_numpy(cosines), torch.from_numpy(places)).numpy()
-
-
-def most_queries(memory: int) -> int:
-    """Queries to process at a time, so that tiles have enough rows."""
-    return max(16, min(TILE_CELLS, memory // CELL_BYTES) // FEW_ROWS)
 
 
 def tile_rows(n_queries: int, memory: int) -> int:
@@ -230,7 +222,9 @@ def passes(search: Search, features: Features, execution: Execution) -> Iterator
     itself = search.itself
     of_pair = PAIR_BYTES + PAIR_BLOCK_BYTES * (0 if itself is None else itself.n)
     of_query = 20 * queries.shape[1] + of_pair * most
-    at_once = max(1, min(execution.budget // 3 // of_query, most_queries(execution.budget // 4)))
+    # Few enough queries at a time that tiles have enough rows.
+    few = max(16, min(TILE_CELLS, execution.budget // 4 // CELL_BYTES) // FEW_ROWS)
+    at_once = max(1, min(execution.budget // 3 // of_query, few))
     with _cosines(execution.device) as cosines:
         for start in range(0, len(queries), at_once):
             part = slice(start, start + at_once)

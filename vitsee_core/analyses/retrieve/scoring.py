@@ -155,8 +155,6 @@ def _over(a: NDArray[Any], b: NDArray[Any]) -> Float:
 
 
 # ---------------------------------------------------------------- one search
-#
-# One search with everything that decides its numbers.
 
 
 Scores = dict[Setting, dict[str, Float]]
@@ -164,7 +162,7 @@ Scores = dict[Setting, dict[str, Float]]
 
 @dataclass(frozen=True)
 class Plan:
-    """One search."""
+    """One search, with everything that decides its numbers."""
 
     search: Search
     read: dict[str, tuple[SiteSpec, Features]]  # site -> its features
@@ -211,7 +209,8 @@ class Plan:
         return replace(self, scored=scored, metrics=tuple(metrics))
 
     def compared(self, asked: str | None) -> dict[str, Any]:
-        """What its stores have in common, for a sidecar; see `features.compared`."""
+        """The description of what its stores have in common, for a sidecar; see
+        `features.compared`."""
         words = {name: str(of.images.selection) for name, (_, of) in self.read.items()}
         return compared(self.search.stores, words, asked=asked)
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 
 # ---------------------------------------------------------------- the vectors that are compared
-#
-# The vectors of one site in the stores of a search.
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,8 @@ class RandomFeatures:
 
 @dataclass(frozen=True)
 class Features:
-    """One vector per image, for the images, the queries and the distractors. name: in words."""
+    """The vectors of one site in the stores of a search: one per image, for the images, the
+    queries and the distractors. name: in words."""
 
     name: str
     images: SiteFeatures | RandomFeatures
@@ -193,7 +192,7 @@ def by_labels(store: Store, queries: Store | None, images: int | None, seed: int
 
 class _OfClass(Sequence[dict[str, Integers]]):
     """The lists of queries with labels, made on demand: together they would take the square of the
-    number of images."""
+    number of images. labels: (images,); queries: (queries,) their labels."""
 
     def __init__(self, labels: Integers, queries: Integers, *, itself: bool) -> None:
         self._queries, self._itself = queries.tolist(), itself

@@ -248,8 +248,7 @@ def _finite(value: Any) -> bool:
 
 # ---------------------------------------------------------------- files
 #
-# Ground-truth files of retrieval: .pkl and .json of ROxford and RParis, .csv of GLDv2; and exports
-# from them.
+# .pkl and .json of ROxford and RParis, .csv of GLDv2; and exports from them.
 
 
 ENDINGS = (".pkl", ".json", ".csv")
@@ -271,7 +270,10 @@ def read_truth(path: Path) -> RetrievalTruth:
         )
     if ending == ".pkl":
         return revisited(load_plain(path), str(path))
-    text = _text(path)
+    try:
+        text = read_at_most(path, MOST_BYTES, "ground truth is").decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise VitseeError(f"{path} is no text in UTF-8") from None
     if ending == ".csv":
         return _solution(text, str(path))
     try:
@@ -286,15 +288,9 @@ def digest(path: Path) -> str:
     return hashlib.sha256(read_at_most(path, MOST_BYTES, "ground truth is")).hexdigest()
 
 
-def _text(path: Path) -> str:
-    try:
-        return read_at_most(path, MOST_BYTES, "ground truth is").decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise VitseeError(f"{path} is no text in UTF-8") from None
-
-
 def _solution(text: str, source: str) -> RetrievalTruth:
-    """`id,images` or, as in GLDv2, `id,images,Usage`: names of right images separated by spaces."""
+    """The ground truth of a table `id,images` or, as in GLDv2, `id,images,Usage`, whose images are
+    names of right ones separated by spaces. Raises VitseeError: names the line that is wrong."""
     lines = [line for line in text.splitlines() if line.strip()]
     header = _cells(lines[0]) if lines else []
     if header not in (["id", "images"], ["id", "images", "Usage"]):
