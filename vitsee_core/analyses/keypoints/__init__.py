@@ -11,7 +11,7 @@ again. Its similarities are then bilinear between tokens, so that predictions li
 whatever the features are, 7.5 pixels too far left or up in the first column and row of 16-pixel
 patches, and PCK at 0.01 measures the grid. The default `smooth` scales to unit length after
 upsampling, which finds positions between tokens; `vit_analysis` is theirs, for their numbers (see
-`keypoints.protocol.MATCHED`). Baselines: `chance`, a candidate at random, in closed form; `still`,
+`keypoints.spair.MATCHED`). Baselines: `chance`, a candidate at random, in closed form; `still`,
 the same place relative to the image; `grid`, the candidate nearest to the keypoint, the ceiling.
 
 Intervals leave out one image with all of its pairs, see `keypoints.scoring`.
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from vitsee_core.analyses.keypoints.figure import draw_keypoints
+from vitsee_core.analyses.keypoints.figure import plot
 from vitsee_core.analyses.keypoints.places import Located, locate
 from vitsee_core.analyses.keypoints.scoring import (
     BASELINES,
@@ -51,7 +51,6 @@ from vitsee_core.analyses.keypoints.spair import (
     draw_pairs,
     read_pairs,
 )
-from vitsee_core.figures.plotting import styled
 from vitsee_core.labels.options import RANDOM_BASELINE
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
@@ -67,8 +66,6 @@ from vitsee_core.types import Float, Mask
 from vitsee_stores.errors import SiteError, VitseeError
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from vitsee_stores import SiteSpec, Store
 
 log = logging.getLogger(__name__)
@@ -205,9 +202,9 @@ def run(
         stores: of the images in the pairs, resized so that their keypoints are seen.
 
     Raises:
-        MissingInput: see `located.locate`; or a store keeps its tokens pooled only.
+        MissingInput: see `places.locate`; or a store keeps its tokens pooled only.
         SiteError: no site with a grid matches.
-        VitseeError: see `spair.read_pairs`, `protocol.choose_protocol`, `located.locate`.
+        VitseeError: see `spair.read_pairs`, `spair.choose_protocol`, `places.locate`.
     """
     if not stores:
         raise VitseeError("no store was given; expected one or more")
@@ -319,7 +316,8 @@ def _rows(
 
 
 def _groups(located: Located, protocol: Protocol) -> Iterator[tuple[dict[str, str], Mask | None]]:
-    """What rows are about, and which of the pairs they include."""
+    """The cells that say what rows are about, and which of the pairs they include (None: all):
+    first of all pairs, then of each group that was asked for."""
     yield {CLASS: "", GROUP: ""}, None
     for word in protocol.by:
         values = np.array(
@@ -328,12 +326,3 @@ def _groups(located: Located, protocol: Protocol) -> Iterator[tuple[dict[str, st
         for value in np.unique(values).tolist():
             cells = {CLASS: value} if word == CLASS else {GROUP: f"{word} {value}"}
             yield {CLASS: "", GROUP: "", **cells}, values == value
-
-
-@styled
-def plot(table: Table) -> Figure:
-    """PCK (mean over classes, else the first metric there is) against relative depth, a panel per
-    alpha and a curve per store, with the 95 % interval as a band; the ceiling of the grid and
-    chance dashed (Walmer et al. 2023, Figs. 10 right, 31). A ceiling far above the curves is given
-    in words."""
-    return draw_keypoints(table)

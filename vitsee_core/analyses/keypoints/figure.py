@@ -10,7 +10,7 @@ import polars as pl
 from vitsee_core.figures.curve_looks import DASHES, curve_looks
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.panels import small
-from vitsee_core.figures.plotting import GREY
+from vitsee_core.figures.plotting import GREY, styled
 from vitsee_core.tables.words import baseline_words
 
 if TYPE_CHECKING:
@@ -25,8 +25,12 @@ ROOM = 1.12  # times the highest value is the top of a panel
 FAR = 1.6  # times the highest curve: a ceiling above it would leave the curves no room
 
 
-def draw_keypoints(table: Table) -> Figure:
-    """See `analyses.keypoints.plot`; to be called below `styled`."""
+@styled
+def plot(table: Table) -> Figure:
+    """PCK (mean over classes, else the first metric there is) against relative depth, a panel per
+    alpha and a curve per store, with the 95 % interval as a band; the ceiling of the grid and
+    chance dashed (Walmer et al. 2023, Figs. 10 right, 31). A ceiling far above the curves is given
+    in words."""
     baseline = pl.col("baseline")
     parts = [pl.col(name).is_null() for name in ("class", "group") if name in table.frame.columns]
     rows = table.frame.filter(baseline.is_null() | baseline.is_in(LINES), *parts)

@@ -1,4 +1,6 @@
-"""Positions of the pairs' keypoints on the input of a store's model."""
+"""Positions of the pairs' keypoints on the input of a store's model, and those where they may be
+found again.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,6 @@ log = logging.getLogger(__name__)
 
 
 # ---------------------------------------------------------------- candidates
-#
-# Candidate positions of a keypoint on the input, and the weights of the tokens there.
 #
 # Candidates are the product of rows and columns of positions, so that a map over all of them takes
 # one product per axis. What is interpolated between the centres of tokens without rescaling is
@@ -96,7 +96,7 @@ def candidates(
         size: of the input, (height, width).
         window: left, top, right, bottom of the searched area. If it contains no position, the one
             nearest to its middle is used.
-        match: one of `protocol.MATCHES`.
+        match: one of `spair.MATCHES`.
     """
     rows, cols = cells_of(layout)
     left, top, right, bottom = window.tolist()
@@ -134,6 +134,7 @@ def _corners(cells: Cells, pixels: Float) -> Float:
 
 
 _NAMES_SHOWN = 2
+_AMBIGUOUS = -2  # in place of a row
 ROUNDING = 1e-6  # pixels
 RECIPE = "extract the images anew with --crop-mode border --crop-pct 1, which shows them whole"
 
@@ -322,17 +323,14 @@ class _Rows:
         return row
 
 
-_AMBIGUOUS = -2
-
-
 def _points(
     pair: Pair, source: Placement, target: Placement, size: tuple[int, int], protocol: Protocol
 ) -> dict[str, Float]:
     """The fields of `Located` with an entry per keypoint."""
     n = pair.n_points
     height, width = pair.target_size
-    seen = [
-        where.points(_inside(xy, own), own)
+    seen = [  # points in the rim are moved to the border
+        where.points(np.clip(xy, -0.5, (own[1] - 0.5, own[0] - 0.5)), own)
         for where, xy, own in (
             (source, pair.source_xy, pair.source_size),
             (target, pair.target_xy, pair.target_size),
@@ -396,8 +394,3 @@ def _one_scale(pair: Pair, where: Placement, size: tuple[int, int]) -> float:
             f"that keep their shape: {RECIPE}"
         )
     return scale
-
-
-def _inside(xy: Float, size: tuple[int, int]) -> Float:
-    """Points with those in the rim moved to the border."""
-    return np.clip(xy, -0.5, (size[1] - 0.5, size[0] - 0.5))

@@ -33,13 +33,10 @@ from vitsee_core.tables.replicates import WORD
 from vitsee_core.types import Float, Integers, Mask
 
 if TYPE_CHECKING:
-    from vitsee_core.analyses.keypoints.places import Located
     from vitsee_stores.layout import TokenLayout
 
 
-# ---------------------------------------------------------------- baselines
-#
-# Baselines without features: chance, the same place, and the best possible.
+# ---------------------------------------------------------------- baselines without features
 
 
 BASELINES = ("chance", "still", "grid")
@@ -150,15 +147,17 @@ class KeypointScorer:
             among: (pairs,) these pairs only.
         """
         scores = self.scores(found, among)
+        used = np.ones(len(self.category), bool) if among is None else among
+        counts = {
+            "n_images": len(np.union1d(self.source[used], self.target[used])),
+            "n_pairs": int(used.sum()),
+            "n_points": int(used[self.pair].sum()),
+        }
         for name in self.metrics:
             score = scores[name]
             for i, alpha in enumerate(alphas):
-                yield {
-                    "metric": f"{name}@{alpha:g}",
-                    **score.cells(i),
-                    "spread": SPREAD,
-                    **scores_counts(self, among),
-                }
+                cells = {"metric": f"{name}@{alpha:g}", **score.cells(i), "spread": SPREAD}
+                yield cells | counts
 
     def scores(self, found: NDArray[Any], among: Mask | None = None) -> dict[str, Score]:
         """Metric -> values of (points, alphas); see `rows`."""
@@ -234,17 +233,6 @@ class Score:
         """The cells of a row about one alpha."""
         names = ("value", "std", "low", "high")
         return {name: float(getattr(self, name)[i]) for name in names} | {WORD: self.without[:, i]}
-
-
-def scores_counts(scorer: KeypointScorer, among: Mask | None) -> dict[str, int]:
-    """Numbers of images, pairs and points that a row is about."""
-    used = np.ones(len(scorer.category), bool) if among is None else among
-    images = np.union1d(scorer.source[used], scorer.target[used])
-    return {
-        "n_images": len(images),
-        "n_pairs": int(used.sum()),
-        "n_points": int(used[scorer.pair].sum()),
-    }
 
 
 def _sums(values: Float, labels: Integers, n: int) -> Float:

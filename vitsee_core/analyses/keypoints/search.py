@@ -68,7 +68,7 @@ def sample(
         tokens: (rows, cols, dim) unit vectors.
         cells: rows and columns.
         at: (points, 2) x, y in pixels.
-        match: one of `protocol.MATCHES`.
+        match: one of `spair.MATCHES`.
         size: of the input, (height, width).
     """
     xy = at
@@ -106,54 +106,33 @@ def find(
         tokens: (rows, cols, dim) unit vectors of the target image.
         rows: candidates downwards.
         cols: candidates across.
-        match: one of `protocol.MATCHES`.
+        match: one of `spair.MATCHES`.
     """
     down, across = (_weights(axis.weights, tokens) for axis in (rows, cols))
     scale = _inverse_norms(tokens, down, across) if match == "smooth" else None
-    grid, flat = tokens.shape[:2], tokens.flatten(0, 1)
-    places = [
-        _best(piece, flat, grid, down, across, scale)
-        for piece in _pieces(sources, len(rows.at) * len(cols.at))
-    ]
-    col, row = torch.cat(places, 1).cpu().numpy()
-    return np.stack([cols.at[col], rows.at[row]], 1)
-
-
-def _best(
-    sources: torch.Tensor,
-    flat: torch.Tensor,
-    grid: torch.Size,
-    down: torch.Tensor,
-    across: torch.Tensor,
-    scale: torch.Tensor | None,
-) -> torch.Tensor:
-    """(2, points) column and row of the best of all candidates, on the device; flat: (tokens,
-    dim)."""
-    similar = (sources @ flat.T).view(-1, grid[1]) @ across.T
-    values = torch.matmul(down, similar.view(len(sources), grid[0], -1))
-    if scale is not None:
-        values *= scale
-    # The largest value of each row, then in the best row: argmax alone is ten times slower.
-    row = values.amax(2).argmax(1)
-    col = values[torch.arange(len(row), device=row.device), row].argmax(1)
-    return torch.stack([col, row])
+    height, width, _ = tokens.shape
+    at_once = PIECE_VALUES if sources.device.type == "cpu" else PIECE_VALUES_GPU
+    places = []
+    for piece in sources.split(max(1, at_once // (len(rows.at) * len(cols.at)))):
+        similar = (piece @ tokens.flatten(0, 1).T).view(-1, width) @ across.T
+        values = torch.matmul(down, similar.view(len(piece), height, -1))
+        if scale is not None:
+            values *= scale
+        # The largest value of each row, then in the best row: argmax alone is ten times slower.
+        row = values.amax(2).argmax(1)
+        col = values[torch.arange(len(row), device=row.device), row].argmax(1)
+        places.append(torch.stack([col, row]))
+    best_col, best_row = torch.cat(places, 1).cpu().numpy()
+    return np.stack([cols.at[best_col], rows.at[best_row]], 1)
 
 
 def _weights(weights: Float, tokens: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(weights.astype(np.float32)).to(tokens.device)
 
 
-def _pieces(sources: torch.Tensor, n_candidates: int) -> Iterator[torch.Tensor]:
-    values = PIECE_VALUES if sources.device.type == "cpu" else PIECE_VALUES_GPU
-    yield from sources.split(max(1, values // n_candidates))
-
-
 def _inverse_norms(tokens: torch.Tensor, down: torch.Tensor, across: torch.Tensor) -> torch.Tensor:
     """(candidate rows, candidate cols) 1 / |f|, 0 where f is 0. down, across: weights."""
-
-    def products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.vecdot(a, b)
-
+    products = torch.linalg.vecdot
     down2, across2 = down**2, across**2
     # Weights of neighbours' products: both tokens between which a position lies.
     down11, across11 = (2 * w[:, :-1] * w[:, 1:] for w in (down, across))
@@ -191,7 +170,7 @@ def search(
         store: holds the images.
         site: with a grid.
         located: the keypoints.
-        match: one of `protocol.MATCHES`.
+        match: one of `spair.MATCHES`.
         device: computes the products.
         part: rows of the store: only these images are searched, the others give NaN.
         noise: a seed: search standard normal features instead of the store's.

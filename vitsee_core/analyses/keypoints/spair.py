@@ -195,11 +195,8 @@ def _read(path: Path) -> Pair:
     except RecursionError:
         raise VitseeError(f"{path} is not a pair of SPair-71k: nested too deeply") from None
     except ValueError as error:
-        raise VitseeError(f"{path} is not a pair of SPair-71k: {_line(error)}") from None
-
-
-def _line(error: Exception) -> str:
-    return re.sub(r"\s+", " ", str(error))[:200]
+        why = re.sub(r"\s+", " ", str(error))[:200]
+        raise VitseeError(f"{path} is not a pair of SPair-71k: {why}") from None
 
 
 def _pair(stem: str, data: Annotation) -> Pair:
@@ -245,9 +242,7 @@ def _points(key: str, points: Points, size: tuple[int, int]) -> Float:
     return np.array(points, np.float64).reshape(-1, 2)
 
 
-# ---------------------------------------------------------------- protocols
-#
-# Settings of matching and scoring keypoints, and a paper's by name.
+# ---------------------------------------------------------------- protocols: settings by name
 
 
 MATCHES = ("smooth", "token", "vit_analysis")
