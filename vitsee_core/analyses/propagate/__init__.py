@@ -1,9 +1,9 @@
 """Propagation: do tokens find the same objects in the next frames of a video?
 
 The masks of a video's first frame are carried to the others by the similarity of tokens (see
-`video.propagation` for the algorithm of Jabri et al. 2020, Caron et al. 2021 and Walmer et al.
+`propagate.propagation` for the algorithm of Jabri et al. 2020, Caron et al. 2021 and Walmer et al.
 2023, Figs. 10 left, 30, Table 4), and compared with the annotation as DAVIS-2017 does (Pont-Tuset
-et al. 2017; `video.scores`):
+et al. 2017; `propagate.videos`):
 
     j         region similarity, intersection over union       f   contour accuracy
     jf        (j + f) / 2
@@ -102,11 +102,11 @@ def run(
     `value`: 0 to 1 (decay -1 to 1), a mean over objects; `std` over objects; `low`, `high`: the
     95 % interval by a jackknife over videos, NaN with one video. n_images: frames that are scored.
 
-    Memory: see `video.work`, for each of the `jobs` threads.
+    Memory: see `propagate.work`, for each of the `jobs` threads.
 
     Args:
         stores: of the same frames, extracted with `order="dataset"`; an id's folder is its video.
-        masks: DAVIS' folder, or one with a folder of PNG masks per video; see `video.davis`.
+        masks: DAVIS' folder, or one with a folder of PNG masks per video; see `propagate.davis`.
         only: a file with the names of the videos to use, one per line.
         sites: names, globs and groups; by default `blocks`, or what the preset takes.
         preset: `walmer` (the default's numbers), `dino`, `dinov3`; see `PRESETS`.
@@ -128,7 +128,7 @@ def run(
     Raises:
         MissingInput: a store keeps a site pooled only.
         SiteError: a site without a grid.
-        VitseeError: see `video.davis.find_videos`, `choose_settings`; `save` exists.
+        VitseeError: see `davis.find_videos`, `choose_settings`; `save` exists.
     """
     from vitsee_core.analyses.propagate.davis import find_masks, find_videos
 
@@ -281,12 +281,12 @@ def _remarks(work: VideoWork, found: Found) -> list[str]:
             assert grid is not None
             key = number, site_name, ""
             which = f"{store.label}, {grid[0]} x {grid[1]} tokens"
-            lost = found.lost[key].values()
-            if n_lost := sum(one.n_lost for one in lost):
+            lost, there = map(sum, zip(*found.lost[key].values(), strict=True))
+            if lost:
                 area = "; --seeds area keeps them" if work.settings.seeds == "nearest" else ""
                 remarks.append(
-                    f"{which}: {n_lost} of {sum(one.n_objects for one in lost)} objects of the "
-                    f"first masks are lost: no token stands for them{area}"
+                    f"{which}: {lost} of {there} objects of the first masks are lost: no token "
+                    f"stands for them{area}"
                 )
             hidden = found.hidden[key]
             worst = max(hidden, key=hidden.__getitem__)

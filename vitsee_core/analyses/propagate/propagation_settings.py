@@ -1,4 +1,7 @@
-"""Settings of propagation, and published ones by name."""
+"""Settings of propagation, and published ones by name.
+
+They stand apart from `propagation`, which imports torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ UPSAMPLES = ("bilinear", "nearest")
 
 @dataclass(frozen=True)
 class PropagationSettings:
-    """See `propagation`.
+    """How labels are carried; `propagation` has the formula.
 
     Attributes:
         context: how many of the last frames count beside the first.

@@ -171,23 +171,14 @@ def metrics(scores: FrameScores) -> dict[str, Float]:
 
 
 # ---------------------------------------------------------------- one video on one grid
-#
-# One video on one grid: its first mask as labels of tokens, their propagation, and its scores.
 
 
 Frames = Iterator[NDArray[np.floating]]
 
 
-@dataclass(frozen=True)
-class Lost:
-    """Objects of a first mask without any token, out of a total."""
-
-    n_lost: int
-    n_objects: int
-
-
 class VideoRun:
-    """Data of a video that all sites with this grid share."""
+    """One video on one grid: its first mask as labels of tokens, which all sites with this grid
+    share, their propagation, and its scores."""
 
     def __init__(self, truth: VideoTruth, where: FrameMap, window: Window) -> None:
         self._truth, self._where, self._window = truth, where, window
@@ -196,11 +187,11 @@ class VideoRun:
         self._first = self._seeds(0)
 
     @cached_property
-    def lost(self) -> Lost:
-        """Objects of the first frame without any token."""
+    def lost(self) -> tuple[int, int]:
+        """Number of objects in the first frame without any token, and of all objects there."""
         first = self._truth.labels[0]
         there, kept = np.unique(first[first > 0]), np.flatnonzero(self._first.any((0, 1)))
-        return Lost(len(np.setdiff1d(there, kept)), len(there))
+        return len(np.setdiff1d(there, kept)), len(there)
 
     def score(
         self,
@@ -265,8 +256,6 @@ def noise_frames(seed: int, video: str, where: FrameMap, dim: int) -> Frames:
 
 
 # ---------------------------------------------------------------- rows of the table
-#
-# From the scores of videos to the rows of a table: means over objects, intervals over videos.
 
 
 INTERVAL = (
@@ -283,7 +272,8 @@ REPLICATES = "value without one video each, in the order of the videos"
 
 @dataclass(frozen=True)
 class VideoSummary:
-    """Metric -> values of all objects, and the video of each."""
+    """The scores of all objects by metric, and the video of each, which become the rows of a table:
+    means over objects, intervals over videos."""
 
     videos: list[str]
     values: dict[str, Float]

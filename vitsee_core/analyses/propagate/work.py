@@ -30,7 +30,6 @@ from vitsee_core.analyses.propagate.videos import (
     Frames,
     FrameScores,
     Labels,
-    Lost,
     VideoRun,
     VideoTruth,
     noise_frames,
@@ -46,64 +45,6 @@ if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Store
 
 
-# ---------------------------------------------------------------- videos over threads
-#
-# Distributes videos over threads, which stop if one fails or the user stops the run.
-
-
-T = TypeVar("T")
-
-
-class _Stoppable(Silent):
-    """Forwards what is advanced until the run is stopped; then reporting raises `Stopped`."""
-
-    def __init__(self, to: Progress) -> None:
-        self._to, self.ended = to, threading.Event()
-
-    def advance(self, count: int, size_bytes: int = 0) -> None:
-        if self.ended.is_set():
-            raise Stopped
-        self._to.advance(count, size_bytes)
-
-
-def work_on(work: VideoWork, groups: Sequence[Sequence[Video]], jobs: int) -> Found:
-    """All groups, `jobs` at a time. Raises VitseeError: the first error of any group."""
-    total, adding = Found(), threading.Lock()
-
-    def find(group: Sequence[Video], progress: Progress) -> None:
-        part = replace(work, progress=progress)(group)
-        with adding:
-            total.merge(part)
-
-    _each(find, groups, jobs, work.progress)
-    return total
-
-
-def check_masks(masks: MaskFiles, videos: Sequence[Video], jobs: int, progress: Progress) -> None:
-    """Read every mask once, before any other work. Raises VitseeError: see `MaskFiles.read`."""
-
-    def check(video: Video, progress: Progress) -> None:
-        for frame in range(len(video.frames)):
-            masks.read(video, range(frame, frame + 1))
-            progress.advance(1)
-
-    _each(check, videos, jobs, progress)
-
-
-def _each(
-    function: Callable[[T, Progress], None], items: Sequence[T], jobs: int, progress: Progress
-) -> None:
-    """Apply `function` to every item and to what it reports to, which ends all threads as soon as
-    one fails."""
-    stoppable = _Stoppable(progress)
-
-    def lane(_: int, take: Callable[[], int | None]) -> None:
-        while (number := take()) is not None:
-            function(items[number], stoppable)
-
-    run_lanes(min(jobs, len(items)), lane, len(items), stoppable.ended.set)
-
-
 # ---------------------------------------------------------------- the work
 
 
@@ -114,8 +55,8 @@ Radii = tuple[float, float] | None
 
 @dataclass(frozen=True)
 class Kind:
-    """What the cost of a run, and the noise that replaces its tokens, depend on: the mapping of a
-    frame to the grid, the window, the number of channels."""
+    """The mapping of a frame to the grid, the window, and the number of channels. The cost of
+    a run, and the noise that replaces its tokens, depend on these only."""
 
     where: FrameMap
     radii: Radii
@@ -125,11 +66,11 @@ class Kind:
 @dataclass
 class Found:
     """For each row and video: its scores, the share of the frame that no token has seen, and the
-    objects without any token."""
+    number of objects without any token beside that of all objects."""
 
     scores: dict[Key, dict[str, FrameScores]] = field(default_factory=dict)
     hidden: dict[Key, dict[str, float]] = field(default_factory=dict)
-    lost: dict[Key, dict[str, Lost]] = field(default_factory=dict)
+    lost: dict[Key, dict[str, tuple[int, int]]] = field(default_factory=dict)
 
     def add(self, key: Key, video: str, scores: FrameScores) -> None:
         self.scores.setdefault(key, {})[video] = scores
@@ -282,9 +223,67 @@ def group_videos(videos: Sequence[Video], slab: int, least: int) -> list[list[Vi
     return grouped
 
 
+# ---------------------------------------------------------------- videos over threads
+#
+# Threads stop if one fails or the user stops the run.
+
+
+T = TypeVar("T")
+
+
+class _Stoppable(Silent):
+    """Forwards what is advanced until the run is stopped; then reporting raises `Stopped`."""
+
+    def __init__(self, to: Progress) -> None:
+        self._to, self.ended = to, threading.Event()
+
+    def advance(self, count: int, size_bytes: int = 0) -> None:
+        if self.ended.is_set():
+            raise Stopped
+        self._to.advance(count, size_bytes)
+
+
+def work_on(work: VideoWork, groups: Sequence[Sequence[Video]], jobs: int) -> Found:
+    """All groups, `jobs` at a time. Raises VitseeError: the first error of any group."""
+    total, adding = Found(), threading.Lock()
+
+    def find(group: Sequence[Video], progress: Progress) -> None:
+        part = replace(work, progress=progress)(group)
+        with adding:
+            total.merge(part)
+
+    _each(find, groups, jobs, work.progress)
+    return total
+
+
+def check_masks(masks: MaskFiles, videos: Sequence[Video], jobs: int, progress: Progress) -> None:
+    """Read every mask once, before any other work. Raises VitseeError: see `MaskFiles.read`."""
+
+    def check(video: Video, progress: Progress) -> None:
+        for frame in range(len(video.frames)):
+            masks.read(video, range(frame, frame + 1))
+            progress.advance(1)
+
+    _each(check, videos, jobs, progress)
+
+
+def _each(
+    function: Callable[[T, Progress], None], items: Sequence[T], jobs: int, progress: Progress
+) -> None:
+    """Apply `function` to every item and to what it reports to, which ends all threads as soon as
+    one fails."""
+    stoppable = _Stoppable(progress)
+
+    def lane(_: int, take: Callable[[], int | None]) -> None:
+        while (number := take()) is not None:
+            function(items[number], stoppable)
+
+    run_lanes(min(jobs, len(items)), lane, len(items), stoppable.ended.set)
+
+
 # ---------------------------------------------------------------- its cost
 #
-# Cost estimate of propagation: time from a few frames, memory from shapes.
+# Time is estimated from a few frames, memory from shapes.
 
 
 MEASURED = 3  # frames of each kind
