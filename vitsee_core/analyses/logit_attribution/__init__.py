@@ -34,7 +34,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import polars as pl
@@ -45,7 +44,6 @@ from vitsee_core.analyses.logit_attribution.contributions import (
     LOGIT,
     PROJECTION_BIAS,
     RESIDUE,
-    ResidualStream,
     residual_stream,
 )
 from vitsee_core.analyses.logit_attribution.explained_store import (
@@ -167,7 +165,7 @@ def run(
     `input` (where the stream begins), the kind of sublayer, `head`, `projection_bias`, `bias`
     (of norm and classifier), `residue` (the logit less all parts but heads) and `logit`, as stored.
     An image without a label is left out where its label's logit is asked for. With `patches` the
-    columns are `patch_table.COLUMNS`, a row per image, class, term and patch.
+    columns are `patches.COLUMNS`, a row per image, class, term and patch.
 
     Memory: one site of a slab at a time; with `patches` one image's, and one block's attention.
 
@@ -193,7 +191,9 @@ def run(
     origin = origin or Provenance()
     classifiers = Classifiers(origin)
     selected = select_each(
-        stores, ["blocks"], partial(_streams, classifiers=classifiers, execution=execution)
+        stores,
+        ["blocks"],
+        lambda store, _: [residual_stream(store, classifiers(store), execution.rows(store))],
     )
     works = [
         ExplainedStore.of(
@@ -237,17 +237,11 @@ def plot(
         ),
     ] = SCALES[0],
 ) -> Figure:
-    """From the table alone; see `attribution_figure.draw_attributions`, and of `--patches`
-    `patch_sheet.draw_patch_parts`."""
+    """The figure, from the table alone: `figures.draw_attributions`, and for `--patches`
+    `figures.draw_patch_parts`."""
     if "image" in table.frame.columns:
         return draw_patch_parts(table, scale)
     return draw_attributions(table)
-
-
-def _streams(
-    store: Store, _: Sequence[str], classifiers: Classifiers, execution: Execution
-) -> list[ResidualStream]:
-    return [residual_stream(store, classifiers(store), execution.rows(store))]
 
 
 def headline(table: Table) -> list[Answer]:

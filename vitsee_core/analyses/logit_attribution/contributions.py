@@ -1,4 +1,7 @@
-"""What each term of the residual stream adds to the logits of some classes, slab by slab."""
+"""The residual stream that a store's classifier reads, as the sum of where it begins and of all
+branches that are added to it; and what each of these terms adds to the logits of some classes,
+slab by slab.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,6 @@ if TYPE_CHECKING:
 
 
 # ---------------------------------------------------------------- the residual stream
-#
-# The residual stream that a store's classifier reads, as the sum of where it begins and of all
-# branches that are added to it; and its tokens pooled as the classifier pools them.
 
 
 EXTRACT = "extract with --sites blocks --sites head --sites residual"
@@ -38,7 +38,8 @@ IMAGES_AT_ONCE = 8  # whose tokens are in float64 at a time
 
 @dataclass(frozen=True)
 class ResidualStream:
-    """What the classifier reads: base + the sum of all branches, `head.site`'s tokens.
+    """The stream whose end, the tokens of `head.site`, the classifier reads: base + the sum of all
+    branches.
 
     base: the embedding, or where the stage begins that the classifier reads (the tokens after a
     downsampling). branches: what each sublayer adds, layer scale included, in the model's order.
@@ -268,8 +269,8 @@ class Readout:
 
 @dataclass(frozen=True)
 class Asked:
-    """Of which classes the logits are explained: of `classes`, for every image; or of each image's
-    own class, its label or what the model predicts, if `by_class` in a column per class."""
+    """The classes whose logits are explained: `classes`, for every image; or each image's own, its
+    label or what the model predicts, if `by_class` in a column per class."""
 
     classes: tuple[int, ...] = ()
     predicted: bool = False
@@ -355,7 +356,7 @@ class ReadContributions:
 
 @dataclass(frozen=True)
 class _Measure:
-    """What vectors give to the logits asked for. own: (images,) each one's class."""
+    """The parts that vectors have in the logits asked for. own: (images,) each one's class."""
 
     readout: Readout
     asked: Asked
@@ -378,7 +379,7 @@ class _Measure:
         return self._spread((x * back[self.own]).reshape(len(x), *shape[1:]).sum(-1))
 
     def logits(self, x: Float) -> Float:
-        """Of what is given for every class (images, classes)."""
+        """The logits asked for, of those of every class (images, classes)."""
         if self.asked.classes:
             return x[:, list(self.asked.classes)]
         return self._spread(x[np.arange(len(x)), self.own])

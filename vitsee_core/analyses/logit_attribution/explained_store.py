@@ -159,7 +159,8 @@ def class_name(store: Store, n_classes: int, number: int) -> str:
 
 
 def class_number(store: Store, n_classes: int, text: str) -> int:
-    """Raises SiteError: no such class."""
+    """The number of a class of the classifier, given by name or number. Raises SiteError: no such
+    class."""
     names = list(store.class_names or ()) if len(store.class_names or ()) == n_classes else []
     if text in names:
         return names.index(text)

@@ -1,5 +1,5 @@
-"""The figure of logit attribution: what each sublayer adds, their running sum, and heads. From the
-columns of `vitsee logit-attribution`'s table.
+"""The figures of logit attribution: what each sublayer adds, their running sum, and heads; of
+`--patches` maps beside photographs. Both are drawn from the table's columns and notes alone.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ from vitsee_core.types import Float
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from vitsee_core.tables.results import Table
 
 
 # Part -> its words and colour; of a block that is one sublayer, the branch.
@@ -152,9 +150,6 @@ def _draw_heads(axes: Axes, title: str, grid: Any, blocks: list[str], top: float
 
 
 # ---------------------------------------------------------------- maps beside photographs
-#
-# The figure of `vitsee logit-attribution --patches`: maps beside photographs. From the columns of
-# its table and the notes.
 
 
 TOTAL = "patches"

@@ -55,17 +55,8 @@ if TYPE_CHECKING:
 AGAIN = 1e-3
 
 
-@dataclass(frozen=True)
-class PatchParts:
-    """One image's maps. maps: branch or base site -> (classes, cells of the grid)."""
-
-    row: int
-    maps: dict[str, Float]
-
-    @property
-    def total(self) -> Float:
-        """(classes, cells) of all terms."""
-        return np.sum(list(self.maps.values()), axis=0)
+# An image's row, and its maps: branch or base site -> (classes, cells of the grid).
+PatchParts = tuple[int, dict[str, Float]]
 
 
 def one_image(store: Store, row: int) -> Piece:
@@ -76,7 +67,7 @@ def one_image(store: Store, row: int) -> Piece:
 def of_own_tokens(
     store: Store, stream: ResidualStream, readout: Readout, classes: Mapping[int, Sequence[int]]
 ) -> Iterator[PatchParts]:
-    """The parts of each image's own tokens, where the classifier reads their mean; classes: of each
+    """The parts of each image's own tokens, where the classifier reads their mean. classes: of each
     row.
 
     Raises:
@@ -94,7 +85,7 @@ def of_own_tokens(
             tokens = piece.acts(site.name)[0, body].astype(np.float64)
             share = frozen.weights[0] / layout.n_body if weights is None else weights[body]
             maps[site.name] = (readout.vectors[list(own)] @ tokens.T) * share
-        yield PatchParts(row, maps)
+        yield row, maps
 
 
 def through_attention(
@@ -105,8 +96,9 @@ def through_attention(
     classes: Mapping[int, Sequence[int]],
     origin: Provenance,
 ) -> Iterator[PatchParts]:
-    """What attention moves from each patch to the class token, in every block with attention;
-    projections: of its heads, classes: of each row, origin: where images and weights are now.
+    """The parts that attention moves from each patch to the class token, in every block with
+    attention. projections: of its heads; classes: of each row; origin: where images and weights are
+    now.
 
     Raises:
         MissingInput: the store has no attention summaries.
@@ -139,13 +131,13 @@ def through_attention(
                         f"token in {block.site} ({again[0]:.4g}) than was stored ({stored[0]:.4g})"
                     )
                 maps[name] = parts[:, block.layout.n_prefix :]
-            yield PatchParts(row, maps)
+            yield row, maps
 
 
 def _moved(
     back: Mapping[str, Float], block: StoredAttention, call: AttentionCall
 ) -> dict[str, Tensor]:
-    """(images, classes, tokens) what goes from every token to the class token, before the norm.
+    """(images, classes, tokens) parts moved from each token to the class token, before the norm.
     back: block -> (classes, heads x head dim), classes read back through the projection."""
     import torch
 
@@ -156,8 +148,6 @@ def _moved(
 
 
 # ---------------------------------------------------------------- the table
-#
-# The table of `vitsee logit-attribution --patches`: what single patches add, image by image.
 
 
 COLUMNS = (*SITE, "row", "col", "class", "image", "part", "metric", "value")
@@ -188,8 +178,8 @@ def patch_table(
         shown.append(Shown(store, View.of(store, sites), picked, sites))
         images = _Images(work, raw, picked)
         with counting(execution.progress, len(picked)):
-            for one in images.parts(origin):
-                rows += images.rows_of(one)
+            for row, maps in images.parts(origin):
+                rows += images.rows_of(row, maps)
                 execution.progress.advance(1)
     by_attention = {work.store.label: work.stream.head.pool == "cls" for work in works}
     notes = {
@@ -213,7 +203,7 @@ class _Images:
     picked: Sequence[int]
 
     def __post_init__(self) -> None:
-        """Their logits, and the classes asked for, before any work."""
+        """Reads their logits, and finds the classes asked for, before any work."""
         work, store = self.work, self.work.store
         self.readout = Readout.of(work.stream.head)
         read = ReadContributions(work.stream, self.readout, work.asked, {}, self.raw)
@@ -240,8 +230,8 @@ class _Images:
         found = projections_of(store, stream, origin, stored=False)
         return through_attention(store, stream, readout, found, self.classes, origin)
 
-    def rows_of(self, one: PatchParts) -> Iterator[dict[str, Any]]:
-        """The rows of one image."""
+    def rows_of(self, row: int, maps: Mapping[str, Float]) -> Iterator[dict[str, Any]]:
+        """The table's rows about one image; see `PatchParts`."""
         work, store = self.work, self.work.store
         head = work.stream.head
         layout = store.site(head.site).layout
@@ -249,20 +239,20 @@ class _Images:
         *inner, (_, _, whole) = work.entries()
         places = {site: (part, place) for (site, kind), part, place in inner if not kind}
         places[WHOLE] = (TOTAL, whole)
-        total = one.total
-        for c, number in enumerate(self.classes[one.row]):
+        total = np.sum(list(maps.values()), axis=0)  # (classes, cells)
+        for c, number in enumerate(self.classes[row]):
             about = {
                 "class": class_name(store, head.n_classes, number),
-                "image": str(store.samples.id[one.row]),
+                "image": str(store.samples.id[row]),
                 "metric": METRIC,
             }
-            for site, values in [*one.maps.items(), (WHOLE, total)]:
+            for site, values in [*maps.items(), (WHOLE, total)]:
                 part, place = places[site]
                 own = site_columns(store, place) | about | {"part": part}
                 at = np.divmod(np.arange(values.shape[1]), layout.grid[1])
-                for row, col, value in zip(*(x.tolist() for x in (*at, values[c])), strict=True):
-                    yield own | {"row": row, "col": col, "value": value}
+                for y, x, value in zip(*(of.tolist() for of in (*at, values[c])), strict=True):
+                    yield own | {"row": y, "col": x, "value": value}
             own = site_columns(store, whole) | about
-            logit = float(self.logits[one.row][number])
+            logit = float(self.logits[row][number])
             yield own | {"part": REST, "value": logit - float(total[c].sum())}
             yield own | {"part": LOGIT, "value": logit}

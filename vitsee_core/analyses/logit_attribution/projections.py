@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from vitsee_core.analyses.logit_attribution.contributions import Projection
 from vitsee_core.models.capture import Capture, Observer
-from vitsee_core.models.hook_points import HookPoint
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.trace import probe_images
 from vitsee_core.types import Float
@@ -37,7 +36,7 @@ class _Keeper(Observer):
 
 
 def projections(model: LoadedModel, blocks: Sequence[str]) -> dict[str, Projection]:
-    """Those of these blocks of a model on the CPU, each proven on random images.
+    """The projections of these blocks of a model on the CPU, each proven on random images.
 
     Raises:
         NotOffered: no linear layer and factor per channel make the branch of what the heads gave.
@@ -52,9 +51,11 @@ def projections(model: LoadedModel, blocks: Sequence[str]) -> dict[str, Projecti
             capture.run(probe_images(model.input_size, False), keeper)
         heads, branch = (keeper.tokens[site.part] for site in sites)
         shape = (branch.shape[1], heads.shape[1])
+        # The heads' outputs enter the projection, or a norm or an Identity before it.
+        around = model.module.get_submodule(table.heads[block].module.rpartition(".")[0])
         layers = [
             layer
-            for layer in _around(model.module, table.heads[block]).modules()
+            for layer in around.modules()
             if isinstance(layer, nn.Linear) and layer.weight.shape == shape
         ]
         fits = (_fitted(layer, heads, branch, n_heads[block]) for layer in layers)
@@ -66,12 +67,6 @@ def projections(model: LoadedModel, blocks: Sequence[str]) -> dict[str, Projecti
             )
         found[block] = own
     return found
-
-
-def _around(module: nn.Module, place: HookPoint) -> nn.Module:
-    """The module that has the one which the heads' outputs enter: the projection, or a norm or an
-    Identity before it."""
-    return module.get_submodule(place.module.rpartition(".")[0])
 
 
 def _fitted(layer: nn.Linear, heads: Float, branch: Float, n_heads: int) -> Projection | None:
