@@ -64,7 +64,7 @@ _LATEX = {
 
 @dataclass(frozen=True)
 class Cell:
-    """text, and whether it is the best of its column."""
+    """An entry's text, and whether it is the best of its column."""
 
     text: str
     bold: bool = False
@@ -114,7 +114,7 @@ class BestTable:
         return cls(header, models, controls, note)
 
     def written(self, path: Path) -> bytes:
-        """In the format of the ending.
+        """The table's bytes in the format of the path's ending.
 
         Raises:
             VitseeError: another ending than one of `ENDINGS`.
@@ -125,7 +125,7 @@ class BestTable:
         return (self.markdown() if ending == ".md" else self.latex()).encode()
 
     def markdown(self) -> str:
-        """As GitHub and pandoc read it."""
+        """The table in Markdown, as GitHub and pandoc read it."""
 
         def line(cells: Sequence[Cell]) -> str:
             texts = [visible(cell.text).replace("|", "\\|") for cell in cells]
@@ -248,7 +248,7 @@ class BestTable:
         return textwrap.wrap(self.note, max(40, int(width / (0.8 * 0.88 * _LETTER))))
 
     def _controls(self, columns: Sequence[int]) -> list[list[Cell]]:
-        """Those that have a value in one of the columns."""
+        """The controls that have a value in one of the columns."""
         return [row for row in self.controls if any(row[i].text != _NONE for i in columns[1:])]
 
 

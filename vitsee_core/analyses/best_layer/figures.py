@@ -97,8 +97,6 @@ def _draw_stars(
 
 
 # ---------------------------------------------------------------- paired differences
-#
-# Differences of layers or models, a line each, those marked whose intervals exclude 0.
 
 
 LINE, MARGINS = 1.7, 7.0  # ems: of a line, above and below them
@@ -108,7 +106,7 @@ CLEAR, UNCLEAR, ALONE = "95 % interval excludes 0", "95 % interval includes 0", 
 
 def draw_differences(rows: pl.DataFrame) -> Figure:
     """One panel per task of `best_layer.compare`; below the name of what is compared a line for
-    each difference to it, from the largest on."""
+    each difference to it, from the largest on, marked where its interval excludes 0."""
     by_task = rows.partition_by("task", maintain_order=True)
     tasks = [(str(own["task"][0]), _lines(own)) for own in by_task]
     most = max(len(lines) for _, lines in tasks)

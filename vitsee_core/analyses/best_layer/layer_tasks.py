@@ -112,7 +112,7 @@ def _uniform(file: ResultFile) -> pl.DataFrame:
 
 
 def _keys(rows: pl.DataFrame) -> pl.DataFrame:
-    """What makes each row's task: its metric and `NAMED`, in which `token` is its pooling and a
+    """A frame of each row's task: its metric and `NAMED`, in which `token` is its pooling and a
     penalty stands where the file reports the same probe at several; and `of_all`, whether it is a
     baseline without a token, which is that of every token."""
     probe = ("store", "site", "head", "token", "row", "col", "metric", *SETTINGS, "baseline")
@@ -125,8 +125,9 @@ def _keys(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _poolings(rows: pl.DataFrame) -> pl.Series:
-    """What stands for an image in each row (`cls`, `each`, `0,4`), where the file compares several
-    or a site is measured by a token and without; `best` for all rows of `ABOUT_PATCHES`."""
+    """(rows,) the word for what stands for an image (`cls`, `each`, `0,4`), null unless the file
+    compares several or a site is measured by a token and without; `best` in all rows of
+    `ABOUT_PATCHES`."""
     word = pl.coalesce(pl.col("token").cast(pl.String), pl.format("{},{}", "row", "col"))
     word = pl.when(ABOUT_PATCHES).then(pl.lit(BEST)).otherwise(word)
     words = rows.select(word.alias("token")).to_series()

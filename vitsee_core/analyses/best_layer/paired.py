@@ -112,7 +112,7 @@ def _difference(
 
 
 def _blocks(notes: Mapping[str, Any], store: str) -> Mapping[str, Any]:
-    """What the sidecar records of the blocks of a store's images."""
+    """The sidecar's record of the blocks of a store's images. Raises VitseeError: it has none."""
     found = notes["replicates"].get(store)
     if not isinstance(found, dict) or not {"digest", "n_blocks"} <= {*found}:
         raise VitseeError(f"the sidecar does not say over which images {store} was tested")
