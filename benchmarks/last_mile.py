@@ -145,7 +145,7 @@ class Side:
         return usage.seconds
 
     def ask(self, *words: str) -> dict[str, Any]:
-        """What this script says in a process with this checkout's packages."""
+        """The answer of this script, run in a process with this checkout's packages."""
         command = [*self.python, __file__, *words]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

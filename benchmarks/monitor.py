@@ -1,4 +1,4 @@
-"""What `vitsee.Monitor` costs in the demo's training: 512 images every 1,000 updates.
+"""The cost of `vitsee.Monitor` in the demo's training: 512 images every 1,000 updates.
 
     python benchmarks/monitor.py --threads 1
 

@@ -169,8 +169,8 @@ def test_undisturbed_restores_what_it_changes() -> None:
 def test_numbers_are_those_of_extraction_and_command(
     vit: nn.Module, photos: Path, tmp_path: Path
 ) -> None:
-    """Of the weights as they are at each step, in evaluation mode; tables have the steps in front,
-    and the command's plot draws them."""
+    """The monitor measures the weights as they are at each step, in evaluation mode; its tables
+    have the steps in front, and the command's plot draws them."""
     vit.train()
     monitor = monitored(vit, photos, tmp_path / "run", every=2, name="mine", images=8,
                         analyses=["attn_dist", "cka:first", "cka:previous"])  # fmt: skip

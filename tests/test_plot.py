@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 from click.testing import CliRunner, Result
 
@@ -21,7 +22,7 @@ from vitsee_core.figures.looks import Look
 from vitsee_core.figures.plotting import THEMES
 from vitsee_core.report.redrawing import open_result, redraw
 from vitsee_core.tables.results import Table, read_result
-from vitsee_core.tables.table_sites import rows_of_sites
+from vitsee_core.tables.table_sites import block_part, rows_of_sites
 from vitsee_stores.errors import SiteError, VitseeError
 
 RUNS = [(command, i) for command, runs in TABLES.items() for i in range(len(runs))]
@@ -333,6 +334,14 @@ def test_first_and_last_are_those_of_the_table() -> None:
     assert rows_of_sites(Table.from_rows(heads), ["last"])["site"].tolist() == ["layer2.0.heads"]
     with pytest.raises(SiteError, match="no site matches 'last'; sites of this table, cnn: stem"):
         rows_of_sites(table.with_frame(table.frame.head(1)), ["last"])
+
+
+def test_parts_of_blocks() -> None:
+    sites = {"blocks.1.attn.branch": "blocks.1", "blocks.1": "blocks.1", "norm": None}
+    rows = pl.DataFrame({"site": [*sites, "norm"], "block": [*sites.values(), None]})
+    found = rows.select(part=block_part(rows))["part"].to_list()
+    assert found == ["attn.branch", "out", "out", "out"]
+    assert rows.drop("block").with_columns(part=block_part(rows.drop("block")))["part"][0] == "out"
 
 
 def test_rows_without_sites_stay() -> None:

@@ -213,7 +213,8 @@ def test_one_s_own_study(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", bundled_recipes())
 def test_every_figure_is_made(name: str, tmp_path: Path) -> None:
-    """Of the papers, on the demo's models, and of towers on tiny ones; every store is used."""
+    """The papers' figures on the demo's models, and those of towers on tiny ones; every store is
+    used."""
     if name == "towers":
         pytest.importorskip("transformers", minversion="5.20")
     result = vitsee("study", name, "--quick", "-o", tmp_path)

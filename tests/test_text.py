@@ -47,7 +47,7 @@ def test_what_is_visible_can_be_printed_and_written(text: str) -> None:
 
 
 def read_back(text: str) -> str:
-    """What a CSV with this cell in a column of text gives."""
+    """The cell that is read back from a CSV with this one in a column of text."""
     written = table_bytes(Table({"text": [text], "n": [1]}).written, ".csv")
     frame = read_table(Path("r.csv"), written, {"text": "text"})
     return str(Table(frame)["text"][0])

@@ -13,13 +13,13 @@ FORMAT.md beside this file is the format's text. Five files to read first, in th
 
 and the rest, around them:
 
-    what a stranger may have written    schema (types and limits), metadata (zarr.json, markers)
+    untrusted metadata                  schema (types and limits), metadata (zarr.json, markers)
     bytes of chunks                     chunks (codecs), sealed (verified reading, damage of a slab)
     a new store                         creation, samples (ids, labels), leases (who makes a slab)
     reading                             opening, generations (a store that grew), store_contents,
                                         lazy, selectors and token_selection (which sites, tokens)
     folder or URL                       files (what both offer), folder, objects, disk, url
-    what is told to people              info, validation, errors, notebook, weights_names
+    descriptions and errors             info, validation, errors, notebook, weights_names
 
 Names are imported when first used, so importing the package costs nothing.
 """

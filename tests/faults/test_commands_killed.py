@@ -92,7 +92,7 @@ def command(
 
 
 def markers(path: Path) -> dict[str, bytes]:
-    """What says of each committed slab who made it, and when."""
+    """The commit markers of a store's slabs, which name the process and the time of each."""
     return {place.name: place.read_bytes() for place in path.glob("commits/c.*.0")}
 
 
@@ -139,7 +139,7 @@ def files_of(folder: Path) -> dict[str, bytes | None]:
 
 
 def steps_done(folder: Path) -> dict[str, object]:
-    """What the study's record says of its finished steps."""
+    """The finished steps in a study's record, by name."""
     record = folder / "study.json"
     steps = json.loads(record.read_text())["steps"] if record.exists() else {}
     return {name: step for name, step in steps.items() if step["status"] == "done"}

@@ -13,6 +13,7 @@ from vitsee_core.tables.columns import BASELINE
 from vitsee_core.tables.headlines import Answer, number
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.steps import numbers_in_name
+from vitsee_core.tables.table_sites import block_part
 from vitsee_core.tables.words import PARTS, metric_words, site_words, token_words
 from vitsee_stores.errors import VitseeError
 
@@ -26,7 +27,6 @@ WITHIN = {
 }  # fmt: skip
 # Columns that tell values of one layer apart: each of their values is a panel of its own.
 SETTINGS = ("token", "type", "at", "part", "shots", "k", "l2", "l2_relative", "best")
-WHOLE = "out"  # what of its block a site is that is all of it
 INTERVAL, RUNS = "interval", "runs"  # what a band is, beside the least and largest of parts
 
 
@@ -85,7 +85,7 @@ def layers_over_steps(table: Table, *, pooled: bool = False) -> pl.DataFrame:
         )
     else:
         rows = rows.with_columns(band=pl.lit(INTERVAL))
-    rows = rows.with_columns(part=_part(rows))
+    rows = rows.with_columns(part=block_part(rows))
     if rows["part"].n_unique() > 1:
         keys.append("part")
     rows = rows.with_columns(panel=_words(rows, keys))
@@ -103,7 +103,7 @@ def layers_over_steps(table: Table, *, pooled: bool = False) -> pl.DataFrame:
 
 
 def _with_the_last(rows: pl.DataFrame) -> pl.DataFrame:
-    """Of comparisons of a store's layers among themselves: those of each layer with the last."""
+    """The comparisons of each layer with the last one, among those of a store with itself."""
     depth = rows["rel_depth_b"].max()
     last, block = rows.filter(rel_depth_b=depth).select("site_b", "block_b").row(-1)
     own = rows.filter((pl.col("site_b") == last) & (pl.col("site_a") != last))
@@ -135,7 +135,7 @@ def answers_over_training(table: Table) -> list[Answer]:
 
 
 def _compared(rows: pl.DataFrame, unit: str) -> pl.Expr:
-    """Of a comparison: which step it is with, from the labels of the first stores."""
+    """A column `compared`: the step that each row is compared with, by the first stores' labels."""
     steps = {
         label: numbers_in_name(label).get(unit)
         for label in rows["store_a"].cast(pl.String).unique(maintain_order=True)
@@ -160,14 +160,6 @@ def _of_wholes(rows: pl.DataFrame, keys: Sequence[str]) -> tuple[pl.DataFrame, s
         if rows[name].is_not_null().any():
             inside = inside or WITHIN[name]
     return rows, inside
-
-
-def _part(rows: pl.DataFrame) -> pl.Series:
-    """What of its block each site is; sites outside the blocks count with the blocks' outputs."""
-    found = []
-    for site, block in rows.select(pl.col("site", "block").cast(pl.String)).rows():
-        found.append((site.removeprefix(block).lstrip(".") if block else "") or WHOLE)
-    return pl.Series("part", found, pl.String)
 
 
 def _words(rows: pl.DataFrame, keys: Sequence[str]) -> pl.Series:

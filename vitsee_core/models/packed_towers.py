@@ -118,9 +118,9 @@ class _FirstAttention(TorchFunctionMode):
 
 
 def _positions(module: nn.Module, packing: Packing, grid: Grid) -> list[Tensor]:
-    """What the first attention, and the modules that it is in, get for each token beside their
-    first argument, of images of this grid of patches: (images, rows, cols, numbers) each, as the
-    first argument's tokens lie."""
+    """The arguments with a value for each token that the first attention, and the modules that it
+    is in, get beside their first one, for images of this grid of patches: (images, rows, cols,
+    numbers) each, in the order of the first argument's tokens."""
     codes = Codes(grid)
     n_tokens = len(codes.cells) * math.prod(grid)
     opened: list[list[Tensor]] = []  # of each module that was entered and not left

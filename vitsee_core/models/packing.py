@@ -23,12 +23,16 @@ ATTRIBUTE = "_vitsee_packing"
 class Packing:
     """How images become patches.
 
-    patch: rows and columns of pixels. frames: how often a still image is repeated. merge: patches
-    come in groups of merge x merge, row by row within a group. unit: a grid has a multiple of so
-    many rows and columns. form: each patch as "cthw" (one row, channels outermost), "hwc" (one
-    row, channels innermost), "image" (channels, rows, cols), or "sequence" (the same, with one
-    axis more in front). grids: the argument that says the grids; merges: whether the tower is told
-    `merge` for each image.
+    Attributes:
+        patch: rows and columns of a patch, in pixels.
+        frames: the number of frames to which a still image is repeated.
+        merge: patches come in groups of merge x merge, row by row within a group.
+        unit: numbers of rows and columns of a grid are multiples of it.
+        form: the layout of a patch: "cthw" (one row, channels outermost), "hwc" (one row, channels
+            innermost), "image" (channels, rows, cols), or "sequence" (as "image", with a leading
+            axis of length 1).
+        grids: name of the argument that holds the grids, `grid_thw` or another.
+        merges: whether the tower takes `merge` of each image as an argument.
     """
 
     patch: int
@@ -76,7 +80,7 @@ class Packing:
         return patches.unsqueeze(0) if self.form == "sequence" else patches
 
     def arguments(self, n_images: int, grid: Grid, device: torch.device) -> dict[str, Tensor]:
-        """What the tower gets beside the patches."""
+        """The tower's arguments beside the patches, by name."""
         one = [1, *grid][-GRIDS[self.grids] :]
         found = {self.grids: torch.tensor([one], device=device).expand(n_images, -1).contiguous()}
         if self.merges:

@@ -68,7 +68,7 @@ def caption(analysis: ModuleType, table: Table | None = None) -> Caption:
 
 
 def headline(analysis: ModuleType, table: Table) -> list[Answer]:
-    """What the table answers in one line per store, or per model over its training; none where the
+    """The table's answers, a line per store, or per model over its training; none where the
     analysis has no such line."""
     if table.step_unit:
         try:

@@ -18,6 +18,7 @@ from vitsee_core.figures.plotting import store_order
 from vitsee_core.figures.training_charts import MOST_PANELS
 from vitsee_core.figures.training_layers import layer_words, layers_over_steps
 from vitsee_core.tables.results import Table
+from vitsee_core.tables.table_sites import block_part
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import PARTS as WORDS
 from vitsee_core.tables.words import baseline_words, metric_words, site_words, token_words
@@ -123,7 +124,7 @@ def _over_steps(table: Table) -> list[dict[str, Any]]:
 
 def _curves(every: pl.DataFrame) -> list[dict[str, Any]]:
     """A panel per metric: a line per store (and token, k, ...) or, with heads, a dot per head."""
-    every = every.with_columns(_part(every).alias(PART))
+    every = every.with_columns(block_part(every).alias(PART))
     stores, found = store_order(every), []
     for (metric,), rows in _grouped(every, ("metric",)):
         by_head = _varies(rows, "head")
@@ -162,15 +163,6 @@ def _curves(every: pl.DataFrame) -> list[dict[str, Any]]:
                      "n_marks": sum(len(line["points"]) for line in lines)}
                 )  # fmt: skip
     return found
-
-
-def _part(rows: pl.DataFrame) -> pl.Expr:
-    """What of its block each site is; what is in none counts with the outs, as depth does."""
-    if "block" not in rows.columns:
-        return pl.lit("out")
-    pairs = rows.select(pl.col("site", "block").cast(pl.String)).unique()
-    parts = {site: site.removeprefix(b).lstrip(".") if b else "out" for site, b in pairs.rows()}
-    return pl.col("site").cast(pl.String).replace_strict(parts, return_dtype=pl.String)
 
 
 def _keys(rows: pl.DataFrame, by_head: bool) -> list[str]:

@@ -37,8 +37,8 @@ class FoundStore:
 
 @dataclass(frozen=True)
 class Materials:
-    """What lies below a folder. left_out: path -> why it is no part of the report; records: of
-    trainings, how each step ended."""
+    """Results, stores and records below a folder. left_out: path -> why it is no part of the
+    report; records: of trainings, how each step ended."""
 
     folder: Path
     results: tuple[Result, ...]

@@ -304,7 +304,7 @@ def _guest(entry: EntryPoint) -> Guest:
 
 
 def _lacks(module: ModuleType) -> str:
-    """What an imported module lacks to be an analysis, "" if nothing."""
+    """The first thing that an imported module lacks to be an analysis, "" if nothing."""
     from vitsee_core.runtime.options import QUESTIONS, declared, options_of
 
     given = vars(module)

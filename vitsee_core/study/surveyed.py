@@ -1,5 +1,5 @@
-"""What a model offers to a study, from shapes on torch's meta device: no weights, no pixels. Of a
-tower of packed patches from a model with random weights."""
+"""The sites and summaries that a model offers to a study, from shapes on torch's meta device: no
+weights, no pixels. A tower of packed patches is run with random weights."""
 
 from __future__ import annotations
 

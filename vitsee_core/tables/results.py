@@ -186,8 +186,8 @@ class Table:
 
     @property
     def step_unit(self) -> str:
-        """What the steps of a table over a training count, which is also the name of their column:
-        "step" or "epoch"; "" of another table, or one of a single step."""
+        """The unit of the steps in a table over a training, "step" or "epoch", which is also their
+        column's name; "" for another table, or one of a single step."""
         unit, names = self.notes.get("unit"), {*self.frame.columns}
         if not isinstance(unit, str) or not {unit, "metric", "value"} <= names:
             return ""

@@ -53,6 +53,16 @@ def rows_of_sites(table: Table, patterns: Sequence[str]) -> Table:
     return table.with_frame(rows)
 
 
+def block_part(rows: pl.DataFrame) -> pl.Expr:
+    """The part of its block that each row's site is: `attn.branch`, `norm1`; `out` for whole blocks
+    and for sites outside of the blocks, as in the column of depth."""
+    if "block" not in rows.columns:
+        return pl.lit("out")
+    pairs = rows.select(pl.col("site", "block").cast(pl.String)).unique().rows()
+    parts = {site: site.removeprefix(block or site).lstrip(".") or "out" for site, block in pairs}
+    return pl.col("site").cast(pl.String).replace_strict(parts, return_dtype=pl.String)
+
+
 def _sites(rows: pl.DataFrame, side: str) -> pl.DataFrame:
     """store, site, block, depth and rel_depth of the rows on one side, once each; null where there
     is no such column."""

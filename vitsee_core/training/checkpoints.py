@@ -44,15 +44,15 @@ class StepFile:
     path: Path
 
     def cells(self) -> dict[str, Any]:
-        """What identifies the file in the record."""
+        """The file's cells in the record: name, size and time of change, which identify it."""
         status = self.path.stat()
         changed = datetime.fromtimestamp(status.st_mtime, UTC).isoformat()
         return {"file": self.path.name, "size_bytes": status.st_size, "changed": changed}
 
 
 def find_checkpoints(pattern: str) -> tuple[str, list[StepFile], dict[str, str]]:
-    """What the files of a glob count ("step" or "epoch"), the files by step, and for those without
-    one the reason.
+    """The unit of the files of a glob ("step" or "epoch"), the files by step, and the reason for
+    each file without one.
 
     A step is the number behind `step`, `global_step`, `iter` or `epoch` in a file's name; else the
     file's own field of that name; else the last number of the name that varies among the files.

@@ -42,7 +42,7 @@ DEFAULT_ANALYSES = ("attn-dist", "normratio", "spectrum")
 
 
 def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # noqa: T201
+    sys.stderr.write(f"{line}\n")
 
 
 class Monitor:

@@ -208,7 +208,7 @@ def _tokens(store: Store, site: SiteSpec, words: Sequence[str]) -> _Tokens:
 
 
 def _every(site: _Tokens, every: int) -> _Tokens:
-    """Of a site with all tokens of its grid, those of every so many rows and columns."""
+    """A site with all tokens of its grid, reduced to those of every `every`-th row and column."""
     assert site.layout.grid is not None
     rows, cols = (every_nth(n, every) for n in site.layout.grid)
     cells = (rows[:, np.newaxis] * site.layout.grid[1] + cols).ravel()

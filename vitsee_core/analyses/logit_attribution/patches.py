@@ -1,4 +1,4 @@
-"""What single patches add to the logits of single images, directly.
+"""The direct contributions of single patches to the logits of single images.
 
 Where the classifier reads the mean over tokens, a patch has the part of its own token: of every
 term of the stream. Where it reads the class token, a patch has what attention moves from it there,

@@ -94,8 +94,8 @@ def _shards(file_of: Callable[[str], str | None]) -> dict[str, str]:
 
 
 def _prefix(own: Mapping[str, Any], shards: Mapping[str, str], path: str) -> str | None:
-    """What stands before all names of a module in a checkpoint: of several the one that ends like
-    its path."""
+    """The prefix of a module's names in a checkpoint; of several the one that ends like the
+    module's path."""
     first = next(iter(own))
     found = [key.removesuffix(first) for key in shards if key.endswith(f".{first}")]
     found = [prefix for prefix in found if all(prefix + name in shards for name in own)]
