@@ -81,7 +81,8 @@ def render(
 
 def steps_of(labels: Sequence[str]) -> dict[str, Any] | None:
     """The unit ("step" or "epoch") and the number of each store of one training: of `FEWEST` or
-    more stores whose labels differ in these numbers alone, `vit-step0`, `vit-step1000`; else None."""
+    more stores whose labels differ in these numbers alone, `vit-step0`, `vit-step1000`; else
+    None."""
     for unit in UNITS:
         numbers = [numbers_in_name(label).get(unit) for label in labels]
         if None in numbers or len({*numbers}) < max(len(labels), FEWEST):
