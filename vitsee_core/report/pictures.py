@@ -8,7 +8,6 @@ import io
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 from vitsee_core.figures.panels import Medium
 from vitsee_core.figures.plotting import DPI, figure_bytes, store_order
@@ -93,11 +92,9 @@ def tile(result: Result, addresses: Addresses) -> Picture | None:
     """The figure that stands for an analysis, drawn for the width of a tile: of the rows that its
     `at_a_glance` chooses, where it has that. None: it cannot be drawn, or would be too tall. Its
     digest is that of the table, so that what an earlier page shows is not drawn again."""
-    files = (result.file.path, Path(f"{result.file.path}.json"))
-    of = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     rows = result.file.table.frame
     stores = store_order(rows) if "store" in rows.columns else []
-    key = hashlib.sha256(f"tile {of} {stores}".encode()).hexdigest()
+    key = hashlib.sha256(f"tile {result.file.digest} {stores}".encode()).hexdigest()
     if address := addresses.earlier.get(key):
         return Picture(address, digest=key)
     few = getattr(result.analysis, "at_a_glance", lambda table: table)

@@ -293,6 +293,7 @@ class ResultFile:
         sidecar: the content of `r.csv.json`; empty without that file.
         changed: the table is not the one that the sidecar describes, or the sidecar was edited
             (False if it does not say).
+        digest: of the table's bytes and the sidecar.
     """
 
     path: Path
@@ -300,6 +301,7 @@ class ResultFile:
     command: str
     sidecar: dict[str, Any]
     changed: bool = False
+    digest: str = ""
 
     @property
     def as_written(self) -> bool:
@@ -337,7 +339,8 @@ def read_result(path: str | Path) -> ResultFile:
     command = next((word for word in typed if not word.startswith("-")), "")  # vitsee -q knn ...
     now = {"sha256": sha256, "digest": digest_of(sidecar)}
     changed = any(sidecar.get(name, now[name]) != now[name] for name in now)
-    return ResultFile(path, Table(frame, sidecar.get("notes", {})), command, sidecar, changed)
+    table = Table(frame, sidecar.get("notes", {}))
+    return ResultFile(path, table, command, sidecar, changed, " ".join(now.values()))
 
 
 def read_replicates(file: ResultFile) -> Table:
