@@ -338,9 +338,9 @@ def test_first_and_last_are_those_of_the_table() -> None:
 
 def test_parts_of_blocks() -> None:
     sites = {"blocks.1.attn.branch": "blocks.1", "blocks.1": "blocks.1", "norm": None}
-    rows = pl.DataFrame({"site": [*sites, "norm"], "block": [*sites.values(), None]})
+    rows = pl.DataFrame({"site": [*sites, "norm", None], "block": [*sites.values(), None, None]})
     found = rows.select(part=block_part(rows))["part"].to_list()
-    assert found == ["attn.branch", "out", "out", "out"]
+    assert found == ["attn.branch", "out", "out", "out", "out"]
     assert rows.drop("block").with_columns(part=block_part(rows.drop("block")))["part"][0] == "out"
 
 

@@ -54,13 +54,13 @@ def rows_of_sites(table: Table, patterns: Sequence[str]) -> Table:
 
 
 def block_part(rows: pl.DataFrame) -> pl.Expr:
-    """The part of its block that each row's site is: `attn.branch`, `norm1`; `out` for whole blocks
-    and for sites outside of the blocks, as in the column of depth."""
+    """The part of its block that each row's site is: `attn.branch`, `norm1`; `out` for whole blocks,
+    for sites outside of the blocks, as in the column of depth, and for rows of no site."""
     if "block" not in rows.columns:
         return pl.lit("out")
-    pairs = rows.select(pl.col("site", "block").cast(pl.String)).unique().rows()
+    pairs = rows.select(pl.col("site", "block").cast(pl.String)).drop_nulls("site").unique().rows()
     parts = {site: site.removeprefix(block or site).lstrip(".") or "out" for site, block in pairs}
-    return pl.col("site").cast(pl.String).replace_strict(parts, return_dtype=pl.String)
+    return pl.col("site").cast(pl.String).replace_strict(parts, default="out")
 
 
 def _sites(rows: pl.DataFrame, side: str) -> pl.DataFrame:
