@@ -54,8 +54,8 @@ def rows_of_sites(table: Table, patterns: Sequence[str]) -> Table:
 
 
 def block_part(rows: pl.DataFrame) -> pl.Expr:
-    """The part of its block that each row's site is: `attn.branch`, `norm1`; `out` for whole blocks,
-    for sites outside of the blocks, as in the column of depth, and for rows of no site."""
+    """The part of its block that each row's site is: `attn.branch`, `norm1`; `out` for whole
+    blocks, for sites outside of the blocks, as in the column of depth, and for rows of no site."""
     if "block" not in rows.columns:
         return pl.lit("out")
     pairs = rows.select(pl.col("site", "block").cast(pl.String)).drop_nulls("site").unique().rows()
