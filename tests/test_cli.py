@@ -295,7 +295,7 @@ def test_help_imports_nothing_heavy() -> None:
     light = "\n".join(
         shown(*words, "--help") for words in ((), ("info",), ("validate",), ("demo",))
     )
-    assert heavy(light, ("numpy", *HEAVY)) == []
+    assert heavy(light, ("numpy", "polars", *HEAVY)) == []
     helps = "\n".join(shown(name, "--help") for name in main.list_commands(click.Context(main)))
     loaded = "".join(f"\nassert '{analyses.__name__}.{m.name}' in sys.modules" for m in MODULES)
     assert set(heavy(f"{helps}\nimport sys{loaded}", (*HEAVY, "sklearn"))) <= {"PIL"}

@@ -7,8 +7,10 @@ its own is NAME/VARIANT: one colour per name, one stroke per variant (`DINO/B/16
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
-import polars as pl
+if TYPE_CHECKING:  # the command line splits labels without it, see `vitsee --help`
+    import polars as pl
 
 SIGN = "/"
 
@@ -35,4 +37,4 @@ def by_group(rows: pl.DataFrame) -> Iterator[tuple[str, pl.DataFrame]]:
         return
     for group in groups:
         own = [store for store in stores if split_label(store)[0] == group]
-        yield group, rows.filter(pl.col("store").is_in(own))
+        yield group, rows.filter(rows["store"].is_in(own))
