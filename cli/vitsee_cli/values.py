@@ -254,7 +254,7 @@ def parse_floats(text: str | tuple[float, ...]) -> tuple[float, ...]:
 
 
 def parse_positive_floats(text: str | tuple[float, ...]) -> tuple[float, ...]:
-    """As `parse_floats`, each above 0, as divisors of pixels must be."""
+    """Numbers as `parse_floats` reads them, each above 0: pixels are divided by them."""
     numbers = parse_floats(text)
     if min(numbers) <= 0:
         raise click.BadParameter(f"{text!r}; expected numbers above 0, e.g. 0.5,0.5,0.5")

@@ -216,35 +216,35 @@ class Slab:
         return self.store.valid[self.rows]
 
     def acts(self, site: str, tokens: Tokens = "all", *, partial: bool = False) -> NDArray[Any]:
-        """As `Store.acts`, for these rows."""
+        """The values of `Store.acts`, for these rows."""
         return self.store.acts(site, tokens, partial=partial)[self.rows]
 
     def pooled(self, site: str, kind: str = "mean") -> NDArray[Any]:
-        """As `Store.pooled`, for these rows."""
+        """The values of `Store.pooled`, for these rows."""
         return self.store.pooled(site, kind)[self.rows]
 
     def vectors(self, name: str) -> NDArray[Any]:
-        """As `Store.vectors`, for these rows."""
+        """The values of `Store.vectors`, for these rows."""
         return self.store.vectors(name)[self.rows]
 
     def attention(self, name: str, group: str = "") -> NDArray[Any]:
-        """As `Store.attention`, for these rows."""
+        """The values of `Store.attention`, for these rows."""
         return self.store.attention(name, group)[self.rows]
 
     def attention_sums(self, name: str, group: str = "") -> NDArray[Any]:
-        """As `Store.attention_sums`, for the whole slab: (blocks, heads, ...)."""
+        """The values of `Store.attention_sums`, for the whole slab: (blocks, heads, ...)."""
         return self.store.attention_sums(name, group)[self.k]
 
     def grams(self, site: str) -> NDArray[Any]:
-        """As `Store.grams`, for these rows: (rows, rows)."""
+        """The values of `Store.grams`, for these rows: (rows, rows)."""
         return self.store.grams(site)[self.k, : len(self), : len(self)]
 
     def residual(self, sublayer: str) -> NDArray[Any]:
-        """As `Store.residual`, for these rows."""
+        """The values of `Store.residual`, for these rows."""
         return self.store.residual(sublayer)[self.rows]
 
     def inputs(self) -> NDArray[Any]:
-        """As `Store.inputs`, for these rows."""
+        """The values of `Store.inputs`, for these rows."""
         return self.store.inputs()[self.rows]
 
 

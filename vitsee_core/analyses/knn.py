@@ -222,8 +222,8 @@ _Item = tuple[int, str | int]
 
 @dataclass(frozen=True)
 class _Query:
-    """What is classified: images of one store at some sites. read: site -> features of the training
-    and of the test images; n_shared: how many images are trained on, too."""
+    """The images of one store that are classified, at some sites. read: site -> features of the
+    training and of the test images; n_shared: how many images are trained on, too."""
 
     data: LabelledRows
     sites: list[SiteSpec]

@@ -100,7 +100,7 @@ class Dictionary:
         return self.w_dec.shape[1]
 
     def target(self, x: Float32) -> Float32:
-        """What codes reconstruct: x, or its non-negative part."""
+        """The rows that codes reconstruct, of the shape of x: x, or its non-negative part."""
         return np.maximum(x, 0) if self.clamp else x
 
     def encode(self, x: Float32, device: str = "cpu") -> Float32:

@@ -46,7 +46,7 @@ DROPPED = ("attention", "residual", "inputs", "grams", "erf", "head_weights")  #
 
 @dataclass
 class CodeSums:
-    """What tokens and their reconstructions add up to."""
+    """Sums over tokens and their reconstructions, which slabs add to."""
 
     n: int = 0
     nonzero: int = 0
@@ -258,7 +258,8 @@ def _encode(dictionary: Dictionary, tokens: Float32, sums: CodeSums, device: str
 
 
 def _arrays(site: SiteSpec, codes: Float32, valid: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
-    """What a slab has of a site; NaN for images that could not be read."""
+    """The arrays of one site in a slab, by their names in the store; NaN for images that could not
+    be read."""
     layout = site.layout
     if layout is None:
         return {f"vectors/{site.name}": _rows(codes[:, 0], valid, "float32")}

@@ -44,7 +44,7 @@ _SAELENS_KINDS = {"standard": "relu", "topk": "topk", "jumprelu": "jumprelu"}
 
 @dataclass(frozen=True)
 class Overrides:
-    """What the user says of a file, in place of what it says itself."""
+    """The user's own statements about a file, which stand in place of what it says itself."""
 
     kind: str | None = None
     k: int | None = None

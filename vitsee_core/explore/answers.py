@@ -1,5 +1,5 @@
-"""What the model's own classifier says of every patch of the shown images, site by site: the class
-with the largest logit and its share of the softmax (the logit lens, see `vitsee lens`)."""
+"""The answers of the model's own classifier for every patch of the shown images, site by site: the
+class with the largest logit and its share of the softmax (the logit lens, see `vitsee lens`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a page shows of one store, packed: a description for JSON, and its numbers in base64."""
+"""The contents of a page, packed store by store: a description for JSON, and numbers in base64."""
 
 from __future__ import annotations
 

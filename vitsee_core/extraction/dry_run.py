@@ -42,7 +42,7 @@ class DryRun:
 
 
 def dry_run(asked: Request) -> DryRun:
-    """What `extract` with these options would store. Nothing is written.
+    """The arrays that `extract` with these options would store, and their cost. Nothing is written.
 
     Weights are loaded if shapes are not enough (order of tokens, ablated skips, interventions,
     cells on a canvas), for an existing store, which is compared with the model, and to measure the

@@ -53,8 +53,9 @@ GROWING = ("sites", "tokens", "dtype", "n_images", "samples_fingerprint")
 
 @dataclass(frozen=True)
 class Addition:
-    """What a command asks for beyond a store: new sites (aliases included) of all of its images, or
-    all of its sites for the images from the first slab on that it has not whole.
+    """The part of a command's request that a store does not have yet: new sites (aliases included)
+    of all of its images, or all of its sites for the images from the first slab on that it has not
+    whole.
 
     `n_images` is that of the grown store.
     """
@@ -213,7 +214,7 @@ def addition(
     selection: Selection,
     data: DataOptions,
 ) -> Addition | None:
-    """What is asked for beyond the store; None if it has all of it.
+    """The part of a request that the store does not have yet; None if it has all of it.
 
     Raises:
         IdentityMismatch: other images, or none that begin with the store's.
@@ -256,7 +257,7 @@ def addition(
 
 
 def _why_other(data: DataOptions) -> str:
-    """What images can be added, where others were asked for."""
+    """The end of a refusal of other images: which images can be added."""
     if data.per_class is not None:
         return "; images can be added by --images only: of more of each class others come first"
     return f"{GROWS}, of the same data, order and seed: the images that it has stay the first"
@@ -338,7 +339,7 @@ def plan_of(store: Store, layout: ImageLayout, added: Addition) -> StorePlan:
 
 
 def describe(store: Store, added: Addition) -> str:
-    """What a generation adds, in words."""
+    """A generation in words: its number, its store, and the sites or images that it adds."""
     what = f"generation {store.generation + 1} of {store.place}"
     plan = store.plan
     if added.n_images > plan.n_images:

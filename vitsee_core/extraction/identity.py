@@ -44,7 +44,7 @@ def _model_identity(model: LoadedModel) -> dict[str, Any]:
 
 
 def changed_identity(changes: Changes) -> dict[str, Any]:
-    """What interventions add to these fields; nothing without any."""
+    """The fields that interventions add to an identity; an empty dict without any."""
     return {
         **changes.record(),
         **({"reference_stores": list(changes.stores)} if changes.lines else {}),

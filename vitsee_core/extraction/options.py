@@ -85,8 +85,8 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class KeepOptions:
-    """What the store keeps. None takes the default of a new store, or the value of an existing one;
-    a field that is set must equal the existing store's."""
+    """The options that say what a store keeps. None takes the default of a new store, or the value
+    of an existing one; a field that is set must equal the existing store's."""
 
     sites: tuple[str, ...] | None = None
     tokens: tuple[str, ...] | None = None

@@ -305,8 +305,8 @@ def run_self_check(
 
 
 def switch_of(layout: ImageLayout, keep: KeepOptions, selection: Selection, seed: int) -> Switch:
-    """What the model's interventions are about, in a store of these images. Raises VitseeError:
-    they exclude --erf and --tiles."""
+    """The switch of the model's interventions for a store of these images. Raises VitseeError: they
+    exclude --erf and --tiles."""
     model, canvas = layout.model, layout.canvas
     for option, asked in (("erf", keep.erf), ("tiles", canvas is not None and canvas.tiles)):
         if asked and model.interventions:

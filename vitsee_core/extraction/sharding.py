@@ -28,7 +28,7 @@ class Shard:
 
     @property
     def others(self) -> str:
-        """What continues when this process is stopped; "" if it is alone."""
+        """The words for the processes that go on when this one is stopped; "" if it is alone."""
         alone = self.count == 1 and not self.claims
         return "" if alone else "other processes with --shard go on"
 

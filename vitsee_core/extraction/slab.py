@@ -123,8 +123,8 @@ class SlabObserver:
         self._keep("size", torch.from_numpy(batch.size))
 
     def end_batch(self) -> None:
-        """What needs all blocks of a batch: the rollout, and numbers with a block axis; last what
-        the device need not wait for."""
+        """Compute what needs all blocks of a batch: the rollout, and numbers with a block axis.
+        What the device need not wait for comes last."""
         with self._exactly():
             if self._plan.rollout:
                 group = self._plan.attention[0]

@@ -31,7 +31,7 @@ class Clock:
             of[stage] = of.get(stage, 0.0) + seconds
 
     def limit(self) -> str:
-        """What the run was mostly waiting for, in words: images, the disk, or the model."""
+        """The part that the run mostly waited for, in words: images, the disk, or the model."""
         waited = {
             "loading images (more --workers, smaller files)": self.seconds.get("loading", 0.0),
             "writing (a faster disk, --tokens pooled)": self.seconds.get(

@@ -79,8 +79,8 @@ class HostCopies:
         self._settle(0)
 
     def mark(self) -> torch.cuda.Event | None:
-        """What to wait for (`synchronize`, from any thread) until all copies so far have arrived;
-        None if they have."""
+        """An event after all copies so far: when its `synchronize` returns, on any thread, they
+        have arrived. None if they have already."""
         self._settle(0)
         return None if self._stream is None else self._now()
 

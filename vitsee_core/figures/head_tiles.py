@@ -213,7 +213,7 @@ def add_bar(axes: Axes, image: AxesImage, unit: str, scale: str) -> None:
 
 
 def bar_label(unit: str, scale: str, low: float | None) -> str:
-    """What a colour bar beside tiles says; low: where its colours start."""
+    """The label of a colour bar beside tiles. low: where its colours start."""
     if scale == "head":
         return "each head scaled to its own range"
     if low:

@@ -186,7 +186,8 @@ def _write_numbers(axes: Axes, panel: Panel, span: tuple[float, float]) -> None:
 
 
 def describe_scope(table: Table) -> str:
-    """What the similarities of a table are about: `class token, n = 2000`."""
+    """The tokens and the number of images that a table's similarities are of: `class token, n =
+    2000`."""
     tokens = table.notes.get("tokens")
     n = f"n = {count(table.frame)}"
     return n if tokens is None else f"{token_words(tokens)}, {n}"

@@ -1,4 +1,5 @@
-"""What a reader may change of any finished figure: its theme, colours, range, title and axes."""
+"""The looks of a finished figure that a reader may change: theme, colours, range, title and
+axes."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ def _curves(figure: Figure) -> list[Axes]:
 
 
 def _mappables(figure: Figure, bars: list[Colorbar]) -> list[ScalarMappable]:
-    """What gives numbers a colour; neither photographs nor cells of one colour ("no value")."""
+    """The artists that give numbers a colour. Photographs and cells of one colour ("no value") do
+    not."""
     found: list[ScalarMappable] = [bar.mappable for bar in bars]
     for axes in all_axes(figure):
         if _bar_of(axes) is None:

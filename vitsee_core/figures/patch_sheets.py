@@ -123,7 +123,8 @@ class Sheet:
         return _within(width, width * TALLEST, self._aspect(image))
 
     def _photo_width(self) -> float:
-        """As large as the maps of one store, larger beside those of several."""
+        """The width of a photograph in ems: that of a map beside one store, larger beside
+        several."""
         return PHOTO if self._several() else TILE
 
     def _aspect(self, image: str) -> float:

@@ -140,7 +140,8 @@ class SiteAxis:
 
 
 def _names_of(pattern: str) -> str:
-    """What the numbers of blocks are where they are two: `(stage.block)` of `stages.*.blocks.*`."""
+    """The names of the two numbers of a block, in brackets: `(stage.block)` of
+    `stages.*.blocks.*`."""
     names = [name.rstrip("s.") for name in re.findall(r"[a-z]+", pattern)]
     if pattern.count("*") < 2:
         return f"({pattern})" if pattern not in ("", "blocks.*") else ""

@@ -159,7 +159,7 @@ def _walk(
 
 
 def _written_by_us(entries: Sequence[os.DirEntry[str]]) -> str:
-    """What vitsee wrote into the folder with these entries; "" if nothing."""
+    """The thing that vitsee wrote into the folder with these entries, in words; "" if nothing."""
     for entry in entries:
         if entry.name == ZARR_JSON:
             return "a store"

@@ -1,4 +1,5 @@
-"""What a change does to a model's outputs: accuracy, equal answers, divergence; their intervals."""
+"""The effect of a change on a model's outputs: accuracy, equal answers and divergence, with
+intervals."""
 
 from __future__ import annotations
 

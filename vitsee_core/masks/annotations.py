@@ -1,4 +1,4 @@
-"""What COCO's files of objects and of panoptic segments have in common: images and categories."""
+"""The images and categories that COCO's files of objects and of panoptic segments both have."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Annotated:
 
 
 def read_annotations(path: Path) -> dict[str, Any]:
-    """What an annotation file holds.
+    """The contents of an annotation file, parsed from JSON.
 
     Raises:
         VitseeError: it cannot be read, or is no annotation file.

@@ -113,7 +113,8 @@ def _retraced(model: LoadedModel) -> SiteTable:
 def _differences(
     before: SiteTable, after: SiteTable, names: Sequence[str], layout: TokenLayout
 ) -> str:
-    """What the tokens changed beside the layout of these sites of blocks; "" for nothing."""
+    """The first thing that the added tokens changed beside the layout of these sites of blocks; ""
+    for nothing."""
     for name in names:
         if name not in after.points or after.points[name].view.layout != layout:
             return f"the tokens of {name} are no longer known"

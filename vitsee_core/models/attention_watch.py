@@ -92,7 +92,7 @@ class KernelCall(AttentionCall):
         self.value = repeated(arguments["value"], self.n_heads)
 
     def scores(self, images: slice, out: Tensor | None = None) -> Tensor:
-        """As in `AttentionCall`, computed from the kernel's arguments."""
+        """The scores of `AttentionCall`, computed from the kernel's arguments."""
         query = self.query[images].float()
         key = repeated(self.key[images].float(), self.n_heads)
         n, heads, tokens, n_keys = *query.shape[:3], key.shape[2]
@@ -126,7 +126,7 @@ class SoftmaxCall(AttentionCall):
         self.n_images, self.n_heads, self.n_tokens = given.shape[:3]
 
     def scores(self, images: slice, out: Tensor | None = None) -> Tensor:
-        """As in `AttentionCall`: the softmax's own argument."""
+        """The scores of `AttentionCall`: the softmax's own argument."""
         part = self.given[images]
         return part.float() if out is None else out.copy_(part)
 

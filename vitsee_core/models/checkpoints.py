@@ -137,7 +137,7 @@ def _place(name: str, order: tuple[str, ...]) -> int:
 
 
 def _top(name: str) -> str:
-    """What names a copy or a part of a model in a file: the first word that is no wrapper."""
+    """The word that names a copy or a part of a model in a file: the first that is no wrapper."""
     words = [word for word in name.split(".") if word not in ("module", "_orig_mod", "model")]
     return words[0] if words else name
 

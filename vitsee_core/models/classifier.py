@@ -166,7 +166,7 @@ def _candidates(
 
 
 def _readings(norm: nn.Module) -> list[tuple[str, float, dict[str, NDArray[np.float32]]]]:
-    """What a norm may compute: kind, eps, scale and bias."""
+    """All (kind, eps, arrays) that a norm may compute; the arrays are its scale and bias."""
     own: dict[str, NDArray[np.float32]] = {}
     for name, array in (("weight", "head_norm_scale"), ("bias", "head_norm_bias")):
         value = getattr(norm, name, None)

@@ -28,7 +28,7 @@ LINEAR_NORMS = ("none", "affine")
 
 
 class Classifier(Protocol):
-    """What turns the tokens of a block into logits, as if the model ended there."""
+    """A classifier turns the tokens of a block into logits, as if the model ended there."""
 
     @property
     def site(self) -> str:
@@ -48,8 +48,8 @@ class Classifier(Protocol):
 
     @property
     def pooled_kind(self) -> str | None:
-        """What of a store's `pooled/` is enough, "cls" or "mean": its `of_tokens` are the logits;
-        None where every token is needed."""
+        """The kind of a store's `pooled/` that is enough, "cls" or "mean", because its `of_tokens`
+        are the logits; None where every token is needed."""
 
     def logits(self, tokens: NDArray[Any], layout: TokenLayout) -> Float:
         """(images, classes) of tokens (images, tokens, dim), prefix tokens first."""
@@ -58,7 +58,7 @@ class Classifier(Protocol):
         """(..., classes) of tokens (..., dim), each for itself."""
 
     def record(self) -> dict[str, Any]:
-        """What it is, as JSON values."""
+        """A description of the classifier, as JSON values."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class HeadWeights:
         return sum(values.nbytes for values in self.arrays.values())
 
     def record(self) -> dict[str, Any]:
-        """What a store's manifest records beside the arrays, as JSON values."""
+        """The fields that a store's manifest records beside the arrays, as JSON values."""
         names = ("site", "pool", "norm", "eps", "norm_first", "error")
         return {name: getattr(self, name) for name in names}
 

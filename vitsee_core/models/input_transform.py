@@ -17,8 +17,8 @@ MOST_PIXELS = 1 << 14  # along one side
 def input_transform(
     module: nn.Module, name: str, img_size: tuple[int, int] | None, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """As `Source.transform`, of a timm model, whose `pretrained_cfg` decides what is not given;
-    with `fill` where what lies around an image is black and not the mean.
+    """The transform of a timm model, in the form of `Source.transform`. `pretrained_cfg` decides
+    what is not given; `fill` is there where what lies around an image is black and not the mean.
 
     Raises:
         ModelError: the configuration (a folder's config.json) has other values than numbers; a fill

@@ -39,7 +39,7 @@ class InputWeights:
     absent: dict[str, str] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """What a store's manifest records beside the arrays, as JSON values."""
+        """The fields that a store's manifest records beside the arrays, as JSON values."""
         return {"sites": self.sites, "kind": self.kind, "absent": self.absent}
 
 

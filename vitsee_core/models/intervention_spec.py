@@ -36,8 +36,8 @@ class InterventionError(VitseeError):
 
 @dataclass(frozen=True)
 class Values:
-    """What replaces the activations. kind: "zero", "mean", "noise" or "shuffle"; store: where the
-    plain activations are, "" for zero."""
+    """The values that replace activations. kind: "zero", "mean", "noise" or "shuffle"; store: where
+    the plain activations are, "" for zero."""
 
     kind: str
     store: str = ""

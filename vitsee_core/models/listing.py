@@ -29,7 +29,8 @@ class Listing:
 
 
 def list_sites(name: str, *, prove: bool = False, **options: Any) -> Listing:
-    """What can be captured of the model that `name` and the options of `load_model` stand for.
+    """The sites and attention that can be captured of the model that `name` and the options of
+    `load_model` stand for.
 
     Shapes do not say everything: that a block's branches add up to its output, and that attention
     is what the block uses next, is verified on pixels only, here or by every extraction. Where

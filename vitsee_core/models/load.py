@@ -199,7 +199,7 @@ def _changed(model: LoadedModel, ablate_skip: Sequence[str]) -> LoadedModel:
 def model_arguments(
     args: Mapping[str, Any] | None, img_size: int | tuple[int, int] | None
 ) -> dict[str, Any]:
-    """What create_model is called with, the input size as (rows, cols) among it."""
+    """The arguments that create_model is called with, the input size as (rows, cols) among them."""
     if img_size is None:
         return dict(args or {})
     size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)

@@ -47,10 +47,10 @@ class LoadedModel:
     origin: dict[str, Any] = field(default_factory=dict)
 
     def notes(self) -> list[str]:
-        """What to know of the model, a line each: what is assumed of a checkpoint, or follows from
-        its layout; what timm's configuration advises; skips that its own configuration leaves out;
-        of its weights the key taken where a file has several, tensors left random, resampled or
-        without use; what its source remarks."""
+        """Remarks that a user of the model should know, a line each: what is assumed of a
+        checkpoint, or follows from its layout; what timm's configuration advises; skips that its
+        own configuration leaves out; of its weights the key taken where a file has several, tensors
+        left random, resampled or without use; what its source remarks."""
         weights, parts = self.weights, []
         others, key = weights.get("other_keys"), weights.get("key", "")
         if others or "ema" in key.lower():

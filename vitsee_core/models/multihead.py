@@ -45,7 +45,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     """torch's layer, its output projection called with (tokens, images, dim)."""
 
     def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """As torch's."""
+        """Attention as torch's `MultiheadAttention.forward` returns it."""
         n_images = query.shape[0 if self.batch_first else 1] if query.ndim == 3 else 1
 
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -163,7 +163,8 @@ def packed_patches(trace: Trace, packing: Packing, size: tuple[int, int, int]) -
 
 
 def disproof(module: nn.Module, patches: Patches, image: Tensor) -> str | None:
-    """What of the patches is wrong on this image (channels, rows, cols), None if nothing is.
+    """The first thing that is wrong about the patches on this image (channels, rows, cols); None if
+    nothing is.
 
     Of the first, the middle and the last cell: changes outside its window are not seen, changes of
     the outermost rows and columns of pixels inside are. Where the image is resized first, a pixel

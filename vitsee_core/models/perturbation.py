@@ -70,7 +70,7 @@ class PerturbationRunner:
         return None if before.shape != seen[1].shape else (seen[0], seen[1] - before)
 
     def share(self, candidates: Sequence[Candidate], call: int) -> Tensor:
-        """What candidates add to the input of a call, for an image of zeros."""
+        """The share that candidates have in the input of a call, for an image of zeros."""
         whole = self.entering(call)
         with ExitStack() as stack:
             for candidate in candidates:

@@ -1,4 +1,4 @@
-"""What a store was made from: its model and its images, loaded again.
+"""The model and the images that a store was made from, loaded again.
 
 The manifest names model, weights, transform and data; its hashes show whether the weights and the
 images are still those. Relative paths are taken from the folder that extract ran in.

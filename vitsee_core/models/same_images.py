@@ -43,7 +43,7 @@ class FirstImages:
     hash: NDArray[np.uint64]
 
     def record(self) -> dict[str, Any]:
-        """What the manifest's `info` keeps of them, to compare with."""
+        """The entries of the manifest's `info` that later images are compared with."""
         return {
             "first_images": {"row": self.row, "hash": [f"{value:016x}" for value in self.hash]},
             "first_images_sha256": hashlib.sha256(self.pixels.numpy().tobytes()).hexdigest(),

@@ -58,7 +58,7 @@ def sketch(module: nn.Module, size: tuple[int, int, int], *, doubtful: bool = Tr
 
 
 def verify(model: LoadedModel, table: SiteTable) -> dict[str, str]:
-    """What the table claims but two random images disprove: block path, or "PATH attention", ->
+    """The claims of the table that two random images disprove: block path, or "PATH attention", ->
     reason. {} where nothing is disproved."""
     if not table.residuals and not table.attention:
         return {}

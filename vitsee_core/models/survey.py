@@ -1,4 +1,4 @@
-"""What a few forward passes show of a model: its calls, blocks and grids of tokens, and how each
+"""A survey of a model by a few forward passes: its calls, blocks and grids of tokens, and how each
 activation is read as tokens."""
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def shown_rows(
 
 
 def describe_sheet(parts: Sequence[Shown], data: str | None) -> dict[str, Any]:
-    """What a sheet of maps needs beside its table, for the notes.
+    """The notes that a sheet of maps needs beside its table.
 
     `images`: name -> `frame` (the part of the image that is drawn, what any of the models saw of
     it), `aspect` (the frame's height over its width), `picture` and the `edges` it lies at;

@@ -37,7 +37,7 @@ CONFIG, TENSORS = "config.json", "model.safetensors"  # what timm opens, without
 
 @dataclass(frozen=True)
 class RealModel:
-    """What is made of a file of a package.
+    """A model that is made of a file of a package.
 
     Attributes:
         about: what the weights are, in a line.

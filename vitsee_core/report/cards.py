@@ -265,7 +265,7 @@ def _label(result: Result) -> str:
 
 
 def _variant(result: Result, stores: Sequence[str]) -> str:
-    """What a file's name says beside command and models: `objects` of `cluster-objects.csv`."""
+    """The words of a file's name beside command and models: `objects` of `cluster-objects.csv`."""
     if _kind(result):
         return _kind(result).replace("-", " ")
     stem = stem_of(result.file.path)

@@ -1,4 +1,4 @@
-"""What a report says of stores and results in words: provenance, and what to be careful about."""
+"""The facts about stores and results that a report says in words: provenance, and cautions."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def steps_without_values(records: Sequence[ResultFile]) -> list[str]:
 
 
 def cautions(materials: Materials) -> list[str]:
-    """What a reader of all these results should know first."""
+    """The cautions that a reader of all these results should know first."""
     found = []
     for store in materials.stores:
         record = store.record
@@ -166,7 +166,7 @@ def cautions(materials: Materials) -> list[str]:
 
 
 def result_cautions(result: Result, known: Mapping[str, FoundStore]) -> list[str]:
-    """What to know of one result. known: the report's stores, by their id."""
+    """The cautions about one result. known: the report's stores, by their id."""
     found = []
     if result.file.changed:
         found.append("table or sidecar were changed after the command had written them.")
@@ -189,7 +189,7 @@ def result_cautions(result: Result, known: Mapping[str, FoundStore]) -> list[str
 
 
 def stores_of(result: Result) -> list[Mapping[str, Any]]:
-    """What the sidecar says of the stores that a result is of, as far as it does."""
+    """The entries of the sidecar about the stores that a result is of, as far as it has them."""
     return [one for one in result.file.sidecar.get("stores", ()) if isinstance(one, dict)]
 
 

@@ -1,4 +1,4 @@
-"""What a report is made of: the results and the stores below a folder."""
+"""The results and the stores below a folder, which a report is made of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report is about, for its head: the models, how many images of what, when and by whom."""
+"""The head of a report: the models, how many images of what, when and by whom."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
 
 
 def _of_arrays(run: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
-    """What the function `OF_ARRAYS` of an analysis' module makes of arrays in place of stores.
+    """The result of the function `OF_ARRAYS` of an analysis' module, for arrays in place of stores.
     Raises TypeError: it has none, arrays beside stores, not as many as it takes, or options."""
     name = registry.name_of(run.__module__)
     of_arrays = getattr(sys.modules[run.__module__], "OF_ARRAYS", None)

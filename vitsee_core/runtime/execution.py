@@ -1,5 +1,5 @@
-"""What every analysis takes beside its own parameters: which images to use, and the resources to
-use."""
+"""The parameters that every analysis takes beside its own: which images to use, and which
+resources."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ class Piece(Slab):
         return self.counted
 
     def attention_sums(self, name: str, group: str = "") -> NDArray[Any]:
-        """As for any slab.
+        """The sums of `Slab.attention_sums`, refused where they are not over the images that count.
 
         Raises:
             StoreMismatch: these rows are not one slab of this store, whose sums are per slab.

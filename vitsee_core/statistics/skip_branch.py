@@ -48,7 +48,7 @@ class StoredSublayer(StoredPart):
 
 @dataclass(frozen=True)
 class TokenPlace:
-    """What a row of a table is about: one token, or the mean over several."""
+    """The place that a row of a table is about: one token, or the mean over several."""
 
     # "cls", "dist", "reg0", or "registers", "patches" for means; "flat" for all tokens as one
     # vector; the number of a row if the tokens form no grid; None for a cell

@@ -85,8 +85,9 @@ def needs_of_analyses() -> dict[str, tuple[str, ...]]:
 
 
 def offers(table: SiteTable) -> dict[str, str | None]:
-    """What a model offers -> why it does not, None where it does: `sites`, `grid` (sites that lie
-    on the image), `attention` (token to token), `heads` (their outputs), `residual` (branches)."""
+    """Each need of an analysis -> why the model does not offer it, None where it does: `sites`,
+    `grid` (sites that lie on the image), `attention` (token to token), `heads` (their outputs),
+    `residual` (branches)."""
     grid = any(site.layout is not None and site.layout.grid for site in table.sites)
     heads = any("heads" in site.groups for site in table.sites)
     return {

@@ -37,7 +37,7 @@ PRETRAINED = {
 
 
 def demo_study(folder: Path, *, quick: bool = False) -> Study:
-    """What the demo asks for: all analyses, or those of the pictures in docs/."""
+    """The study of the demo. quick: only the analyses of the pictures in docs/, of fewer models."""
     names = [name for name in (QUICK_MODELS if quick else FULL_MODELS) if name in demo.models()]
     return Study(
         folder=folder,

@@ -149,7 +149,7 @@ def n_fields(study: Study, model: SurveyedModel) -> int:
 
 
 def _notes(study: Study, found: Plan) -> list[str]:
-    """What the plan does by default that somebody may want otherwise."""
+    """Remarks on defaults of the plan that somebody may want otherwise."""
     at = [(step.words, step.words.index("--erf") + 1) for step in found.extractions
           if "--erf" in step.words]  # fmt: skip
     few = sorted({int(words[i]) for words, i in at if int(words[i]) < SMOOTH_FIELDS})

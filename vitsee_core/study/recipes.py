@@ -233,7 +233,7 @@ def _effect(study: Study, models: Models) -> Iterator[Step]:
 
 
 def _head_importance(study: Study, models: Models) -> Iterator[Step]:
-    """Of few images, as the model runs once for each head."""
+    """The step of head-importance, over few images: the model runs once for each head."""
     if study.thorough or "head-importance" in study.analyses:
         most = ("--images", str(min(study.n_images(), ABLATED)))
         yield from each("head-importance", *most)(study, models)

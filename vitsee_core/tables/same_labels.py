@@ -56,7 +56,7 @@ def _cell(rows: pl.DataFrame, name: str, side: str) -> pl.Expr:
 
 
 def _told(model: Model, others: set[Model]) -> str:
-    """What distinguishes a model from others: its weights, with its name if needed."""
+    """The words that tell a model from others: its weights, with its name if needed."""
     alone = sum(model[1] == weights for _, weights in others) == 1
     return model[1] if alone else f"{model[0]}, {model[1]}"
 

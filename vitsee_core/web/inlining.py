@@ -50,7 +50,7 @@ def script(*places: str) -> str:
 
 
 def csp_hash(text: str) -> str:
-    """What a page's policy names a script or style by."""
+    """The SHA-256 in base64 by which a page's content policy names a script or style."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 

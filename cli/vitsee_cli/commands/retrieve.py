@@ -24,7 +24,7 @@ QUESTION = KNOWLEDGE
 
 
 def _stores_argument(command: Any) -> Any:
-    """As `options.stores_argument`, and there may be none."""
+    """The argument of `options.stores_argument`, except that there may be no stores."""
     argument = click.argument("stores", metavar="[NAME=]STORE...", nargs=-1, type=parse_store)
     return argument(options.distinct_labels(command, "stores"))
 

@@ -113,7 +113,8 @@ def _row(site: SiteSpec) -> dict[str, Any]:
 
 
 def _availability(table: SiteTable) -> dict[str, Any]:
-    """What an extraction can store beside the sites, or why it cannot."""
+    """For each option of an extraction beside the sites: what it can store, or the reason why it
+    cannot."""
     return {
         "attention": table.attention_refusal or [b.name for b in table.attention],
         "rollout": table.rollout_refusal or True,

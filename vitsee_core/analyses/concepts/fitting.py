@@ -125,7 +125,7 @@ class _Solver:
         self.waiting = [pool[stop:]]
 
     def flush(self) -> None:
-        """What is left of a pass."""
+        """Take the step of the rows that wait for a full batch at the end of a pass."""
         if self.waiting:
             self._step(np.concatenate(self.waiting))
         self.waiting = []

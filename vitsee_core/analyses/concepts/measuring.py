@@ -1,5 +1,5 @@
-"""What a dictionary does on all patches: one pass that reconstructs them, assigns each to a concept
-and keeps the strongest of each concept."""
+"""One pass over all patches: a dictionary reconstructs them and assigns each to a concept, and the
+strongest patches of each concept are kept."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ class ConceptSums:
             np.add.at(self.classes[draw], (block[use], concept[use], label[use]), 1)
 
     def _strongest(self, activation: Any, own: Integers) -> None:
-        """Of each image its strongest patch, then the best images of all so far."""
+        """Keep for each concept its best images so far, an image counting by its strongest
+        patch."""
         by_image = activation.reshape(len(own), -1, activation.shape[-1])
         cells = by_image.argmax(1)  # (images, K)
         values = np.take_along_axis(by_image, cells[:, None], 1)[:, 0].astype(np.float64)

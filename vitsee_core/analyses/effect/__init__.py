@@ -362,7 +362,7 @@ def _cka(
 
 
 def headline(table: Table) -> list[Answer]:
-    """Of each changed store the loss of accuracy, the share of unchanged answers and the
+    """An answer per changed store: its loss of accuracy, the share of unchanged answers, the
     divergence, and the site that changed most."""
     said: dict[str, list[str]] = {}
     texts = {

@@ -1,4 +1,4 @@
-"""What is read of a slab of the base and of the changed store: per image, outputs and cosines."""
+"""The numbers per image of a slab of the base and of the changed store: outputs and cosines."""
 
 from __future__ import annotations
 

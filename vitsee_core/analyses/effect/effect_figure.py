@@ -1,5 +1,5 @@
-"""What each change does: outputs beside each other, and layers over depth. From the columns of
-`vitsee effect`'s table."""
+"""The figure of `vitsee effect`: what each change does to the outputs, beside each other, and to
+the layers over depth. It is drawn from the table's columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What kind of head an aligned map shows: measured scores, and classes from thresholds on them.
+"""The kind of a head, read from its aligned map: measured scores, and classes from thresholds on
+them.
 
 Walmer et al. 2023 (section 4.2, Figs. 3, 14) distinguish strict, soft, axial and offset local heads
 from global ones by eye; their code lists heads by hand. Here p(dy, dx) is a head's aligned map, of

@@ -118,7 +118,8 @@ def _draw_zero(axes: Axes, rows: Any, metric: str) -> None:
 
 
 def draw_curve_panels(box: Any, rows: pl.DataFrame, metrics: Sequence[str]) -> list[Axes]:
-    """As `draw_curves`, of these metrics in a part of a larger figure; its panels."""
+    """Draw these metrics like `draw_curves`, into a part of a larger figure, and return the
+    panels."""
     grid = CurveGrid.of(len(metrics), rows)
     panels = grid.panels(box, of_metrics(rows, metrics))
     for axes, metric, own in panels:

@@ -281,7 +281,8 @@ def _check_numbers(
 def _slab(
     sites: Sequence[SiteSpec], values: dict[str, Array], rows: NDArray[np.int64]
 ) -> dict[str, Array]:
-    """What a slab has of all sites; NaN for images that the arrays lack."""
+    """The arrays of all sites in a slab, by their names in the store; NaN for images that the given
+    arrays lack."""
     slab = dict[str, Array]()
     for site in sites:
         x = np.array(values[site.name][np.maximum(rows, 0)], np.float32)

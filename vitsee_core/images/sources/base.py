@@ -1,4 +1,4 @@
-"""What every source of images is asked with, and the files that a name stands for."""
+"""The query that every source of images answers, and the files that a name stands for."""
 
 from __future__ import annotations
 

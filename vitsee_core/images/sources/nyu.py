@@ -52,7 +52,7 @@ def open_hdf5(name: str) -> Any:
 
 
 def nyu_ids(n: int) -> list[str]:
-    """What the images are called."""
+    """The names of the first n images: "0001", "0002", and so on."""
     return [f"{i + 1:04d}" for i in range(n)]
 
 

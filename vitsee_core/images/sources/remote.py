@@ -62,7 +62,7 @@ def find_remote(urls: Sequence[str]) -> Found:
 
 
 def open_files(root: Url) -> Objects:
-    """What is below a URL.
+    """The files below a URL.
 
     Raises:
         DataError: obstore is not installed.

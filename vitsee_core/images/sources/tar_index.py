@@ -93,7 +93,7 @@ def index_tar(files: Files, name: str, size: int, label_key: str | None) -> TarI
 
 
 def key_of(path: str) -> str:
-    """What a member's name begins with, to the first dot behind its folder."""
+    """The key of a member: its path up to the first dot behind its folder."""
     folder, slash, base = path.rpartition("/")
     return folder + slash + base.partition(".")[0]
 
@@ -212,7 +212,7 @@ class _Packed:
 
 
 class _Seen:
-    """What was found in a tar so far: images, and labels by their keys."""
+    """The images that were found in a tar so far, and labels by their keys."""
 
     def __init__(self, label_key: str | None) -> None:
         self._label_key = label_key

@@ -1,5 +1,5 @@
-"""What an analysis against labels takes for an example: an image and its label, or a segment of
-one and its category."""
+"""The examples of an analysis against labels: images with their labels, or segments of images with
+their categories."""
 
 from __future__ import annotations
 

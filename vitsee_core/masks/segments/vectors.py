@@ -119,7 +119,8 @@ class SegmentFeatures:
 
     @property
     def _slab_bytes(self) -> int:
-        """What a slab takes while it is read: a group as it is stored, and in float32."""
+        """The memory in bytes that a slab takes while it is read: a group as it is stored, and in
+        float32."""
         group = self._groups()[0]
         return int(8 * self.store.plan.slab * (group.stop - group.start) * self.dim)
 

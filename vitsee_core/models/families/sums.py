@@ -147,15 +147,15 @@ class _Block:
         return [*self.inner(name, before, after), part], residual
 
     def other(self, total: Key, term: Key) -> Key | None:
-        """What is added to a term for this total; None where it is no sum with that."""
+        """The other term of a total; None where the total is no sum with this term."""
         terms = self.trace.sums.get(total, ())
         return terms[1 - terms.index(term)] if terms and term in terms else None
 
     def branch(
         self, name: str, skip: Part, before: Key, total: Part, after: Key
     ) -> tuple[Part, HookPoint | None] | None:
-        """What is added to the stream: by the module that gave it; else the difference of the sums,
-        with the last module before it as its witness."""
+        """The branch that is added to the stream: the output of the module that gave it; else the
+        difference of the sums, with the last module before it as its witness."""
         added = self.other(after, before)
         given = [p for p in self.leaving if p.seen.key == added]
         if given:

@@ -34,7 +34,8 @@ from vitsee_core.models.interventions.tokens import Places, TokenChoice
 
 
 class Given(Protocol):
-    """What takes the place of tokens: `references.Reference`, or values that are at hand."""
+    """The values that take the place of tokens: `references.Reference`, or values that are at
+    hand."""
 
     def begin(self, rows: slice) -> None:
         """Read ahead what these rows of the new store will need."""
@@ -101,7 +102,7 @@ class Changes:
         self.rows = np.zeros(0, np.int64)
 
     def record(self) -> dict[str, list[str]]:
-        """What manifests keep of them; empty without any."""
+        """The entry of manifests, the lines of the interventions; an empty dict without any."""
         return {"interventions": list(self.lines)} if self.lines else {}
 
     def begin(self, rows: slice) -> None:

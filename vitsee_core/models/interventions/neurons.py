@@ -60,7 +60,8 @@ def register_neurons(store: Store, site: str, hidden: Sequence[str], n: int) -> 
 
 
 def other_neurons(found: Neurons, sizes: Mapping[str, int], seed: int) -> Neurons:
-    """As many of each site's `sizes[site]` neurons, drawn from those that were not found.
+    """The same number of neurons of each site, drawn from those of its `sizes[site]` that were not
+    found.
 
     Raises:
         ModelError: so many others do not exist.

@@ -42,7 +42,7 @@ def runs_code(word: str) -> bool:
 
 
 def prefixes() -> list[str]:
-    """What the names of sources begin with; those of timm's models and of files have no such."""
+    """The prefixes of names, one per source; timm's models and files have none."""
     return list(_PREFIXES)
 
 

@@ -1,4 +1,4 @@
-"""What vitsee asks of a source of models."""
+"""The questions that vitsee asks of every source of models."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Source(ABC):
 
     @property
     def label(self) -> str:
-        """What a study calls the model."""
+        """The short name that a study gives the model."""
         return self.name.rpartition(":")[2].rpartition("/")[2]
 
     @property
@@ -151,8 +151,9 @@ class Source(ABC):
             raise
 
     def converter(self, module: nn.Module) -> Callable[..., Any] | None:
-        """What turns foreign and older weights into those of the module, as `convert(state,
-        module)`; by default what the library of its class calls checkpoint_filter_fn."""
+        """The function that turns foreign and older weights into those of the module, called as
+        `convert(state, module)`; by default what the library of its class calls
+        checkpoint_filter_fn."""
         found = getattr(sys.modules.get(type(module).__module__), "checkpoint_filter_fn", None)
         return found if callable(found) else None
 
@@ -175,7 +176,7 @@ class Source(ABC):
 
     @abstractmethod
     def architecture(self, module: nn.Module) -> str:
-        """What a store's identity compares: the same for equal sites."""
+        """A text that a store's identity compares: it is the same for equal sites."""
 
     def class_names(self, module: nn.Module) -> list[str] | None:
         """The names of the logits' classes, where they are known."""
@@ -187,11 +188,12 @@ class Source(ABC):
         return {"source": "pretrained"}
 
     def assumed(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
-        """What neither a checkpoint's file nor its caller states, beside preprocessing."""
+        """The settings that neither a checkpoint's file nor its caller states, beside
+        preprocessing."""
         return {}
 
     def origin(self) -> dict[str, Any]:
-        """What a manifest records of the source: `library` and its `version`, or the `sha256` of
+        """The entry of manifests about the source: `library` and its `version`, or the `sha256` of
         the file, and `notes`, what its user should know, each behind the name; {} for timm's, which
         every manifest has."""
         return {}

@@ -56,13 +56,14 @@ class OpenClipSource(TaggedSource):
             raise
 
     def without_weights(self, wanted: dict[str, Any]) -> nn.Module:
-        """As in `Source`: with random weights, as open_clip moves what it makes to a device."""
+        """The model with random weights: open_clip moves what it makes to a device, so that it
+        cannot be on meta."""
         return self.make(pretrained=False, seed=0, wanted=wanted)
 
     def transform(
         self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """As in `Source`: what the tower says of its images."""
+        """The transform of `Source`, from what the tower says of its images."""
         config = getattr(module, "preprocess_cfg", None) or {}
         size = config.get("size") or getattr(module, "image_size", 224)
         own = {

@@ -36,12 +36,12 @@ class Processor:
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        """As transformers writes it."""
+        """The processor's configuration, as transformers writes it."""
         return _plain(self.own.to_dict())
 
     @cached_property
     def backend(self) -> str:
-        """What resizes: pil or torchvision. transformers 4 says it by the class."""
+        """The library that resizes: pil or torchvision. transformers 4 says it by the class."""
         own = getattr(self.own, "backend", None)
         fast = getattr(self.own, "is_fast", None)
         return str(own) if own in BACKENDS else ("torchvision" if fast else "pil")
@@ -179,8 +179,8 @@ def processor_config(
 
 
 def _variants(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What a record may mean beside what it says: some resize a shortest edge to more than it, by
-    `crop_pct` or by LeViT's 256/224, or squash."""
+    """Other readings of a record, beside what it says: some resize a shortest edge to more than it,
+    by `crop_pct` or by LeViT's 256/224, or squash."""
     yield {}
     if not _is_fixed(record.get("size")):
         shares = [x for x in (record.get("crop_pct"), 224 / 256) if isinstance(x, float)]
@@ -195,7 +195,8 @@ def _share(crop: int, edge: int) -> float:
 
 
 def _sizes(record: Mapping[str, Any]) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-    """What images are resized and cropped to, where that is fixed; of a shortest edge a square."""
+    """The sizes (rows, cols) that images are resized and cropped to, None where that is not fixed;
+    a shortest edge gives a square."""
     resized = _edges(record.get("size")) if record.get("do_resize", True) else None
     cropped = _edges(record.get("crop_size")) if record.get("do_center_crop") else None
     return resized, cropped
@@ -217,7 +218,7 @@ def _edges(size: Any) -> tuple[int, int] | None:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold of a processor's record."""
+    """A processor's record with nothing but values that JSON can hold."""
     if isinstance(value, Mapping):
         return {str(key): _plain(x) for key, x in value.items()}
     if isinstance(value, list | tuple):

@@ -46,7 +46,7 @@ class FileSource(Source):
         return Path(path).expanduser(), entry
 
     def check(self) -> None:
-        """As in `Source`; the file is not run."""
+        """Check the name like `Source.check`; the file is not run."""
         path, entry = self.place
         if not entry.isidentifier():
             raise ModelError(
@@ -95,7 +95,8 @@ class FileSource(Source):
         return module
 
     def without_weights(self, wanted: dict[str, Any]) -> nn.Module:
-        """As in `Source`; what its code cannot make on the meta device has random weights."""
+        """The model of `Source.without_weights`; one that its code cannot make on the meta device
+        has random weights."""
         try:
             return super().without_weights(wanted)
         except ModelError:

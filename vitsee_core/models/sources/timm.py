@@ -39,7 +39,8 @@ class TimmSource(Source):
         refuse_loading(args)
 
     def check_foreign(self, args: Mapping[str, Any], where: str) -> None:
-        """As in `Source`: timm's own, with arguments that size a layer, and no folder."""
+        """Refuse what `Source` does: only timm's own models, with arguments that size a layer, take
+        foreign weights, and no folder does."""
         check_foreign(self.name, args, where)
 
     def placed(self, folder: Path) -> str:
@@ -48,7 +49,7 @@ class TimmSource(Source):
         return f"{FOLDER}{folder / Path(self.name.removeprefix(FOLDER)).expanduser()}"
 
     def matching(self) -> dict[str, list[str]]:
-        """As in `Source`: architectures; a folder and a repository stand for themselves."""
+        """The architectures that match; a folder and a repository stand for themselves."""
         return {self.name: []} if ":" in self.name else matching(self.name)
 
     def stated_size(self) -> tuple[int, int] | None:
@@ -92,7 +93,7 @@ class TimmSource(Source):
         return label_names(_config(module), self.name)
 
     def pretrained_record(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
-        """As in `Source`; a name without a tag stands for the tag recorded here."""
+        """The record of `Source`; a name without a tag stands for the tag recorded here."""
         return {**_record(module, self.full), **not_as_pretrained(module, self.full, wanted)}
 
     def assumed(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:

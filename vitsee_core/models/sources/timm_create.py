@@ -92,9 +92,9 @@ def on_meta(full: str, wanted: dict[str, Any]) -> nn.Module:
 
 
 def not_as_pretrained(module: nn.Module, full: str, wanted: dict[str, Any]) -> dict[str, list[str]]:
-    """What of a module with pretrained weights is not in these as it is, for arguments other than
-    the weights': `missing`, classifier tensors left random, and `resampled`, "NAME (shape) to
-    (shape)", position tables above all. Without any, {}."""
+    """The tensors of a module that its pretrained weights do not have as they are, because of
+    arguments other than the weights': `missing`, classifier tensors left random, and `resampled`,
+    "NAME (shape) to (shape)", position tables above all. Without any, {}."""
     if not wanted:
         return {}
     with local_only():

@@ -46,7 +46,7 @@ class TorchhubSource(FileSource):
         return folder / CONF, entry
 
     def check(self) -> None:
-        """As in `Source`; nothing is fetched."""
+        """Check the name like `Source.check`; nothing is fetched."""
         repository, entry = self.parts
         folder = Path(repository).expanduser()
         remote = repository.partition(":")[0].count("/") == 1 and not repository.startswith(

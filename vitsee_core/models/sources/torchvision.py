@@ -56,7 +56,7 @@ class TorchvisionSource(TaggedSource):
     def transform(
         self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """As in `Source`: that of the weights, also where they are not taken."""
+        """The transform of `Source`: that of the weights, also where they are not taken."""
         weights = self._weights()
         own = stated(None if weights is None else weights.transforms(), module, self.name)
         side = getattr(module, "image_size", None)

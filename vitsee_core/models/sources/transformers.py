@@ -117,7 +117,8 @@ class TransformersSource(Source):
     def make(
         self, *, pretrained: bool, seed: int, wanted: dict[str, Any], foreign: bool = False
     ) -> nn.Module:
-        """As in `Source`, attention by scaled_dot_product_attention where the class can."""
+        """Make the model like `Source.make`, with attention by scaled_dot_product_attention where
+        the class can."""
         self.check()
         if pretrained and self._is_class:
             raise ModelError(
@@ -221,12 +222,12 @@ class TransformersSource(Source):
 
     @cached_property
     def _access(self) -> dict[str, bool]:
-        """What every load of a repository or folder is given."""
+        """The arguments that every load of a repository or folder is given."""
         return {"trust_remote_code": self.choices.trust_remote_code, **self._offline}
 
     @cached_property
     def _offline(self) -> dict[str, bool]:
-        """What keeps transformers from waiting for a hub that does not answer."""
+        """The argument that keeps transformers from waiting for a hub that does not answer."""
         local = Path(self.parts[0]).is_dir()
         return {"local_files_only": True} if local or why_unreachable() else {}
 

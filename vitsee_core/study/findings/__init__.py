@@ -1,1 +1,1 @@
-"""What the papers found, as numbers with intervals that are above 0 where it holds."""
+"""Findings of papers, as numbers with intervals that are above 0 where a finding holds."""

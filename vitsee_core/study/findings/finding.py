@@ -56,7 +56,8 @@ class Finding:
 
 
 def verdict(low: float, high: float) -> str:
-    """What an interval of a number that should be above 0 says."""
+    """The verdict on a number that should be above 0, by its interval: "holds" where all of it is,
+    "does not hold" where none is, else "undecided"."""
     if low > 0:
         return "holds"
     return "does not hold" if high < 0 else "undecided"

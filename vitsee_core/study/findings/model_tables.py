@@ -77,7 +77,7 @@ class ModelTables:
         )
 
     def importance(self, model: str) -> Table:
-        """What every head is worth. Raises MissingInput: these stores do not say it."""
+        """The table of every head's importance. Raises MissingInput: these stores do not say it."""
         raise MissingInput(
             f"{self.store(model).label}: it takes a pass for each head: vitsee head-importance"
         )

@@ -1,4 +1,4 @@
-"""What the papers found, looked for in one's own stores."""
+"""The findings of the papers, looked for in one's own stores."""
 
 from __future__ import annotations
 
