@@ -21,6 +21,7 @@ from vitsee_stores.layout import (
     arrays,
 )
 from vitsee_stores.manifest import Manifest, new_manifest
+from vitsee_stores.plan import Clip
 from vitsee_stores.samples import Samples
 
 Array = NDArray[Any]
@@ -31,6 +32,15 @@ DISTILLED = TokenLayout(("dist", "cls"), (2, 2), stride_px=(16.0, 8.0))
 CNN = TokenLayout((), (5, 3), stride_px=(32.0, 32.0))
 STAGE = TokenLayout((), (2, 1), stride_px=(64.0, 64.0))
 MIXER = TokenLayout((), None, rows=6)
+CLIP = TokenLayout(("cls",), (2, 3), stride_px=(16.0, 16.0), frames=4, stride_frames=2.0)
+BY_FRAME = TokenLayout(
+    ("cls.0", "cls.1", "reg0.0", "reg0.1"),
+    (2, 2),
+    stride_px=(8.0, 8.0),
+    frames=2,
+    stride_frames=1.0,
+)
+STAGES = TokenLayout((), (2, 1), stride_px=(64.0, 64.0), frames=2, stride_frames=1.0)
 
 
 def tokens_site(
@@ -121,6 +131,36 @@ PLANS: dict[str, StorePlan] = {
             tokens_site("blocks.0.out", TokenLayout(("cls",), (17, 9), stride_px=(1, 1)), dim=1024),
             flat_site("pooled", "vector", (1024,)),
         ),
+    ),
+    # clips: a grid in time; an attention over time at a place beside one within a frame; pixels
+    "clips": StorePlan(
+        5,
+        2,
+        "none",
+        (
+            tokens_site("embed", CLIP),
+            tokens_site("blocks.0.out", CLIP, depth=1),
+            flat_site("pooled", "vector", (4,)),
+        ),
+        (
+            AttentionGroup("", ("blocks.0.time",), (2,), CLIP, (4, 1, 1)),
+            AttentionGroup("grid_2x1", ("blocks.0", "blocks.1"), (1, 2), CLIP, (1, 2, 3)),
+        ),
+        "rows",
+        sublayers=(("blocks.0.mlp", CLIP),),
+        inputs=(3, 6, 10),
+        grams=True,
+        clip=Clip(8, 4, "shuffled"),
+    ),
+    # frames that an image model saw one by one
+    "by-frame": StorePlan(
+        3,
+        2,
+        "none",
+        (tokens_site("blocks.0.out", BY_FRAME), tokens_site("stage", STAGES, depth=1)),
+        (AttentionGroup("", ("blocks.0",), (2,), BY_FRAME, (1, 2, 2)),),
+        "summary",
+        clip=Clip(2, by_frame=True),
     ),
     "many-slabs": StorePlan(
         46,

@@ -20,6 +20,7 @@ from vitsee_stores.layout import (
     arrays,
 )
 from vitsee_stores.manifest import new_manifest
+from vitsee_stores.plan import Clip
 from vitsee_stores.samples import Samples
 
 Array = NDArray[Any]
@@ -154,6 +155,7 @@ def write_sites(
     grams: bool = False,
     pixels: Array | None = None,
     distances: Array | None = None,
+    clip: Clip | None = None,
     **more: Any,
 ) -> Store:
     """A store of these sites.
@@ -172,6 +174,7 @@ def write_sites(
         grams: keep Gram matrices within slabs.
         pixels: (n, 3, height, width) bytes, the images as the model saw them.
         distances: (n, blocks, heads) attention distances of `blocks.0`, `blocks.1`, ...
+        clip: how the frames were taken, of stores of clips.
         more: of `write`; labels are 0 and 1 in turn by default.
     """
     stored = {
@@ -200,10 +203,10 @@ def write_sites(
     values: dict[str, Array] = {}
     for name, (x, where) in stored.items():
         values |= _parts(name, x.astype(np.float64), where)
-    plan: dict[str, Any] = {"grams": grams}
+    plan: dict[str, Any] = {"grams": grams, "clip": clip}
     if pixels is not None:
         values["input"] = pixels
-        plan["inputs"] = (3, *pixels.shape[2:])
+        plan["inputs"] = (3, *pixels.shape[-2:])
     if distances is not None:
         blocks = tuple(f"blocks.{i}" for i in range(distances.shape[1]))
         group = AttentionGroup("", blocks, (distances.shape[2],) * len(blocks), layout)
@@ -263,7 +266,8 @@ def _parts(name: str, x: Array, layout: TokenLayout | None) -> dict[str, Array]:
         f"pooled/{name}/mean": grid.mean(1),
         f"grams/{name}/all": x,
     }
-    return parts if layout.cls is None else {**parts, f"pooled/{name}/cls": x[:, layout.cls]}
+    cls = list(layout.cls_tokens)
+    return {**parts, f"pooled/{name}/cls": x[:, cls].mean(1)} if cls else parts
 
 
 def write_labelled(

@@ -34,9 +34,9 @@ FORMAT = Path(vitsee_stores.__file__).with_name("FORMAT.md").read_text()
 MIB = 1 << 20
 
 
-def table() -> dict[str, dict[str, str]]:
-    """FORMAT.md's rows by array path."""
-    lines = [line for line in FORMAT.splitlines() if line.startswith("| `")]
+def table(text: str = FORMAT.partition("- `clips`")[0]) -> dict[str, dict[str, str]]:
+    """The rows of FORMAT.md's table by array path."""
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
     rows = {}
     for line in lines:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -44,6 +44,11 @@ def table() -> dict[str, dict[str, str]]:
             zip(("shape", "dtype", "axes", "nan"), cells[1:5], strict=True)
         )
     return rows
+
+
+def table_of_clips() -> dict[str, dict[str, str]]:
+    """The rows of arrays that differ in stores of clips."""
+    return table(FORMAT.partition("- `clips`")[2])
 
 
 def sizes(plan: StorePlan, path: str) -> dict[str, int]:
@@ -54,6 +59,8 @@ def sizes(plan: StorePlan, path: str) -> dict[str, int]:
     )
     if plan.inputs is not None:
         letters |= {"height": plan.inputs[1], "width": plan.inputs[2]}
+    if plan.clip is not None:
+        letters["F"] = plan.clip.frames
     if plan.erf is not None and path.startswith("erf/"):
         letters |= {"E": math.ceil(plan.erf.n_images / plan.slab)}
         letters |= dict(zip(("height", "width"), plan.erf.size, strict=True))
@@ -80,6 +87,8 @@ def sizes(plan: StorePlan, path: str) -> dict[str, int]:
         if layout.grid is not None:
             gh, gw = layout.grid
             letters |= {"gh": gh, "gw": gw, "2gh-1": 2 * gh - 1, "2gw-1": 2 * gw - 1}
+        if layout.frames is not None:
+            letters |= {"gt": layout.frames, "2gt-1": 2 * layout.frames - 1}
     return letters
 
 
@@ -102,6 +111,7 @@ def pattern_of(path: str) -> str:
 @pytest.mark.parametrize("name", PLANS)
 def test_format_text(name: str) -> None:
     plan, rows = PLANS[name], table()
+    rows |= table_of_clips() if plan.clip is not None else {}
     for path, spec in arrays(plan).items():
         row = rows[pattern_of(path)]
         letters = sizes(plan, path)
@@ -138,7 +148,7 @@ def ragged(plan: StorePlan, path: str) -> bool:
 
 def test_format_text_knows_no_other_array() -> None:
     written = {pattern_of(path) for plan in PLANS.values() for path in arrays(plan)}
-    assert set(table()) == written
+    assert set(table()) | set(table_of_clips()) == written
 
 
 def test_format_text_names_the_version() -> None:
@@ -207,7 +217,7 @@ def test_sizes_are_those_on_disk(tmp_path: Path, name: str) -> None:
 
 
 @given(
-    st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    st.lists(st.integers(1, 300), min_size=1, max_size=5),
     st.sampled_from([1, 2, 4, 8]),
 )
 def test_chunk_rule(shape: list[int], item: int) -> None:

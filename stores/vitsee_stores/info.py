@@ -18,7 +18,7 @@ from vitsee_stores.folder import files_at
 from vitsee_stores.generations import Generation, GrownChunks, committed, read_generations
 from vitsee_stores.layout import ArraySpec, n_bytes
 from vitsee_stores.leases import claims_of
-from vitsee_stores.plan import SiteSpec, StorePlan
+from vitsee_stores.plan import SiteSpec, StorePlan, TokenLayout
 from vitsee_stores.sealed import VerifiedChunks
 from vitsee_stores.url import Url
 from vitsee_stores.weights_names import weights_name
@@ -71,6 +71,7 @@ def describe(
         "erf": None if plan.erf is None else dataclasses.asdict(plan.erf),
         "inputs": None if plan.inputs is None else list(plan.inputs),
         "canvas": None if plan.canvas is None else text["plan"]["canvas"],
+        **({} if plan.clip is None else {"clip": text["plan"]["clip"]}),
         "features": list(plan.features),
         "transform": text["transform"],
         "class_names": text["class_names"],
@@ -144,6 +145,7 @@ def _site(site: SiteSpec) -> dict[str, Any]:
         out["grid"] = None if layout.grid is None else list(layout.grid)
         out["stride_px"] = None if layout.stride_px is None else list(layout.stride_px)
         out["offset_px"] = list(layout.offset_px)
+        out |= _in_time(layout)
     dtype = "float32" if site.kind == "vector" or site.tokens == "pooled" else site.dtype
     return {
         **out,
@@ -155,6 +157,13 @@ def _site(site: SiteSpec) -> dict[str, Any]:
     }
 
 
+def _in_time(layout: TokenLayout) -> dict[str, Any]:
+    """The axis of time of a layout of clips; nothing of other layouts."""
+    if layout.frames is None:
+        return {}
+    return {"frames": layout.frames, "stride_frames": layout.stride_frames}
+
+
 def _attention(plan: StorePlan) -> dict[str, Any]:
     groups = [
         {
@@ -163,6 +172,7 @@ def _attention(plan: StorePlan) -> dict[str, Any]:
             "n_heads": list(group.n_heads),
             "prefix": list(group.layout.prefix),
             "grid": list(group.layout.grid or ()),
+            **_in_time(group.layout),
             **({} if group.window is None else {"window": list(group.window)}),
         }
         for group in plan.attention

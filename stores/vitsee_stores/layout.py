@@ -41,7 +41,7 @@ __all__ = [
 
 FORMAT_VERSION = 2
 # Format extensions that this package reads, as named in a manifest's `features`.
-FEATURES: tuple[str, ...] = ("box", "canvas", "window")
+FEATURES: tuple[str, ...] = ("box", "canvas", "clips", "window")
 COMMIT_BYTES = 4096
 CHECKSUM_BYTES = 4
 SMALL_CHUNK, LARGE_CHUNK = 4 << 20, 16 << 20
@@ -142,7 +142,12 @@ def arrays(plan: StorePlan) -> dict[str, ArraySpec]:
             table.slab(f"erf/{name}", plan.erf.size, ("y", "x"), **some)
         table.slab("erf/count", (), (), "int64", **some)
     if plan.inputs is not None:
-        table.image("input", plan.inputs, ("rgb", "y", "x"), "uint8")
+        pixel_axes = ("rgb", "y", "x")
+        if plan.clip is None:
+            table.image("input", plan.inputs, pixel_axes, "uint8")
+        else:
+            axes = ("sampled_frame", *pixel_axes)
+            table.image("input", (plan.clip.frames, *plan.inputs), axes, "uint8")
     for name, shape in plan.weights:
         table.once(f"weights/{name}", shape, "float32", [f"{name}_{i}" for i in range(len(shape))])
     n = plan.n_images
@@ -155,6 +160,8 @@ def arrays(plan: StorePlan) -> dict[str, ArraySpec]:
     table.image("valid", (), (), "uint8")
     table.image("hash", (), (), "uint64")
     table.image("size", 2, "side", "int32")
+    if plan.clip is not None:
+        table.image("seconds", (), (), nan_ok=True)
     table.slab("n_valid", (), (), "int64")
     table.commit("checksums", n_places(table.specs), "chunk", "uint32")
     table.commit("commits", COMMIT_BYTES, "marker_byte", "uint8")
@@ -262,10 +269,10 @@ def _site(table: _Specs, site: SiteSpec) -> None:
                     f"{folder}/rows", (layout.rows, site.dim), ("row", "channel"), site.dtype
                 )
             else:
-                grid_axes = ("row", "col", "channel")
-                table.image(f"{folder}/grid", (*layout.grid, site.dim), grid_axes, site.dtype)
+                grid_axes = ("frame", "row", "col", "channel")[-1 - len(layout.body) :]
+                table.image(f"{folder}/grid", (*layout.body, site.dim), grid_axes, site.dtype)
     if layout is not None:
-        if layout.cls is not None:
+        if layout.cls_tokens:
             table.image(f"pooled/{site.name}/cls", site.dim, "channel")
         table.image(f"pooled/{site.name}/mean", site.dim, "channel")
 
@@ -280,7 +287,8 @@ def _attention(table: _Specs, group: AttentionGroup, level: str) -> None:
     suffix = f"_{group.prefix}" if group.prefix else ""
     block, head, dy, dx, key = (f"{name}{suffix}" for name in ("block", "head", "dy", "dx", "key"))
     heads, head_axes = (n_blocks, n_heads), (block, head)
-    for name in ("distance_px", "distance_unit", "qk_nmi"):
+    in_time = () if layout.frames is None else ("distance_frames", "frame_mass")
+    for name in ("distance_px", "distance_unit", "qk_nmi", *in_time):
         table.image(folder + name, heads, head_axes, nan_ok=True)
     for name in ("distance_px_raw", "prefix_mass", "entropy", "query_std", "received_max"):
         table.image(folder + name, heads, head_axes, nan_ok=ragged)
@@ -289,13 +297,16 @@ def _attention(table: _Specs, group: AttentionGroup, level: str) -> None:
     table.image(folder + "head_std", n_blocks, block)
     gh, gw = layout.grid
     table.slab(folder + "aligned", (*heads, 2 * gh - 1, 2 * gw - 1), (*head_axes, dy, dx))
+    if layout.frames is not None:
+        apart = (*heads, 2 * layout.frames - 1)
+        table.slab(folder + "aligned_frames", apart, (*head_axes, f"dt{suffix}"))
     per_key, key_axes = (*heads, n_tokens), (*head_axes, key)
     table.slab(folder + "received", per_key, key_axes)
-    if layout.cls is not None:
+    if layout.cls_tokens:
         table.slab(folder + "cls_map", per_key, key_axes)
     if level in ("rows", "full"):
         table.image(folder + "received_rows", per_key, key_axes, "float16", nan_ok=ragged)
-        if layout.cls is not None:
+        if layout.cls_tokens:
             table.image(folder + "cls_rows", per_key, key_axes, "float16", nan_ok=ragged)
     if level == "full":
         for name, count in zip(group.blocks, group.n_heads, strict=True):

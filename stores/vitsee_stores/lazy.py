@@ -289,7 +289,8 @@ class LazyTokenMean(LazyArray):
 
 
 class NormalisedInputs(LazyArray):
-    """(images, 3, H, W) float32: pixels as the model saw them; NaN for unreadable images.
+    """(images, 3, H, W), of clips (clips, frames, 3, H, W), float32: pixels as the model saw them;
+    NaN for unreadable images.
 
     Same float32 operations in the same order as timm's transform, hence bitwise equal.
     """
@@ -308,7 +309,7 @@ class NormalisedInputs(LazyArray):
     def load(self, box: Box) -> NDArray[Any]:
         values = self.pixels.load(box).astype(np.float32)
         values /= np.float32(255)
-        values -= self.mean[box[1], None, None]
-        values /= self.std[box[1], None, None]
+        values -= self.mean[box[-3], None, None]
+        values /= self.std[box[-3], None, None]
         values[~self.valid[box[0]]] = np.nan
         return values

@@ -97,9 +97,7 @@ class Manifest:
         fields: dict[str, Any] = jsonable(dataclasses.asdict(self))
         if self.growth is None:
             del fields["growth"]
-        for group in fields["plan"]["attention"]:
-            if group["window"] is None:
-                del group["window"]
+        fields["plan"] = _without_absent(fields["plan"])
         return fields
 
     @classmethod
@@ -150,6 +148,21 @@ class Manifest:
             return manifest
         except ValueError as error:
             raise StoreError(f"the manifest is damaged: {error}") from None
+
+
+# Fields of a plan, at whatever depth, that are written only where they are not None.
+LATER_FIELDS = ("window", "frames", "stride_frames", "clip")
+
+
+def _without_absent(value: Any) -> Any:
+    """A plan in JSON without those of `LATER_FIELDS` that are None."""
+    if isinstance(value, dict):
+        return {
+            key: _without_absent(item)
+            for key, item in value.items()
+            if item is not None or key not in LATER_FIELDS
+        }
+    return [_without_absent(item) for item in value] if isinstance(value, list) else value
 
 
 class _Identity(Struct):

@@ -41,7 +41,7 @@ def _layout_text(site: SiteSpec) -> str:
         return f"= {site.alias_of}"
     if site.layout is None:
         return site.kind
-    grid = "x".join(map(str, site.layout.grid or ())) or (f"{site.layout.rows} rows")
+    grid = "x".join(map(str, site.layout.body)) if site.layout.grid else f"{site.layout.rows} rows"
     return " + ".join([*site.layout.prefix, grid])
 
 

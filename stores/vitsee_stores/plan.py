@@ -1,4 +1,4 @@
-"""The planned contents of a store: token layouts, sites, attention groups, the images' canvas.
+"""The planned contents of a store: token layouts, sites, attention groups, canvas, clips.
 
 The types are the schema of the manifest's `plan`, from which `vitsee_stores/schema.py` makes them.
 Their limits are far above what extraction makes, and low enough that a store's claims alone cost
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 CODECS = ("none", "zstd", "lz4")
 LEVELS = ("none", "summary", "rows", "full")
+TIMES = ("ordered", "shuffled", "still")
 
 
 def one_of(*words: str) -> Meta:
@@ -33,19 +34,26 @@ RelDepth = Annotated[float, Meta(ge=-1e6, le=1e6)]
 Stride = Annotated[float, Meta(ge=1e-6, le=1e9)]
 Offset = Annotated[float, Meta(ge=-1e9, le=1e9)]
 Images = Annotated[int, Meta(ge=1, le=1 << 27)]
+Window = Annotated[tuple[Side, ...], Meta(min_length=2, max_length=3)]
 
 
 @dataclass(frozen=True)
 class TokenLayout:
     """Order and geometry of a site's tokens: prefix tokens, then a grid or plain rows.
 
+    A clip's grid has an axis of time before rows and columns: its tokens are in the order
+    (time, row, col).
+
     Attributes:
-        prefix: kinds of the prefix tokens ("cls", "dist", "reg0", ...) in the model's order.
+        prefix: kinds of the prefix tokens ("cls", "dist", "reg0", ...) in the model's order; of
+            frames that the model saw one by one "cls.0", "cls.1", ..., a number for each frame.
         grid: (rows, cols) in image geometry; None if the tokens form no image grid.
         rows: number of tokens after the prefix if there is no grid.
         stride_px: input pixels between neighbouring cells, (y, x).
         offset_px: input pixel (y, x) of the top left corner of cell (0, 0): negative where the
             model pads there, positive where it crops.
+        frames: cells of the grid in time; None for images.
+        stride_frames: sampled frames between neighbouring cells in time.
     """
 
     prefix: tuple[str, ...]
@@ -53,6 +61,8 @@ class TokenLayout:
     rows: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
     stride_px: tuple[Stride, Stride] | None = None
     offset_px: tuple[Offset, Offset] = (0.0, 0.0)
+    frames: Side | None = None
+    stride_frames: Stride | None = None
 
     @property
     def n_prefix(self) -> int:
@@ -61,7 +71,15 @@ class TokenLayout:
     @property
     def n_body(self) -> int:
         """Number of grid cells, or of rows if there is no grid."""
-        return self.rows if self.grid is None else self.grid[0] * self.grid[1]
+        return math.prod(self.body)
+
+    @property
+    def body(self) -> tuple[int, ...]:
+        """Shape of the tokens after the prefix: (rows, cols), of clips (time, rows, cols); (rows,)
+        if there is no grid."""
+        if self.grid is None:
+            return (self.rows,)
+        return self.grid if self.frames is None else (self.frames, *self.grid)
 
     @property
     def n_tokens(self) -> int:
@@ -69,8 +87,16 @@ class TokenLayout:
 
     @property
     def cls(self) -> int | None:
-        """Index of the class token, None without one."""
+        """Index of the class token, None without one, or with one a frame."""
         return self.prefix.index("cls") if "cls" in self.prefix else None
+
+    @property
+    def cls_tokens(self) -> range:
+        """Indices of the class tokens: one, none, or one of each frame, which stand together."""
+        if self.cls is not None:
+            return range(self.cls, self.cls + 1)
+        at = [i for i, name in enumerate(self.prefix) if name.startswith("cls.")]
+        return range(at[0], at[-1] + 1) if at else range(0)
 
 
 @dataclass(frozen=True)
@@ -116,15 +142,15 @@ class AttentionGroup:
     the first group.
 
     Attributes:
-        window: (rows, cols) of cells of the windows, tiling the grid from its top left corner, in
-            which queries see keys; None where they see all.
+        window: (rows, cols) of cells of the windows, of clips (time, rows, cols), tiling the grid
+            from its first cell, in which queries see keys; None where they see all.
     """
 
     prefix: str
     blocks: tuple[str, ...]
     n_heads: tuple[Side, ...]
     layout: TokenLayout
-    window: Size | None = None
+    window: Window | None = None
 
     @property
     def folder(self) -> str:
@@ -178,6 +204,24 @@ class Canvas:
 
 
 @dataclass(frozen=True)
+class Clip:
+    """The frames that a model sees of a clip; each example of the store is a clip then.
+
+    Attributes:
+        frames: number of sampled frames.
+        every: step between them, of the clip's own frames, taken around its middle; None where
+            they are the middles of equal parts of the clip.
+        time: "ordered"; "shuffled" within the clip; "still": the middle one again and again.
+        by_frame: whether the model saw each frame by itself, as an image.
+    """
+
+    frames: Side
+    every: Side | None = None
+    time: Annotated[str, one_of(*TIMES)] = "ordered"
+    by_frame: bool = False
+
+
+@dataclass(frozen=True)
 class StorePlan:
     """Everything that determines a store's arrays.
 
@@ -187,7 +231,7 @@ class StorePlan:
         sublayers: (name, layout) of the residual summaries.
         grams: whether every stored site except vectors has its Gram matrix within each slab.
         erf: the effective receptive fields, None without any.
-        inputs: (3, H, W) if pixels are stored.
+        inputs: (3, H, W) if pixels are stored, of clips those of a frame.
         weights: (name, shape) of small weight arrays.
         places: (name, depth, rel_depth) of every block with attention and every sublayer: its index
             in the model among blocks or sublayers, and that index over the last one.
@@ -196,6 +240,7 @@ class StorePlan:
             made.
         canvas: the canvas of images of several sizes, None if every image is resized to the model's
             input.
+        clip: how frames are taken from clips; None if examples are images.
     """
 
     n_images: Images
@@ -214,12 +259,18 @@ class StorePlan:
     erf: ErfPlan | None = None
     boxes: bool = False
     canvas: Canvas | None = None
+    clip: Clip | None = None
 
     @property
     def features(self) -> tuple[str, ...]:
         """Names of the format extensions that the store uses."""
         windows = any(group.window is not None for group in self.attention)
-        used = {"box": self.boxes, "canvas": self.canvas is not None, "window": windows}
+        used = {
+            "box": self.boxes,
+            "canvas": self.canvas is not None,
+            "window": windows,
+            "clips": self.clip is not None,
+        }
         return tuple(name for name, there in used.items() if there)
 
     @property

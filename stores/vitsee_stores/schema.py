@@ -187,6 +187,8 @@ def _check_sites(plan: StorePlan) -> None:
             raise ValueError(f"{where} is of kind {kind}, which its grid contradicts")
         if layout is not None and layout.grid is None and layout.rows < 1:
             raise ValueError(f"{where} has no rows")
+        if layout is not None:
+            _check_frames(layout, plan, f"{where}.layout")
         if kind == "vector" and site.shape != (site.dim,):
             raise ValueError(
                 f"{where} is a vector of {site.dim} channels and of shape {list(site.shape)}"
@@ -199,23 +201,39 @@ def _check_sites(plan: StorePlan) -> None:
         raise ValueError("two sites have one name")
 
 
+def _check_frames(layout: TokenLayout, plan: StorePlan, where: str) -> None:
+    """Check that a layout's axis of time belongs to a grid of a store of clips."""
+    if layout.frames is not None and (layout.grid is None or plan.clip is None):
+        what = "grid" if layout.grid is None else "plan.clip"
+        raise ValueError(f"{where}.frames is {layout.frames} without a {what}")
+    if layout.frames is None and layout.stride_frames is not None:
+        raise ValueError(f"{where}.stride_frames is {layout.stride_frames:g} without frames")
+
+
 def _check_parts(plan: StorePlan) -> None:
-    """Check that attention, receptive fields and tiles fit the sites and each other."""
+    """Check that attention, receptive fields, tiles and clips fit the sites and each other."""
     for i, group in enumerate(plan.attention):
         blocks, n_heads, grid = group.blocks, group.n_heads, group.layout.grid
         if not blocks or len(blocks) != len(n_heads) or grid is None:
             raise ValueError(f"plan.attention[{i}] has {len(blocks)} blocks, {len(n_heads)} "
                              f"numbers of heads and the grid {grid}")  # fmt: skip
+        _check_frames(group.layout, plan, f"plan.attention[{i}].layout")
+        body, other = group.layout.body, group.layout.n_prefix and plan.clip is None
         if group.window is not None and (
-            group.layout.n_prefix or any(n > m for n, m in zip(group.window, grid, strict=True))
+            other
+            or len(group.window) != len(body)
+            or any(n > m for n, m in zip(group.window, body, strict=True))
         ):
             raise ValueError(
                 f"plan.attention[{i}] has windows of {list(group.window)} cells, expected some "
-                f"within a grid of {list(grid)} cells and no other tokens"
+                f"within a grid of {list(body)} cells{' and no other tokens' if other else ''}"
             )
     for i, (_, layout) in enumerate(plan.sublayers):
         if layout.n_tokens < 1:
             raise ValueError(f"plan.sublayers[{i}][1] has no tokens")
+        _check_frames(layout, plan, f"plan.sublayers[{i}][1]")
+    if plan.clip is not None and plan.canvas is not None:
+        raise ValueError("plan.clip is beside plan.canvas, expected one of them")
     if plan.erf is not None:
         if plan.erf.n_images > plan.n_images:
             most = f"at most plan.n_images, {plan.n_images}"

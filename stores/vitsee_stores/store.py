@@ -26,10 +26,12 @@ class Store(StoreContents):
         Args:
             site: its name; an alias reads the site it equals.
             tokens: "all" or "each" (images, tokens, dim), prefix tokens first; "patches" (images,
-                rows, cols, dim); "prefix" (images, prefix tokens, dim); "cls", "first" or a grid
-                cell (row, col) or "ROW,COL" (images, dim); in float32 "mean" (over the grid, equal
-                to `pooled`), "mean-all", "rest" (all but the first token), each (images, dim). A
-                vector is read as it is, a raw output with "all" only, in its module's shape.
+                rows, cols, dim), of clips (clips, frames, rows, cols, dim); "prefix" (images,
+                prefix tokens, dim); "cls", "first" or a grid cell (row, col) or "ROW,COL", of clips
+                (frame, row, col) or "FRAME,ROW,COL" (images, dim); in float32 "mean" (over the
+                grid, equal to `pooled`), "mean-all", "rest" (all but the first token), each
+                (images, dim). A vector is read as it is, a raw output with "all" only, in its
+                module's shape.
             partial: whether images may be smaller than their canvas: tokens outside an image are 0
                 and meaningless (`Placement.on_image` in vitsee_core.images.placement gives those on
                 it).
@@ -61,8 +63,8 @@ class Store(StoreContents):
         return token_array(self, spec, spec.layout, tokens)
 
     def pooled(self, site: str, kind: str = "mean") -> LazyArray:
-        """(images, dim) float32: a site's class token ("cls") or its mean over the grid ("mean"); a
-        vector is read as it is.
+        """(images, dim) float32: a site's class token ("cls"; where each frame of a clip has one,
+        their mean) or its mean over the grid ("mean"); a vector is read as it is.
 
         Raises:
             MissingInput: the site is not stored.
@@ -172,7 +174,8 @@ class Store(StoreContents):
         return self.array(f"residual/{sublayer}", missing=missing)
 
     def inputs(self) -> LazyArray:
-        """(images, 3, H, W) float32: the normalised pixels, as the model saw them.
+        """(images, 3, H, W), of clips (clips, frames, 3, H, W), float32: the normalised pixels, as
+        the model saw them.
 
         Raises:
             MissingInput: the store has no pixels.

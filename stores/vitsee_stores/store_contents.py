@@ -231,7 +231,7 @@ class StoreContents:
 
 # ---------------- the array of a selection of tokens
 
-Tokens = str | tuple[int, int]
+Tokens = str | tuple[int, ...]
 
 
 def token_array(
@@ -256,10 +256,10 @@ def token_array(
         return store.array(body)
     if chosen == "prefix" and prefix is not None:
         return prefix
+    if chosen == "cls" and len(members) > 1:
+        return store.array(f"pooled/{spec.name}/cls")
     at = members.start - layout.n_prefix
     if at < 0:
         return store.array(f"{folder}/prefix", {1: members.start})
-    if layout.grid is None:
-        return store.array(body, {1: at})
-    row, col = divmod(at, layout.grid[1])
-    return store.array(body, {1: row, 2: col})
+    place = np.unravel_index(at, layout.body)
+    return store.array(body, {axis: int(i) for axis, i in enumerate(place, 1)})

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from vitsee_stores.errors import SiteError
 
@@ -17,6 +20,7 @@ MEANS = ("mean", "mean-all", "rest")
 VECTOR_WORDS = ("cls", "mean", "mean-all", "first", "rest")  # one vector per image
 
 _CELL = re.compile(r"([0-9]+) *, *([0-9]+)")
+_CELL_IN_TIME = re.compile(rf"([0-9]+) *, *{_CELL.pattern}")
 
 
 def parse_cell(text: str) -> tuple[int, int] | None:
@@ -25,8 +29,15 @@ def parse_cell(text: str) -> tuple[int, int] | None:
     return None if match is None else (int(match[1]), int(match[2]))
 
 
+def parse_place(text: str) -> tuple[int, ...] | None:
+    """(row, col) of `ROW,COL`, (frame, row, col) of `FRAME,ROW,COL`; None for any other text."""
+    match = _CELL_IN_TIME.fullmatch(text) or _CELL.fullmatch(text)
+    return None if match is None else tuple(map(int, match.groups()))
+
+
 class TokenSelection(str):
-    """One checked value of `--tokens`: a word, or `ROW,COL` for one grid cell.
+    """One checked value of `--tokens`: a word, or one grid cell: `ROW,COL`, of clips
+    `FRAME,ROW,COL`.
 
     A string, so that it compares with words and is JSON-compatible; created by `parse`.
     """
@@ -34,8 +45,8 @@ class TokenSelection(str):
     __slots__ = ()
 
     @classmethod
-    def parse(cls, text: str | tuple[int, int], words: Iterable[str] = WORDS) -> TokenSelection:
-        """Parse a word or a cell, `ROW,COL` or (row, col).
+    def parse(cls, text: str | tuple[int, ...], words: Iterable[str] = WORDS) -> TokenSelection:
+        """Parse a word or a cell, `ROW,COL` or (row, col), of clips with the frame before them.
 
         Args:
             text: a selection is returned unchanged.
@@ -45,9 +56,9 @@ class TokenSelection(str):
             SiteError: neither an allowed word nor a cell.
         """
         if isinstance(text, tuple):
-            return cls(f"{text[0]},{text[1]}")
-        if (cell := parse_cell(text)) is not None:
-            return cls(f"{cell[0]},{cell[1]}")
+            return cls(",".join(map(str, text)))
+        if (place := parse_place(text)) is not None:
+            return cls(",".join(map(str, place)))
         words = tuple(words)
         if text not in words:
             raise SiteError(f"no tokens {text!r}; expected {', '.join(words)} or ROW,COL")
@@ -55,8 +66,14 @@ class TokenSelection(str):
 
     @property
     def cell(self) -> tuple[int, int] | None:
-        """(row, col) if it is a cell, else None."""
-        return parse_cell(self)
+        """(row, col) if it is a cell of an image or a clip, else None."""
+        return None if (place := parse_place(self)) is None else (place[-2], place[-1])
+
+    @property
+    def frame(self) -> int | None:
+        """The place in time of a cell of a clip, else None."""
+        place = parse_place(self)
+        return place[0] if place is not None and len(place) == 3 else None
 
     @property
     def is_mean(self) -> bool:
@@ -72,12 +89,12 @@ class TokenSelection(str):
         """Indices of its tokens among all tokens of the layout; empty if there are none."""
         n, n_prefix = layout.n_tokens, layout.n_prefix
         if self == "cls":
-            return range(0) if layout.cls is None else range(layout.cls, layout.cls + 1)
-        if (cell := self.cell) is not None:
-            rows, cols = layout.grid or (0, 0)
-            if cell[0] >= rows or cell[1] >= cols:
+            return layout.cls_tokens
+        if (place := parse_place(self)) is not None:
+            body = () if layout.grid is None else layout.body
+            if len(place) != len(body) or any(i >= n for i, n in zip(place, body, strict=True)):
                 return range(0)
-            at = n_prefix + cell[0] * cols + cell[1]
+            at = n_prefix + int(np.ravel_multi_index(place, body))
             return range(at, at + 1)
         return {
             "first": range(min(n, 1)),
@@ -104,11 +121,13 @@ class TokenSelection(str):
 
 @dataclass(frozen=True)
 class Token:
-    """One token; row and col are those of a cell."""
+    """One token; row, col and, of a clip, frame are those of a cell."""
 
-    name: str  # its kind in the prefix, `ROW,COL` for a cell, the number of a plain row
+    # its kind in the prefix, `ROW,COL` or `FRAME,ROW,COL` for a cell, the number of a plain row
+    name: str
     row: int | None = None
     col: int | None = None
+    frame: int | None = None
 
 
 def layout_tokens(layout: TokenLayout) -> list[Token]:
@@ -116,7 +135,10 @@ def layout_tokens(layout: TokenLayout) -> list[Token]:
     if layout.grid is None:
         return prefix + [Token(str(i)) for i in range(layout.rows)]
     rows, cols = layout.grid
-    return prefix + [Token(f"{r},{c}", r, c) for r in range(rows) for c in range(cols)]
+    if layout.frames is None:
+        return prefix + [Token(f"{r},{c}", r, c) for r in range(rows) for c in range(cols)]
+    places = itertools.product(range(layout.frames), range(rows), range(cols))
+    return prefix + [Token(f"{t},{r},{c}", r, c, t) for t, r, c in places]
 
 
 def describe_layout(layout: TokenLayout) -> str:
@@ -124,4 +146,5 @@ def describe_layout(layout: TokenLayout) -> str:
     prefix = f"prefix {', '.join(layout.prefix)}" if layout.prefix else "no prefix tokens"
     if layout.grid is None:
         return f"{prefix} and {layout.rows} rows that are no image grid"
-    return f"{prefix} and a grid of {layout.grid[0]} x {layout.grid[1]}"
+    grid = f"{prefix} and a grid of {layout.grid[0]} x {layout.grid[1]}"
+    return grid if layout.frames is None else f"{grid} at {layout.frames} times"

@@ -18,7 +18,7 @@ from vitsee_stores.layout import TokenLayout, select_names
 
 if TYPE_CHECKING:
     from vitsee_core.tables.results import Table
-    from vitsee_stores import Slab, Store
+    from vitsee_stores import AttentionGroup, Slab, Store
 
 Array = tuple[str, str]
 Grid = tuple[int, int]
@@ -41,6 +41,15 @@ class StoredAttention(StoredPart):
     window: Grid | None = None
 
 
+def _window_in_frame(group: AttentionGroup) -> Grid | None:
+    """The rows and columns of a group's windows; None where they cover the grid, as of attention
+    within the frames of clips."""
+    window = None if group.window is None else group.window[-2:]
+    if window is None or (group.layout.frames is not None and window == group.layout.grid):
+        return None
+    return window[0], window[1]
+
+
 def attention_blocks(store: Store, patterns: Sequence[str] = ("blocks",)) -> list[StoredAttention]:
     """The blocks of a store that have attention summaries, in the model's order.
 
@@ -55,7 +64,9 @@ def attention_blocks(store: Store, patterns: Sequence[str] = ("blocks",)) -> lis
         raise MissingInput(f"{store.label} has no attention summaries: {why}")
     depths = {name: (depth, rel_depth) for name, depth, rel_depth in store.manifest.plan.places}
     blocks = [
-        StoredAttention(name, *depths[name], group.layout, group.prefix, row, heads, group.window)
+        StoredAttention(
+            name, *depths[name], group.layout, group.prefix, row, heads, _window_in_frame(group)
+        )
         for group in groups
         for row, (name, heads) in enumerate(zip(group.blocks, group.n_heads, strict=True))
     ]

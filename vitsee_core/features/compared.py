@@ -40,7 +40,7 @@ ABSENT_KEYS = {"processor": "timm"}  # of a transform: whose way of resizing and
 def default_token(stores: Iterable[Store], site: str) -> str:
     """`cls` if the site has a class token in every store that has the site, else `mean`."""
     layouts = [store.site(site).layout for store in stores if site in store.sites]
-    return "cls" if all(layout is None or layout.cls is not None for layout in layouts) else "mean"
+    return "cls" if all(layout is None or layout.cls_tokens for layout in layouts) else "mean"
 
 
 def model_key(store: Store) -> str:
@@ -103,7 +103,7 @@ def _without_class_token(stores: Sequence[Store], tokens: Mapping[str, str]) -> 
     sites: dict[str, list[str]] = {}
     for site, word in tokens.items():
         layouts = {s.label: s.site(site).layout for s in stores if site in s.sites}
-        bare = [label for label, layout in layouts.items() if layout and layout.cls is None]
+        bare = [label for label, layout in layouts.items() if layout and not layout.cls_tokens]
         if word == "mean" and 0 < len(bare) < len(layouts):
             sites.setdefault(few(bare), []).append(site)
     for labels, names in sites.items():

@@ -98,7 +98,8 @@ class SiteFeatures:
         if layout is None:
             return [Token("")]
         if not self.several:
-            return [Token(self.selection, *(self.selection.cell or ()))]
+            row, col = self.selection.cell or (None, None)
+            return [Token(self.selection, row, col, self.selection.frame)]
         members = self.selection.members(layout)
         return layout_tokens(layout)[members.start : members.stop]
 
@@ -144,7 +145,7 @@ class SiteFeatures:
         if layout is None or layout.grid is None or self.matching is not None:
             return 1
         rows = self.store.array(f"acts/{self.site.name}/grid").spec.chunks[1]
-        return rows * layout.grid[1]
+        return rows * math.prod(layout.body[1:])
 
     def load(self, rows: slice, part: slice) -> NDArray[np.floating]:
         """(rows, tokens, dim) of consecutive rows of the store, in the stored type.
@@ -239,14 +240,14 @@ class SiteFeatures:
 
 def _consecutive(array: LazyArray, rows: slice, start: int, stop: int) -> NDArray[Any]:
     """(rows, tokens, dim): tokens from `start` to `stop` of an array of tokens, or of a grid, whose
-    cells are counted row by row."""
+    cells are counted row by row, of clips frame by frame."""
     if array.ndim == 3:
         return array[rows, start:stop]
-    n_cols = array.shape[2]
-    first, last = start // n_cols, -(-stop // n_cols)
+    n_cells = math.prod(array.shape[2:-1])  # of one place along the first axis
+    first, last = start // n_cells, -(-stop // n_cells)
     cells = array[rows, first:last]
     cells = cells.reshape(len(cells), -1, cells.shape[-1])
-    return cells[:, start - first * n_cols : stop - first * n_cols]
+    return cells[:, start - first * n_cells : stop - first * n_cells]
 
 
 def choose_features(
