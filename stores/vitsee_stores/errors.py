@@ -21,7 +21,8 @@ class VitseeError(Exception):
 
 
 class StoreError(VitseeError):
-    """Not a store, a foreign or future format, damaged, or unreadable."""
+    """A folder or URL that is not a store, is of a foreign or future format, is damaged, or cannot
+    be read."""
 
 
 class Unreachable(StoreError):

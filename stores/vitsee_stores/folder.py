@@ -64,7 +64,8 @@ class Folder(Files):
         return each(work_pool, work, items)
 
     def each_small(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """In the calling thread: handing small files to others costs more than reading them."""
+        """The work is done in the calling thread: handing small files to others costs more than
+        reading them."""
         return [work(item) for item in items]
 
     # reading ----------------------------------------------------------------------------------
@@ -106,7 +107,7 @@ class Folder(Files):
         return bytes(data)
 
     def stamp(self, name: str) -> tuple[int, str]:
-        """By its time of modification."""
+        """A stamp from the file's time of modification."""
         status = os.stat(self._prefix + name)
         return status.st_size, str(status.st_mtime_ns)
 
@@ -159,11 +160,11 @@ class Folder(Files):
             shutil.rmtree(temporary, ignore_errors=True)
 
     def put(self, name: str, data: bytes) -> None:
-        """Under a temporary name, then renamed."""
+        """The file is written under a temporary name, then renamed."""
         write_whole(self._prefix + name, data, durable=self.durable)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Under a temporary name, then linked."""
+        """The file is written under a temporary name, then linked."""
         return put_if_absent(self._prefix + name, data, durable=self.durable)
 
     @contextmanager

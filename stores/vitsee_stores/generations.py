@@ -63,7 +63,8 @@ class Generation:
 
     @cached_property
     def markers(self) -> dict[int, dict[str, Any]]:
-        """Its commit markers by slab, counted within it; of committed slabs only."""
+        """The generation's commit markers by slab, counted within it; only committed slabs have
+        one."""
         return metadata.read_markers(self.files, self.manifest)
 
     @cached_property

@@ -24,7 +24,7 @@ Index = Part | tuple[Part, ...]
 
 @dataclass(frozen=True)
 class Cut:
-    """A resolved index."""
+    """An index that is resolved against an array's shape."""
 
     box: Box  # the smallest box with everything requested, (start, stop) on every axis
     # index into that box or, with listed places, into the box with these in their stead

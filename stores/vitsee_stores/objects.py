@@ -132,7 +132,8 @@ class Objects(Files):
         return self._tried(once) if length else b""
 
     def stamp(self, name: str) -> tuple[int, str]:
-        """By its entity tag, or its time of modification where the server sends none."""
+        """A stamp from the object's entity tag, or its time of modification where the server sends
+        none."""
         about = self._tried(lambda: obstore.head(self._client, name))
         return about["size"], str(about["e_tag"] or about["last_modified"])
 

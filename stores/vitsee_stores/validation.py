@@ -197,7 +197,8 @@ def _metadata(files: Files, specs: Mapping[str, ArraySpec]) -> Iterator[str]:
 
 
 def _differences(found: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[str]:
-    """Where a zarr.json differs; fields that only this zarr version writes may be absent."""
+    """The places where a zarr.json differs; fields that only this zarr version writes may be
+    absent."""
     for key in dict.fromkeys([*document, *found]):
         is_, should = found.get(key, OPTIONAL.get(key)), document.get(key, OPTIONAL.get(key))
         if key not in found and key not in OPTIONAL and key not in KEYS:

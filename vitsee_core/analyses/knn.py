@@ -238,7 +238,7 @@ class _Query:
         return list(dict.fromkeys(site.dim for site in self.sites))
 
     def describe(self) -> dict[str, Any]:
-        """For a sidecar."""
+        """The entry of the sidecar."""
         about = {"store": self.data.store.label, **self.data.describe()}
         return about | {"also_in_train": self.n_shared}
 

@@ -44,7 +44,7 @@ SUMS = {"mean-cls": "cls_map", "mean-spatial": "received", "aligned": "aligned"}
 
 @dataclass(frozen=True)
 class SlabSums:
-    """Sums over images."""
+    """Sums of attention maps over images."""
 
     # (array, group) -> (parts, blocks, ...) float64, NaN where an image has none
     sums: dict[Key, Float]

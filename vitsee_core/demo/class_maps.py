@@ -39,7 +39,7 @@ CITIES = ("hemburg", "trouserville")  # of train and of val
 
 
 class Miniature(NamedTuple):
-    """One image."""
+    """One image of a miniature data set with its class map."""
 
     split: int  # 0 trains, 1 tests
     number: int  # within it

@@ -59,7 +59,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Scene:
-    """A rendered scene."""
+    """A scene as it was rendered: its pixels and what they show."""
 
     pixels: Pixels  # (height, width, 3)
     masks: Mask  # (objects, height, width), the visible part of each object; disjoint

@@ -92,7 +92,7 @@ class Dictionary:
 
     @property
     def n(self) -> int:
-        """Number of directions."""
+        """The number of directions."""
         return len(self.w_dec)
 
     @property
@@ -116,7 +116,7 @@ class Dictionary:
             return self._codes(tokens, parts).cpu().numpy()
 
     def decode(self, codes: Float32) -> Float32:
-        """(tokens, D) reconstructions."""
+        """The reconstructions (tokens, D) of codes."""
         return codes @ self.w_dec + self.b_dec
 
     def activation(self, x: Float32, codes: Float32) -> Float32:

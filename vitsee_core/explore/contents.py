@@ -81,7 +81,8 @@ class StoreContents:
         return sum(part.size for part in kept if part is not None)
 
     def describe(self, frames: Sequence[Edges]) -> dict[str, Any]:
-        """For the page, as JSON values; see `assets/packed.js`. Texts are made visible."""
+        """The description that the page reads, as JSON values; see `assets/packed.js`. Texts are
+        made visible."""
         store = self.shown.store
         return {
             "name": visible(store.label),

@@ -120,7 +120,7 @@ class SiteTokens:
         return Precision(step, low, deflated * len(self.along) / max(1, n))
 
     def packed(self, precision: Precision) -> PackedTokens:
-        """With this step and these axes."""
+        """The tokens packed with this step and these axes."""
         step = precision.step
         along, codes = _codes(self.along, self.coordinates[:, : precision.dims], step)
         vectors = _vectors(along[self._measured], codes[:, self._measured], step)

@@ -71,7 +71,7 @@ class ErfCost:
         return max(1, min(most, room // max(1, self.image_bytes)))
 
     def describe(self, batches: Sequence[int], n_sites: int) -> str:
-        """In words, for batches of these many remaining images."""
+        """The cost in words, for batches of these many remaining images."""
         n_images, largest = sum(batches), max(batches)
         return (
             f"receptive fields of {n_images} images at {n_sites} sites: {len(batches) * n_sites} "

@@ -66,7 +66,7 @@ class GramStrategy:
         return {"grams": self.name} if self.name else {}
 
     def describe(self, plan: StorePlan) -> str:
-        """In words, with the bytes; "" without Gram matrices."""
+        """The strategy in words, with its bytes; "" without Gram matrices."""
         return ""
 
     def check_room(self, free: int, slab: int) -> None:
@@ -101,8 +101,8 @@ class WholeSlabs(GramStrategy):
 
 @dataclass(frozen=True)
 class InHostMemory(GramStrategy):
-    """From activations in host memory. n_sets: slabs kept at once; set_bytes: memory of one, beside
-    its buffers."""
+    """Gram matrices from activations in host memory. n_sets: slabs kept at once; set_bytes: memory
+    of one, beside its buffers."""
 
     n_sets: int
     set_bytes: int
@@ -133,7 +133,7 @@ class InHostMemory(GramStrategy):
 
 @dataclass(frozen=True)
 class InScratchFile(InHostMemory):
-    """Like `InHostMemory`, in an unnamed scratch file beside the store."""
+    """Gram matrices from activations in an unnamed scratch file beside the store."""
 
     name: ClassVar[str] = "file"
 

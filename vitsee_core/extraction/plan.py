@@ -1,4 +1,4 @@
-"""From choices, a model's sites and a list of images to the exact contents of a store."""
+"""The exact contents of a store, planned from choices, a model's sites and a list of images."""
 
 from __future__ import annotations
 

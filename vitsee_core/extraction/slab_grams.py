@@ -44,20 +44,20 @@ class SlabGrams:
     def reserve(
         self, buffers: SlabBuffers, take: Callable[[queue.SimpleQueue[Tensors]], Tensors]
     ) -> None:
-        """Before a slab: give its buffers the additional memory that Gram matrices need, with
-        `take`, which waits for a free set."""
+        """Give the buffers, before a slab, the additional memory that Gram matrices need; `take`
+        waits for a free set."""
 
     def of_batch(self, site: str, parts: Sequence[Tensor], valid: Tensor) -> Mapping[str, Tensor]:
         """Array name -> Gram matrix, from the live tensors of one batch; see `GramProducts`."""
         return {}
 
     def on_device(self, buffers: SlabBuffers, n: int, copies: HostCopies) -> Mapping[str, Tensor]:
-        """After the last batch of a slab of `n` images: matrices to compute before it goes to the
-        writer's thread."""
+        """The matrices to compute after the last batch of a slab of `n` images, before it goes to
+        the writer's thread."""
         return {}
 
     def on_host(self, buffers: SlabBuffers, n: int) -> Mapping[str, Tensor]:
-        """In the writer's thread, once the slab has arrived: the remaining matrices."""
+        """The remaining matrices, computed in the writer's thread once the slab has arrived."""
         return {}
 
 

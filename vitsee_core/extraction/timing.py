@@ -1,4 +1,4 @@
-"""Where the time of an extraction goes."""
+"""The time of an extraction, and where it goes."""
 
 from __future__ import annotations
 

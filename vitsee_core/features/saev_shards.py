@@ -179,7 +179,7 @@ def _check_alike(chosen: Sequence[SiteFeatures]) -> bool:
 
 
 def _folder_of(store: Store) -> str:
-    """Where the images are, if that is a folder here; else "." (saev reads "" as that)."""
+    """The folder of the images, if there is one here; else "." (saev reads "" as that)."""
     data = store.manifest.info.get("data", {}).get("data", "")
     folder = Path(data).expanduser() if isinstance(data, str) and data else None
     return str(folder.resolve()) if folder is not None and folder.is_dir() else "."

@@ -46,8 +46,8 @@ class CurveGrid:
 
     @classmethod
     def of(cls, n: int, rows: pl.DataFrame) -> CurveGrid:
-        """For n metrics of these rows: panels are taller where sites outside the blocks are named
-        below the axis."""
+        """The grid for n metrics of these rows: panels are taller where sites outside the blocks
+        are named below the axis."""
         rows = rows
         outside = (site for site in rows["site"].unique() if site_kind(site) == "head")
         names = max((len(head_words(site)) for site in outside), default=0)

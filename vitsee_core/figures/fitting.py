@@ -39,7 +39,7 @@ def figure_of(axes: Axes) -> Figure:
 
 
 def all_axes(figure: Figure) -> list[Axes]:
-    """Its panels with those inside them, such as colour bars."""
+    """The figure's panels with those inside them, such as colour bars."""
     found: list[Any] = list(figure.axes)
     for axes in found:
         found += [child for child in axes.child_axes if child not in found]
@@ -105,7 +105,7 @@ def _fit_panel(axes: Axes, whole: Whole) -> bool:
 
 
 def _room(axes: Axes, box: Any) -> tuple[float, float]:
-    """Where the room of a panel begins and ends, in pixels: one whose cells are square may be
+    """The pixels at which the room of a panel begins and ends: one whose cells are square may be
     narrower than it."""
     place: Any = axes.get_subplotspec() and axes.get_position(original=True)
     if not place or axes.get_aspect() == "auto":

@@ -53,7 +53,7 @@ class Tiles:
         return gap, gap
 
     def centre(self, row: int, column: int) -> tuple[float, float]:
-        """Where the middle of a tile lies in the picture, (y, x)."""
+        """The middle of a tile in the picture, (y, x)."""
         (height, width), (down, across) = self.size, self.gaps()
         return row * (height + down) + (height - 1) / 2, column * (width + across) + (width - 1) / 2
 

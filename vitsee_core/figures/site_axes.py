@@ -77,12 +77,13 @@ class SiteAxis:
         return found
 
     def boundaries(self) -> list[float]:
-        """Where blocks of several sites begin and end, the axis' own ends left out."""
+        """The places where blocks of several sites begin and end, the axis' own ends left out."""
         edges = {e for block, at, n in self.runs() if n > 1 for e in (at, at + n)}
         return [edge - 0.5 for edge in sorted(edges - {0, len(self)})]
 
     def ticks(self, most: int) -> Ticks:
-        """At most about `most` labels: every site's, or every block's, or some of those."""
+        """The labels of the axis, about `most` at most: every site's, or every block's, or some of
+        those."""
         if len(set(zip(self.stores, self.sites, strict=True))) == 1:
             return self._labelled([(0, site_words(self.sites[0], self.blocks[0]))], "site")
         if len(set(self.stores)) > 1:

@@ -46,7 +46,8 @@ class MapPanel:
 
     @classmethod
     def of(cls, title: str, store: str, columns: Sequence[Column]) -> MapPanel:
-        """From the tokens of each column; means over several tokens are not part of a map."""
+        """A panel made of the tokens of each column; means over several tokens are not part of a
+        map."""
         names = dict.fromkeys(t for _, of in columns for t in of if isinstance(t, str))
         prefix = tuple(n for n in names if n not in MEANS and not n.isdigit())
         values = np.array([[of.get(name, np.nan) for _, of in columns] for name in prefix])
@@ -74,8 +75,8 @@ class MapPanel:
 
 
 def colour_scale(metric: str, values: Float) -> Normalize:
-    """From the smallest to the largest value; logarithmic for ratios and norms that span more than
-    a factor of 10, symmetric about 0 for `cos_branch`, up to 1 for `cos_out`."""
+    """A colour scale from the smallest to the largest value; logarithmic for ratios and norms that
+    span more than a factor of 10, symmetric about 0 for `cos_branch`, up to 1 for `cos_out`."""
     from matplotlib.colors import LogNorm, Normalize
 
     finite = values[np.isfinite(values)]

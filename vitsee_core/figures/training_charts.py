@@ -222,7 +222,7 @@ def _draw_map(axes: Axes, rows: pl.DataFrame, unit: str) -> None:
 
 
 def _add_depth_bars(every: Sequence[Axes], shades: dict[str, Any]) -> None:
-    """At each panel of curves a colour bar of its layers, from input to output."""
+    """Add to each panel of curves a colour bar of its layers, from input to output."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
 

@@ -1,4 +1,4 @@
-"""From an image's location to the decoded image and the hash of its bytes.
+"""The decoded image and the hash of its bytes, from an image's location.
 
 Loading workers run this module: it imports neither torch nor timm, so that a worker starts in a
 fifth of a second.

@@ -10,7 +10,8 @@ __all__ = ["Size", "corner_size", "crop_corner", "resized", "resized_keep_ratio"
 
 
 def resized(size: Size, edges: tuple[int, ...]) -> Size:
-    """For one edge the shorter side's length, the longer one's rounded down; else both."""
+    """The size of a resized image: one edge is the shorter side's length, and the longer one's is
+    rounded down; else both are given."""
     if len(edges) == 2:
         return edges[0], edges[1]
     height, width = size

@@ -173,8 +173,8 @@ def _prove(transform: Any, config: Mapping[str, Any]) -> None:
 
 
 def largest_difference(transform: Any, config: Mapping[str, Any]) -> tuple[float, float]:
-    """Between what a transform and a configuration make of noise of three shapes, in the numbers
-    that a model gets; and the largest of these numbers.
+    """The largest difference between what a transform and a configuration make of noise of three
+    shapes, in the numbers that a model gets; and the largest of these numbers.
 
     Args:
         transform: of a Pillow image, to (channels, rows, cols).

@@ -148,7 +148,7 @@ class Cpu:
     """numpy; torch if it is imported and faster."""
 
     def cast(self, to: NDArray[Any], values: NDArray[Any]) -> None:
-        """By torch, if it is imported and the values are float16: 2 to 5 times as fast."""
+        """Cast by torch, if it is imported and the values are float16: 2 to 5 times as fast."""
         if "torch" in sys.modules and values.dtype == np.float16 and values.flags.writeable:
             import torch
 
@@ -188,7 +188,7 @@ class Cpu:
         np.add(total, product, out=total)
 
     def add_gram(self, total: Float, x: Float32) -> None:
-        """By syrk."""
+        """Add x x^T to `total`, by BLAS' syrk."""
         total += x @ x.T
 
     def host(self, total: Float, symmetric: bool) -> Float:
@@ -241,9 +241,9 @@ class Cuda:
         total += product
 
     def add_gram(self, total: Tensor, x: Tensor) -> None:
-        """In sums of at most `TERMS` products: longer ones lose digits, how many depends on the
-        kernel that cuBLAS chooses. All whole pieces are one batched call, which fills a GPU where
-        one small matrix does not."""
+        """Add x x^T in sums of at most `TERMS` products: longer ones lose digits, how many depends
+        on the kernel that cuBLAS chooses. All whole pieces are one batched call, which fills a GPU
+        where one small matrix does not."""
         torch, width = self._torch, x.shape[1]
         whole = width // TERMS
         if whole:

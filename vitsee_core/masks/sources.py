@@ -1,4 +1,4 @@
-"""Where masks come from: PNG files whose pixels are numbers (Pascal VOC, ADE20K, PartImageNet,
+"""The sources of masks: PNG files whose pixels are numbers (Pascal VOC, ADE20K, PartImageNet,
 binary masks), COCO annotation files, or both several times."""
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class MaskFolder:
 
     @property
     def categories(self) -> list[str]:
-        """Not known before the files are read."""
+        """The categories, which are not known before the files are read."""
         return []
 
     @property

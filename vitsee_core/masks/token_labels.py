@@ -1,4 +1,5 @@
-"""From a mask of the original image to the tokens of a model, by the image's own transform."""
+"""The labels of a model's tokens, from a mask of the original image by the image's own
+transform."""
 
 from __future__ import annotations
 

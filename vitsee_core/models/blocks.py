@@ -188,7 +188,8 @@ class _BlockFinder:
             yield from self._each(kids, stages)
 
     def runs(self, model: nn.Module, path: str = "", at_least: int = MIN_STACK) -> Iterator[str]:
-        """In a plain stack of leaves: the last one before each next layer with a weight matrix."""
+        """The ends of layers in a plain stack of leaves: the last leaf before each next layer with
+        a weight matrix."""
         for below, module in model.named_children():
             kids = list(module.named_children())
             layers = sum(_is_weight(kid) for _, kid in kids)

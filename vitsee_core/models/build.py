@@ -1,4 +1,4 @@
-"""From a survey of the model to its table: names, order, groups, aliases, depths."""
+"""The table of a model's sites, built from a survey: names, order, groups, aliases, depths."""
 
 from __future__ import annotations
 

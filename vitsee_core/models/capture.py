@@ -218,7 +218,7 @@ class Capture:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Without hooks inside, e.g. for a forward pass that another capture watches."""
+        """Context without hooks, e.g. for a forward pass that another capture watches."""
         self.__exit__()
         try:
             yield

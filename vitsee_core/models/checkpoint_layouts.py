@@ -119,7 +119,8 @@ def _masked(names: Mapping[str, Any]) -> Layout | None:
 
 
 def _moco(state: Mapping[str, Any]) -> Layout:
-    """Its ViT-S has 12 heads of 32 channels (Chen et al. 2021, Table 1), timm's has 6 of 64."""
+    """The layout of MoCo v3, whose ViT-S has 12 heads of 32 channels (Chen et al. 2021, Table 1),
+    timm's has 6 of 64."""
     widths = set(_sizes(state, "base_encoder.patch_embed.proj.weight"))
     small = widths == {MOCO_SMALL}
     return replace(MOCO, args={"num_heads": MOCO_HEADS}) if small else MOCO

@@ -48,7 +48,8 @@ class LateTokens:
 
 
 def late_tokens(model: LoadedModel, table: SiteTable, dim: int) -> LateTokens | str:
-    """Those of a model on the CPU that are as wide as its classifier, or why there are none."""
+    """The late tokens of a model on the CPU that are as wide as its classifier, or the reason why
+    there are none."""
     linear = linear_of(model.module)
     if isinstance(linear, str):
         return linear

@@ -59,8 +59,8 @@ class Classifiers:
 
 
 def of_model(model: LoadedModel) -> Classifier | str:
-    """That of a model on the CPU: a formula over tokens, or attention pooling and a linear layer;
-    else why it is neither."""
+    """The classifier of a model on the CPU: a formula over tokens, or attention pooling and a
+    linear layer; else the reason why it is neither."""
     from vitsee_core.models.attention_pooled import find_attention_pooled
     from vitsee_core.models.classifier import find_classifier
     from vitsee_core.models.site_tables import site_table

@@ -76,7 +76,8 @@ def _of_number(geometry: Geometry, n_tokens: int) -> Grid | None:
 
 
 def _kinds(module: nn.Module, n_prefix: int, dim: int) -> tuple[str, ...]:
-    """Their kinds: of each kind one where a parameter of the tokens' width has such a name."""
+    """The kinds of the prefix tokens, one of each kind where a parameter of the tokens' width has
+    such a name."""
     kinds = []
     names = [
         name.rpartition(".")[2].lower()

@@ -32,7 +32,7 @@ class Classifier(Protocol):
 
     @property
     def site(self) -> str:
-        """Whose tokens the model itself reads."""
+        """The site whose tokens the model itself reads."""
 
     @property
     def pool(self) -> str:
@@ -44,7 +44,7 @@ class Classifier(Protocol):
 
     @property
     def n_classes(self) -> int:
-        """Number of logits."""
+        """The number of logits."""
 
     @property
     def pooled_kind(self) -> str | None:

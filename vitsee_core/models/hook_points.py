@@ -1,4 +1,5 @@
-"""Where a tensor is captured in the forward pass, and how it is read as tokens."""
+"""The place where a tensor is captured in the forward pass, and the way in which it is read as
+tokens."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class InputWeights:
 
 
 def of_model(model: LoadedModel) -> InputWeights:
-    """Those of a model on the CPU, read from parts of a forward pass."""
+    """The input weights of a model on the CPU, read from parts of a forward pass."""
     from vitsee_core.models.first_layer import find_filters
     from vitsee_core.models.positions import find_positions
 
@@ -62,7 +62,7 @@ def of_model(model: LoadedModel) -> InputWeights:
 
 
 def of_store(store: Store) -> InputWeights:
-    """Those of a store's model, as stored.
+    """The input weights of a store's model, as stored.
 
     Raises:
         MissingInput: the store was made without.

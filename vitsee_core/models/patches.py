@@ -44,7 +44,7 @@ class Patches:
 
     @property
     def grid(self) -> Grid:
-        """Rows and columns."""
+        """The rows and columns of the grid of patches."""
         assert self.view.layout is not None and self.view.layout.grid is not None
         return self.view.layout.grid
 
@@ -76,7 +76,7 @@ def cells(
 
 
 def first_seen(trace: Trace, grid: Grid, prefix: tuple[str, ...]) -> tuple[HookPoint, View] | None:
-    """Where a grid first comes out of a module, channels first, last or as a sequence."""
+    """The place where a grid first comes out of a module, channels first, last or as a sequence."""
     passages = []
     n = grid[0] * grid[1]
     for name, calls in trace.calls.items():
@@ -253,8 +253,8 @@ class _Windows:
         ]
 
     def find(self) -> list[Ends] | None:
-        """For each axis, cell -> (first pixel, past the last); None if a cell answers to nothing,
-        or all of an axis to the whole image."""
+        """The ends of windows for each axis, cell -> (first pixel, past the last); None if a cell
+        answers to nothing, or all of an axis to the whole image."""
         lengths = [self.size[axis] for axis, _, _ in self.queries]
         loud = self._answers(lengths)
         if not bool((loud > 0).all()):

@@ -50,7 +50,8 @@ def scaled_error(total: Tensor, skip: Tensor, given: Tensor) -> float:
 
 
 def beyond(errors: Mapping[str, float], names: Iterable[str], allowed: float) -> dict[str, float]:
-    """Those of the names whose error is not within `allowed`, with it; inf: it was not measured."""
+    """The names whose error is not within `allowed`, with the error; inf where it was not
+    measured."""
     found = {name: errors.get(name, math.inf) for name in names}
     return {name: error for name, error in found.items() if not error <= allowed}
 

@@ -47,7 +47,7 @@ DATA = Option(
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the images and the weights are now, where not as in the manifest. trust:
+    """The places of the images and the weights now, where they differ from the manifest's. trust:
     the store is the user's own, so that folders and repositories it names may be opened."""
 
     data: Annotated[str | None, DATA] = None

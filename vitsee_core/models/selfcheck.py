@@ -57,7 +57,7 @@ class SelfCheck:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed."""
+        """True where nothing failed."""
         return not self.failures
 
 

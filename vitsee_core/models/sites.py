@@ -39,8 +39,8 @@ class AttentionBlock:
 
 @dataclass(frozen=True)
 class Point:
-    """Where a site's tensor comes from (the mean, if from several places, or the first less the
-    second) and how it is read."""
+    """The places that a site's tensor comes from (its mean, if there are several, or the first less
+    the second) and how it is read."""
 
     hook_points: tuple[HookPoint, ...]
     view: View

@@ -38,7 +38,7 @@ class Steps:
     """
 
     def __init__(self, image: Grid, module: nn.Module | None = None, trace: Trace | None = None):
-        """From a forward pass; without one only from sizes."""
+        """Steps are read from a forward pass; without one only from sizes."""
         self.known: dict[Grid, Step] = {image: Step((1.0, 1.0), 0)}
         if module is None or trace is None:
             return

@@ -46,7 +46,7 @@ class Order:
         return bool((self.index == torch.arange(len(self.index))).all())
 
     def laid(self, x: Tensor) -> Tensor:
-        """(images, cells, dim)."""
+        """The tokens in the order of the grid, (images, cells, dim)."""
         n = len(self.index)
         images = x.shape[self.axis] // n
         x = x.reshape(images, n, -1)

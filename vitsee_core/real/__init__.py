@@ -1,4 +1,4 @@
-"""For `vitsee demo --real`: models of real size, and photographs, out of PyPI's packages."""
+"""Models of real size, and photographs, out of PyPI's packages, for `vitsee demo --real`."""
 
 from vitsee_core.real.making import PHOTOS as PHOTOS
 from vitsee_core.real.making import make as make

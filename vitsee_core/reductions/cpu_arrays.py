@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 class Geometry(NamedTuple):
-    """Positions of tokens."""
+    """The positions of tokens on the grid."""
 
     n_prefix: int  # tokens before the grid's
     grid: tuple[int, int]  # rows and columns of the others

@@ -129,7 +129,7 @@ class ExploredPage:
 
 
 def explored_pages(folder: Path, output: Path) -> list[ExploredPage]:
-    """Those in the folder, and in that of the report at `output`."""
+    """The pages of `vitsee explore` in the folder, and in that of the report at `output`."""
     around = output.absolute().parent
     places = {path.absolute() for where in (folder, around) for path in where.glob("*.html")}
     found = []

@@ -39,9 +39,9 @@ NO_REPLICATES = "no value of this table has an interval from blocks of images"
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where a result goes: table (None: CSV on stdout), picture (None: none), both in the format
-    that their endings say, whether files that exist are replaced, and whether the table's block
-    replicates go into a file beside it."""
+    """The places that a result goes to: table (None: CSV on stdout), picture (None: none), both in
+    the format that their endings say, whether files that exist are replaced, and whether the
+    table's block replicates go into a file beside it."""
 
     csv: Path | None = None
     png: Path | None = None

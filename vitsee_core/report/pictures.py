@@ -54,7 +54,7 @@ class Addresses:
                 self._pack(place.read_bytes())
 
     def of(self, png: bytes) -> tuple[str, str]:
-        """Its address and digest."""
+        """The picture's address and digest."""
         digest = self._pack(png)
         return self._found[digest].result(), digest
 

@@ -24,8 +24,8 @@ CARRIED_BYTES = 400_000  # a larger table is linked, not carried along
 
 
 def link_of(path: Path, output: Path) -> tuple[str, str]:
-    """Where the page finds the table: in itself where that is small, else beside it; and then what
-    somebody has to know who sends the page away."""
+    """The link by which the page finds the table: in itself where that is small, else beside it;
+    and then what somebody has to know who sends the page away."""
     size = path.stat().st_size
     if size > CARRIED_BYTES:
         place = quote(relative(path, output.absolute().parent))

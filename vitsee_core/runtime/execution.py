@@ -162,8 +162,8 @@ class Execution:
             yield from results
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Without map, progress and keep; if the map's processes share this machine, with their
-        share of the memory."""
+        """Executions are pickled without map, progress and keep; if the map's processes share this
+        machine, with their share of the memory."""
         if self.map is None:
             jobs, memory = self.jobs, self.memory
         else:

@@ -87,7 +87,7 @@ class KeptSums:
         return KeptSum(self, f"{self.within}{self._number}", [*about, total], unit, total)
 
     def inside(self, number: str, item: int) -> KeptSums:
-        """For the folds of one item of the series `number`."""
+        """The kept sums for the folds of one item of the series `number`."""
         return KeptSums(self.folder, self.command, f"{number}.{item}.", self.root)
 
     def remove(self) -> None:

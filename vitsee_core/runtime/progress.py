@@ -18,11 +18,11 @@ class Progress(Protocol):
         """`total` of `unit` (a plural) are to be done, `done` of them already are."""
 
     def advance(self, count: int, size_bytes: int = 0) -> None:
-        """That many more are done, with this many bytes written or read; may be called from any
-        thread."""
+        """Count that many more as done, with this many bytes written or read; may be called from
+        any thread."""
 
     def skip(self, count: int) -> None:
-        """That many were done before this run: they count, but not for the rate."""
+        """Count that many as done before this run: they do not count for the rate."""
 
     def stop(self) -> None:
         """The phase ended, successfully or not."""

@@ -236,7 +236,8 @@ def _files_of(module: str) -> list[tuple[Path, str]]:
 
 
 def _spec(module: str) -> ModuleSpec | None:
-    """Where a module is. Unlike `importlib.util.find_spec`, this imports no package on the way."""
+    """The place of a module. Unlike `importlib.util.find_spec`, this imports no package on the
+    way."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     name = top

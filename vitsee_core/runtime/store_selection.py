@@ -35,7 +35,7 @@ class StoreSelection(Generic[T]):
         return [chosen for _, chosen in self.members]
 
     def notes(self) -> dict[str, dict[str, str]]:
-        """For a sidecar: the stores left out, if any."""
+        """The entry of a sidecar about the stores that were left out, if any."""
         return {"left_out": self.left_out} if self.left_out else {}
 
 

@@ -166,7 +166,7 @@ def over_cells(
     batch: int,
     device: str,
 ) -> list[Hsic]:
-    """For each partition the sum of HSIC_1 over its cells of `batch` images."""
+    """The sum of HSIC_1 for each partition, over its cells of `batch` images."""
     totals, _ = pair_totals(rows, cols, partitions, device=device, tile=tile)
     return [sum_over_cells(t, p, batch) for t, p in zip(totals, partitions, strict=True)]
 

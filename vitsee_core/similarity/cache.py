@@ -220,8 +220,8 @@ class GramCache:
 
 
 def own_folder(store: Store) -> Path:
-    """Beside a store in a folder; for a store at a URL in the user's cache folder, by its
-    identity."""
+    """The cache folder of a store: beside one in a folder; for a store at a URL in the user's cache
+    folder, by its identity."""
     if isinstance(store.place, Path):
         return store.place.with_name(f"{store.place.name}.grams")
     return user_caches() / f"{store.place.stem}-{store.manifest.store_id[:12]}.grams"

@@ -52,7 +52,7 @@ def caches_of(places: Sequence[Place]) -> list[CacheFolder]:
 
 
 def _root(place: Place) -> Path:
-    """Where the caches of a store, or of everything below a folder, are."""
+    """The folder in which the caches of a store, or of everything below a folder, are."""
     if isinstance(place, Url) or (place / ZARR_JSON).is_file():
         return own_folder(open_store(place, allow_partial=True))
     if not place.is_dir():

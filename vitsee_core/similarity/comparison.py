@@ -117,8 +117,8 @@ class Comparison:
         return self.own[of.store.manifest.store_id]
 
     def find(self, of: Representation, batches: Sequence[Integers] = ()) -> GramFile | None:
-        """Its cached Gram matrix over the comparison's images (or over each of these batches of
-        them)."""
+        """The cached Gram matrix of a representation over the comparison's images (or over each of
+        these batches of them)."""
         return self.cache.find(of.features, self.rows_of(of), batches)
 
     def products(

@@ -44,9 +44,9 @@ class DeviceTiles:
     def sums(
         self, values: Tensor, pieces: Sequence[tuple[Labels, Labels]], n_rows: int, first_col: int
     ) -> Iterator[tuple[Any, ...]]:
-        """For each piece (rows and columns of the tile): (R, C) inner products, each matrix's own,
-        sums over its columns and over its rows, in float64. At most `TERMS` products (see
-        `pair_sums`) are added in float32; there is no synchronisation in between."""
+        """The sums of each piece (rows and columns of the tile): (R, C) inner products, each
+        matrix's own, sums over its columns and over its rows, in float64. At most `TERMS` products
+        (see `pair_sums`) are added in float32; there is no synchronisation in between."""
         waiting: list[tuple[Tensor, ...]] = []
         size = 0
         for rows, cols in pieces:

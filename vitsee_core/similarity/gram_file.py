@@ -235,8 +235,8 @@ class GramFile:
 
 
 def _by_tile(places: Integers, size: int) -> Iterable[tuple[int, slice, Integers]]:
-    """For each tile along one side that holds some of `places`: its number, which of them it holds,
-    and where they are within it."""
+    """Each tile along one side that holds some of `places`: its number, which of them it holds, and
+    where they are within it."""
     for a in range(int(places[0]) // size, int(places[-1]) // size + 1):
         low, high = np.searchsorted(places, [a * size, (a + 1) * size])
         if high > low:

@@ -117,7 +117,8 @@ def hsic_on_the_fly(
 
 
 def multiplications(rows: Sequence[Shape], cols: Sequence[Shape], n: int) -> float:
-    """For n images: a triangle of each Gram matrix, and the product of all pairs of them."""
+    """The multiplications for n images: a triangle of each Gram matrix, and the product of all
+    pairs of them."""
     widths = sum(count * width for count, width in (*rows, *cols))
     pairs = sum(count for count, _ in rows) * sum(count for count, _ in cols)
     return n * (n + 1) / 2 * (widths + pairs)
@@ -268,7 +269,7 @@ class StackGram:
         self.features.backend.multiply(*self._both(i, j), out)
 
     def _both(self, i: slice, j: slice) -> tuple[Any, Any]:
-        """Its features of the images in `i` and of those in `j`; one array twice if i is j."""
+        """The features of the images in `i` and of those in `j`; one array twice if i is j."""
         self.progress.advance(1)
         x = self.features.of(self.k, i, "left")
         return x, x if i == j else self.features.of(self.k, j, "right")

@@ -133,7 +133,7 @@ def _one_site(stores: Sequence[Store], sites: Sequence[str]) -> list[Side]:
 def _same_depth(
     stores: Sequence[Store], sites: Sequence[str], sites_a: Sequence[str], sites_b: Sequence[str]
 ) -> SitePairs:
-    """By name if both lists have the same names, else the i-th with the i-th."""
+    """Pairs of sites: by name if both lists have the same names, else the i-th with the i-th."""
     if len(stores) == 1 and not (sites_a and sites_b):
         raise VitseeError(
             "--pairs same-depth compares two stores, or --sites-a with --sites-b of one; got one "

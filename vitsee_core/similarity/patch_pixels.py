@@ -95,7 +95,7 @@ class PatchPixels:
         return out.reshape(self.n_matrices, n, -1)
 
     def _edges(self) -> list[tuple[list[int], list[int]]]:
-        """For each patch, its first row and the one after its last, and the same for columns."""
+        """The first row of each patch and the one after its last, and the same for columns."""
         assert self.layout.grid is not None
         places = (divmod(cell, self.layout.grid[1]) for cell in self.cells.tolist())
         (ys, xs) = self.bounds

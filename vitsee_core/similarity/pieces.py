@@ -19,7 +19,7 @@ TERMS = 1 << 14
 
 @dataclass(frozen=True)
 class Partition:
-    """Images in cells."""
+    """A partition of the images into cells."""
 
     labels: Labels  # (n,) cell, counted from 0; -1 for none
     n_cells: int

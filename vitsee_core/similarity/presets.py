@@ -19,7 +19,7 @@ KINDS = ("exact", "minibatch", "biased")
 
 @dataclass(frozen=True)
 class Preset:
-    """A published estimator."""
+    """A published estimator and its source."""
 
     estimator: Estimator  # without `examples`, all images
     source: str  # in words

@@ -239,7 +239,7 @@ class _Pass:
         workspace: Workspace,
         progress: Callable[[int], object] | None,
     ) -> Iterator[NDArray[np.float64]]:
-        """Its tiles."""
+        """The tiles of the products, one after the other."""
         lanes, backend = min(lanes, len(self._strips)), self._backend
         widest = max(strip.n_columns for strip in self._strips)
         largest = max(product_size(_length(t.i), _length(t.j)) for t in self._tiles)
@@ -320,8 +320,8 @@ class _Pass:
 
 
 def _by_slab(features: FeatureMatrix, rows: Integers) -> list[tuple[slice, Integers | None, slice]]:
-    """For every slab with rows that count: its rows in the store, which of them count (None: all),
-    and their destination."""
+    """The pieces of every slab with rows that count: its rows in the store, which of them count
+    (None: all), and their destination."""
     plan, spans = features.store.plan, []
     for k in range(plan.n_slabs):
         span = plan.rows(k)

@@ -1,4 +1,4 @@
-"""From the Gram matrix of shifted features to that of the features themselves.
+"""The Gram matrix of features, from that of the same features shifted.
 
 Gram matrices are computed from X - c, c one vector for all images, which preserves float32
 precision and changes no centred kernel: K = H G H, and d_ij^2 = G_ii + G_jj - 2 G_ij. Inner

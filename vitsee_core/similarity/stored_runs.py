@@ -61,7 +61,7 @@ class StoredRuns(Runs):
         return stack.is_half if isinstance(stack, TokenStack) else stack.scale is not None
 
     def of(self, k: int, run: slice, name: str) -> Float32:
-        """In float32."""
+        """A run of slab k's array `name`, in float32."""
         x = self._scratch.take(name, run.stop - run.start, self.stack.n_features)
         mean = self._mean_of(k)
         for some, values in self._runs[run.start]:

@@ -23,7 +23,7 @@ class Matrix(Protocol):
 
     @property
     def n(self) -> int:
-        """Number of images."""
+        """The number of images."""
 
     def block(self, i: slice, j: slice) -> Any:
         """(len(i), len(j)) float32 entries, an array, or on the device where they were computed."""

@@ -69,7 +69,7 @@ class BlockMean:
 
 
 class BlockMeans:
-    """To be filled by `streaming.fold`, over one store or a pair.
+    """Means per block of images, filled by `streaming.fold` over one store or a pair.
 
     `read(*slabs)` gives key -> (images,) for the images that count, NaN for no value, with the same
     keys for each slab; it must be picklable. None: values are counted as they come.

@@ -24,7 +24,7 @@ SPEED_SIDE = 1024  # of the matrix product that is timed
 
 @dataclass(frozen=True)
 class Cost:
-    """Rough estimates."""
+    """Rough estimates of what a study takes."""
 
     size_bytes: int  # of all stores, and of what is cached beside them
     seconds: float  # of all passes through models

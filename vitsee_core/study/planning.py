@@ -1,4 +1,4 @@
-"""From what a study is asked for to its steps."""
+"""The steps of a study, from what it is asked for."""
 
 from __future__ import annotations
 
@@ -140,8 +140,8 @@ def extraction(study: Study, model: SurveyedModel, images: str, keeps: set[str])
 
 
 def n_fields(study: Study, model: SurveyedModel) -> int:
-    """Over how many images receptive fields are taken: so many that their backward passes, for each
-    site, take no longer than the forward pass of all images."""
+    """The number of images that receptive fields are taken over: so many that their backward
+    passes, for each site, take no longer than the forward pass of all images."""
     if study.thorough:
         return min(SMOOTH_FIELDS, study.n_images())
     most = max(FEWEST_FIELDS, study.n_images() // model.n_fields)

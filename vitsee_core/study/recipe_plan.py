@@ -1,4 +1,4 @@
-"""From a study that is written as a file to its steps."""
+"""The steps of a study that is written as a file."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class StoredPart:
         return self.site
 
     def as_site(self, *groups: str) -> SiteSpec:
-        """In the form that selectors search, in these groups."""
+        """The site in the form that selectors search, in these groups."""
         return SiteSpec(
             name=self.site,
             part="",

@@ -99,7 +99,8 @@ class _Row:
 
 
 def _placed(rows: Sequence[_Row]) -> Sequence[_Row]:
-    """If no row is a block or its out, as for sublayers and heads, each stands for its block."""
+    """The rows that stand for blocks: if no row is a block or its out, as for sublayers and heads,
+    each stands for its block."""
     if any(row.block and row.part in ("out", "") for row in rows):
         return rows
     return [replace(row, stands=True) if row.block else row for row in rows]

@@ -244,7 +244,7 @@ class BestTable:
         return [[0, *part.tolist()] for part in parts]
 
     def _note(self, width: float) -> list[str]:
-        """Its lines below a table of so many ems."""
+        """The note's lines below a table that is `width` ems wide."""
         return textwrap.wrap(self.note, max(40, int(width / (0.8 * 0.88 * _LETTER))))
 
     def _controls(self, columns: Sequence[int]) -> list[list[Cell]]:

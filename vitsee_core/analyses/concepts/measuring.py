@@ -119,7 +119,7 @@ class ConceptSums:
         self.top = _best([self.top, other.top], self.task.n_top)
 
     def result(self) -> ConceptSums:
-        """Itself."""
+        """The accumulator itself."""
         return self
 
     def r2(self, without: int | None = None) -> float:

@@ -201,7 +201,7 @@ def plot(
         ),
     ] = SCALES[0],
 ) -> Figure:
-    """From the table alone; see `cosine_sheets.draw_cosines`.
+    """A sheet of cosine maps, drawn from the table alone; see `cosine_sheets.draw_cosines`.
 
     Args:
         table: from `run`.

@@ -82,7 +82,8 @@ def every_nth(n: int, every: int) -> Integers:
 
 
 def known_or_less(cka: Float) -> Float:
-    """-inf for NaN."""
+    """The similarities with -inf in place of NaN, so that what is not known is never the
+    largest."""
     return np.fmax(cka, -np.inf)
 
 

@@ -54,7 +54,8 @@ class TokenMaps:
 
     @property
     def apart(self) -> int:
-        """From one token to the next: 1 for every cell of the grid, 0 for tokens as chosen."""
+        """The step in cells from one token to the next: 1 for every cell of the grid, 0 for tokens
+        as chosen."""
         rows, cols = (np.array(of) for of in self.lattice())
         if len(self.placed()) < len(rows) * len(cols):
             return 0

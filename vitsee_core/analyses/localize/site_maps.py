@@ -95,7 +95,7 @@ class SiteMaps:
         seed: int,
         execution: Execution,
     ) -> list[Maps]:
-        """For some of the sites, which share their patches."""
+        """The maps of some of the sites, which share their patches."""
         sites = [self.sites[k] for k in together]
         patches = PatchPixels(self.store, pixels, sites[0].layout)
         h = hsic_on_the_fly(

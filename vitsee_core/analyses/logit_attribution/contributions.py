@@ -261,7 +261,7 @@ class Readout:
         return cls(vectors, offset, bias)
 
     def centred(self) -> Readout:
-        """Less the mean over classes, which softmax does not see."""
+        """The readout less its mean over classes, which softmax does not see."""
         return Readout(
             self.vectors - self.vectors.mean(0), self.offset - self.offset.mean(), self.kernel_bias
         )

@@ -85,7 +85,7 @@ def draw_attributions(table: Table) -> Figure:
 
 
 def _of_which(table: Table, rows: pl.DataFrame) -> str:
-    """Whose logit a panel is about, for its y axis."""
+    """The words for the class whose logit a panel shows, for its y axis."""
     if name := rows["class"][0]:
         return shorten(name, 24)
     target = table.notes.get("target", {}).get(rows["store"][0])

@@ -285,7 +285,7 @@ def _report_zeros(label: str, counts: dict[str, tuple[int, int]]) -> dict[str, s
 
 
 def headline(table: Table) -> list[Answer]:
-    """Where the skip dominates most and least, by kind of token."""
+    """Answers that name the sublayers where the skip dominates most and least, by kind of token."""
     answers = []
     for store, rows in by_store(table, metric="norm_ratio", row=None):
         for (token,), own in rows.group_by("token", maintain_order=True):

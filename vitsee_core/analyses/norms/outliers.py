@@ -22,7 +22,7 @@ def mad_threshold(norms: Float) -> float:
 
 
 def blocks_out(labels: NDArray[np.integer]) -> Iterator[Mask]:
-    """For each block of the jackknife, the images (images,) that are not in it."""
+    """A mask (images,) for each block of the jackknife: the images that are not in it."""
     return (labels != b for b in range(int(labels.max()) + 1))
 
 
@@ -113,7 +113,7 @@ def _pieces(norms: Float) -> Iterator[Float]:
 
 
 def _coefficient(powers: Float) -> float:
-    """From the number of values and the sums of their first four powers."""
+    """The coefficient from the number of values and the sums of their first four powers."""
     n = powers[0]
     if n < 2:
         return np.nan

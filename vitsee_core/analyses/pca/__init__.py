@@ -250,7 +250,7 @@ class _Choice:
 
 
 class _Store:
-    """One store's sites."""
+    """The sites of one store, as they are fitted."""
 
     def __init__(
         self,

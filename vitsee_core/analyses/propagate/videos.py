@@ -63,7 +63,7 @@ class Contour:
 
     @cached_property
     def tree(self) -> cKDTree:
-        """For distances to it."""
+        """A k-d tree of the boundary's pixels, for distances to it."""
         return cKDTree(self.points)
 
     def share_near(self, other: Contour, radius: int) -> float:

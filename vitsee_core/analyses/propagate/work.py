@@ -65,8 +65,8 @@ class Kind:
 
 @dataclass
 class Found:
-    """For each row and video: its scores, the share of the frame that no token has seen, and the
-    number of objects without any token beside that of all objects."""
+    """The result for each row and video: its scores, the share of the frame that no token has seen,
+    and the number of objects without any token beside that of all objects."""
 
     scores: dict[Key, dict[str, FrameScores]] = field(default_factory=dict)
     hidden: dict[Key, dict[str, float]] = field(default_factory=dict)
@@ -291,7 +291,7 @@ MEASURED = 3  # frames of each kind
 
 @dataclass(frozen=True)
 class Cost:
-    """Estimated cost."""
+    """The estimated cost of propagating all videos."""
 
     n_frames: int  # of all videos, whose labels are needed
     n_runs: int  # passes over these, one per site of a store and per kind of noise

@@ -267,8 +267,8 @@ def _by_model(
 
 
 def _scores(plan: Plan, execution: Execution, features: Features) -> tuple[Scores, Scores, str]:
-    """For a site, setting -> metric -> (queries,), the same (blocks, queries) without each block of
-    images if these are the queries, and remarks."""
+    """The scores of one site: setting -> metric -> (queries,); the same as (blocks, queries)
+    without each block of images, if these are the queries; and remarks."""
     from vitsee_core.analyses.retrieve.passes import passes
 
     parts: dict[Setting, list[list[dict[str, Float]]]] = {one: [] for one, _ in plan.scored}

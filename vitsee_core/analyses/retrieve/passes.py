@@ -48,7 +48,7 @@ class Listed:
 
     @classmethod
     def of(cls, lists: Sequence[Mapping[str, Integers]]) -> Listed:
-        """From each query's lists: name -> places."""
+        """Make it from each query's lists: name -> places."""
         names = tuple(dict.fromkeys(name for own in lists for name in own))
         parts = [
             (np.full(len(places), i), places, np.full(len(places), names.index(name)))
@@ -67,8 +67,9 @@ class Listed:
 
 
 class Counter:
-    """For each of some queries and each image of its lists: the number of nearer images that are in
-    no list of the query. First pass all listed images to `find`, then everything to `count`."""
+    """A counter, for each of some queries and each image of its lists, of the nearer images that
+    are in no list of the query. First pass all listed images to `find`, then everything to
+    `count`."""
 
     def __init__(
         self, n: int, listed: Listed, cosines: Cosines, blocks: Integers | None = None

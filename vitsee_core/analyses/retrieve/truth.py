@@ -60,7 +60,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Query:
-    """A query image."""
+    """A query image and its lists of images."""
 
     name: str
     # name -> places in `RetrievalTruth.images`, ascending

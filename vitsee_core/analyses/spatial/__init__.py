@@ -258,7 +258,7 @@ class _ReadSpatial:
     foreground: Labels | None
 
     def __call__(self, slab: Slab) -> tuple[ImageStructure, dict[int, TokenSums]]:
-        """For the images that count: each one's structure, and each block's sums."""
+        """The structure of each image that counts, and the sums of each block of images."""
         cells = slab.acts(self.site, "patches")[slab.valid]
         if not np.isfinite(cells).all():
             raise VitseeError(

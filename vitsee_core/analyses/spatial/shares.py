@@ -26,7 +26,7 @@ ALIKE = 1e-12
 
 @dataclass
 class TokenSums:
-    """Sums of tokens."""
+    """Sums over the tokens of images, from which shares of variance follow."""
 
     n: int  # images
     at: Float  # (tokens, dim) sums over images
@@ -35,13 +35,13 @@ class TokenSums:
 
     @classmethod
     def of(cls, x: Float) -> TokenSums:
-        """From (images, tokens, dim)."""
+        """The sums of x: (images, tokens, dim)."""
         means = x.mean(1)
         squares, of_means = float(np.vdot(x, x)), float(np.vdot(means, means))
         return cls(len(x), x.sum(0), squares, of_means)
 
     def plus(self, other: TokenSums, sign: int = 1) -> TokenSums:
-        """With the images of another added, or removed."""
+        """The sums with the images of another added (sign 1) or removed (sign -1)."""
         return TokenSums(
             self.n + sign * other.n,
             self.at + sign * other.at,

@@ -370,7 +370,7 @@ class _Measure:
         return self._values(self.whole, among), self.whole.caps() | {collapse.FOURTH: 1.0}
 
     def values(self, among: Mask) -> Measured:
-        """By name; NaN if no image is left."""
+        """The measures by name, over the blocks in `among` (blocks,); NaN if no image is left."""
         if not among.any():
             return dict.fromkeys(METRICS, math.nan)
         return self._values(self.spectrum(among), among)

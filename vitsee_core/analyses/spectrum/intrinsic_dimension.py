@@ -44,7 +44,8 @@ class TwoNearest:
         self.nearest = np.stack([_two(squared[:, self.labels == b]) for b in self.blocks], 1)
 
     def dimension(self, among: Mask) -> float:
-        """From the examples in these blocks (blocks,) alone; NaN for fewer than three."""
+        """The dimension estimated from the examples in these blocks (blocks,) alone; NaN for fewer
+        than three."""
         keep = np.isin(self.labels, self.blocks[among])
         if keep.sum() < 3:
             return math.nan

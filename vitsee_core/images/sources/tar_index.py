@@ -300,7 +300,7 @@ class _Seen:
 
 
 def _latest(index: TarIndex) -> TarIndex:
-    """Without images that another of the same path, appended later, replaces."""
+    """The index without images that another of the same path, appended later, replaces."""
     order = np.argsort(index.paths, kind="stable")
     ordered = index.paths[order]
     if not (replaced := ordered[1:] == ordered[:-1]).any():

@@ -68,7 +68,7 @@ class HeldOut:
         return float(of_levels - 2 * np.einsum("cr,rc->", crossed, weights) + products)
 
     def best(self) -> float:
-        """The chosen l2."""
+        """The l2 that was chosen."""
         most = [self.l2s[i] for i in np.flatnonzero(self.right == self.right.max())]
         return min(most, key=lambda l2: (self.squared_error(l2), -l2))
 

@@ -165,7 +165,7 @@ def _any_labelled(folder: Path) -> bool:
 def _maps(
     path: Path, folder: Path, values: Sequence[int], classes: tuple[str, ...], layout: str
 ) -> PngMaps:
-    """Those below a folder. values: the classes of 0, 1, ...; further ones are refused."""
+    """The class maps below a folder. values: the classes of 0, 1, ...; further ones are refused."""
     files = tuple(png_files(folder, "class map"))
     table = (*values, *[REFUSED] * (VALUES - 1 - len(values)), IGNORED)
     return PngMaps(str(path), str(folder), files, files, table, classes, layout)

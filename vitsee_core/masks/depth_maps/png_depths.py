@@ -37,7 +37,7 @@ class PngDepths:
 
     @classmethod
     def open(cls, path: Path, scale: float | None) -> PngDepths:
-        """Those below a folder.
+        """The depth maps below a folder.
 
         Raises:
             VitseeError: there are none, or nothing says their scale.

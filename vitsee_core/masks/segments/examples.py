@@ -39,7 +39,7 @@ class Examples:
     def features(
         self, data: LabelledRows, site: SiteSpec, tokens: str | None = None, **options: Any
     ) -> SiteFeatures:
-        """Their vectors at a site; see `choose_features`."""
+        """The examples' vectors at a site; see `choose_features`."""
         return choose_features(data.store, site, tokens, **options)
 
     def check_classes(self, train: LabelledRows, test: LabelledRows) -> list[str]:
@@ -59,7 +59,7 @@ class SegmentExamples(Examples):
     def features(
         self, data: LabelledRows, site: SiteSpec, tokens: str | None = None, **options: Any
     ) -> Any:
-        """Their vectors at a site: a `SegmentFeatures`.
+        """The segments' vectors at a site: a `SegmentFeatures`.
 
         Raises:
             VitseeError: tokens are asked for.

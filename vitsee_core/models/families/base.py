@@ -79,8 +79,8 @@ def leaves(path: str) -> Part:
 
 
 def drop_paths(block: nn.Module, path: str) -> tuple[HookPoint, HookPoint] | None:
-    """Where the two branches of a block end: after their drop path, whether each has its own or
-    both share one that is called twice."""
+    """The places where the two branches of a block end: after their drop path, whether each has its
+    own or both share one that is called twice."""
     if has(block, "drop_path1", "drop_path2"):
         return HookPoint(f"{path}.drop_path1"), HookPoint(f"{path}.drop_path2")
     if has(block, "drop_path"):

@@ -60,8 +60,8 @@ Changed = Change | Moved
 
 @dataclass(frozen=True)
 class ChangedSite:
-    """Where a site is replaced. in_place: the tensor itself is written over. turned: tokens come
-    before images there."""
+    """A place where a site is replaced. in_place: the tensor itself is written over. turned: tokens
+    come before images there."""
 
     name: str
     hook_point: HookPoint

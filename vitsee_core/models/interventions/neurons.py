@@ -77,7 +77,7 @@ def other_neurons(found: Neurons, sizes: Mapping[str, int], seed: int) -> Neuron
 
 
 def _outliers(store: Store, site: str) -> list[NDArray[np.bool_]]:
-    """For each slab, (valid images, rows, cols) whether a patch is an outlier."""
+    """A mask for each slab, (valid images, rows, cols): whether a patch is an outlier."""
     norms = []
     for slab in store.slabs():
         patches = slab.acts(site, "patches")[slab.valid]

@@ -1,4 +1,4 @@
-"""That interventions do what they say is proven on images."""
+"""The proof on images that interventions do what they say."""
 
 from __future__ import annotations
 

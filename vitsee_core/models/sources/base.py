@@ -34,7 +34,7 @@ class Choices:
 
 
 class Source(ABC):
-    """Where the model of one name comes from.
+    """The source of the model of one name.
 
     name: as the user knows it. arguments_in_name: whether what stands behind `?` in a name, and is
     no option, is an argument of the model. has_processors: whether its models may have image
@@ -113,7 +113,7 @@ class Source(ABC):
         return ()
 
     def layout_arguments(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Those of a published checkpoint's arguments of timm's architectures that this model
+        """The part of a published checkpoint's arguments of timm's architectures that this model
         takes."""
         return {}
 

@@ -88,7 +88,7 @@ SOURCE = OpenClipSource
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without open_clip's remark that weights are random, as asked for."""
+    """Context without open_clip's remark that weights are random, as was asked for."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

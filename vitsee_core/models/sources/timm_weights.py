@@ -1,4 +1,5 @@
-"""Where timm loads pretrained weights from: this machine only, or the network if it answers."""
+"""The place that timm loads pretrained weights from: this machine only, or the network if it
+answers."""
 
 from __future__ import annotations
 

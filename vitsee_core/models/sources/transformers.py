@@ -171,7 +171,7 @@ class TransformersSource(Source):
         return f"{PREFIX}{type(module).__name__}"
 
     def class_names(self, module: nn.Module) -> list[str] | None:
-        """Those of its configuration, where they are no placeholders."""
+        """The class names of the model's configuration, where they are no placeholders."""
         labels = getattr(getattr(module, "config", None), "id2label", None) or {}
         names = [str(labels[key]) for key in sorted(labels)]
         placeholders = all(re.fullmatch(r"LABEL_\d+", name) for name in names)
@@ -233,7 +233,8 @@ class TransformersSource(Source):
 
     @cached_property
     def _processor(self) -> Processor | None:
-        """Its image processor, None where it has none; a ModelError without the chosen backend."""
+        """The model's image processor, None where it has none; a ModelError without the chosen
+        backend."""
         place, revision, _ = self.parts
         wanted = self.choices.processor
         found = None
@@ -287,7 +288,8 @@ class TransformersSource(Source):
         return stated
 
     def _stated(self) -> dict[str, Any]:
-        """Its processor in numbers; vitsee's own way of doing them where that was chosen."""
+        """The model's processor in numbers; vitsee's own way of doing them where that was
+        chosen."""
         if self._processor is None:
             return dict(DEFAULT)
         if self.choices.transform != OWN_TRANSFORM:
@@ -399,7 +401,8 @@ class TransformersSource(Source):
         return None if found is None else str(found)
 
     def _pretrained(self, kind: Any, config: Any, tower: _Tower | None) -> nn.Module:
-        """With its weights: of a tower those alone, where the checkpoint has them by its names."""
+        """The model with its weights: of a tower those alone, where the checkpoint has them by its
+        names."""
         place, revision, part = self.parts
         if tower is not None:
             alone = random_model(tower.kind, tower.config)

@@ -24,7 +24,7 @@ SMALL = 1024  # channels up to which several threads do not compute axes sooner 
 
 @dataclass(frozen=True)
 class PrincipalAxes:
-    """Leading principal axes."""
+    """The leading principal axes of a covariance."""
 
     mean: Float  # (dim,)
     axes: Float  # (k, dim) unit vectors

@@ -51,7 +51,7 @@ class Spectrum:
 
     @classmethod
     def of_sums(cls, sums: CovarianceSums) -> Spectrum:
-        """From second moments, D x D; best if n is above D."""
+        """The spectrum of second moments, D x D; best if n is above D."""
         return cls(
             sums.n, len(sums.shift), _eigenvalues(sums.raw), _eigenvalues(sums.scatter),
             sums.fourth_about_mean, float(np.linalg.norm(sums.directions)), sums.n_long,
@@ -59,7 +59,7 @@ class Spectrum:
 
     @classmethod
     def of_examples(cls, x: Float) -> Spectrum:
-        """From examples (n, dim) themselves, n x n; best if D is above n."""
+        """The spectrum of examples (n, dim) themselves, n x n; best if D is above n."""
         y = x - x.mean(0)
         length = np.linalg.norm(x, axis=1)
         long = length > 0

@@ -55,7 +55,7 @@ class CovarianceSums:
 
     @classmethod
     def of(cls, x: Float | Float32, shift: Float) -> CovarianceSums:
-        """From examples (n, dim)."""
+        """The sums of examples x: (n, dim)."""
         own = cls.empty(shift)
         own.n = len(x)
         buffer = np.empty((min(ROWS_AT_ONCE, len(x)), len(shift)))

@@ -121,8 +121,8 @@ def ends(cka: Table) -> Estimate:
 
 
 def second_quarter(cka: Table) -> Estimate:
-    """For the CNN's layers (b) between a quarter and a half of its depth: how much more they
-    resemble the ViT's lowest quarter (a) than its second one."""
+    """The CNN's layers (b) between a quarter and a half of its depth: how much more they resemble
+    the ViT's lowest quarter (a) than its second one."""
     of_cnn = (DEPTH_B > 0.25) & (DEPTH_B <= 0.5)
     first = DEPTH_A <= 0.25
     second = ~first & (DEPTH_A <= 0.5)
@@ -148,7 +148,7 @@ def within(cka: Table, block: str) -> Estimate:
 
 
 def _after(cka: Table, block: str) -> list[pl.Expr]:
-    """For each side: -1 before the block, 1 from its output on, 0 inside it."""
+    """An expression for each side: -1 before the block, 1 from its output on, 0 inside it."""
     found = []
     for side in "ab":
         output, depth = pl.col(f"site_{side}") == f"{block}.out", pl.col(f"depth_{side}")

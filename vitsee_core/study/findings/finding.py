@@ -37,8 +37,8 @@ class Finding:
     section: str = ""  # of the page
 
     def row(self, found: Estimate | None, other: Estimate | None = None) -> dict[str, Any]:
-        """Its row in a table; None: it could not be measured. other: with models of another seed; a
-        verdict is given where both agree."""
+        """The finding's row in a table. found: None where it could not be measured. other: with
+        models of another seed; a verdict is given where both agree."""
         text = ("section", "name", "claim", "source", "statistic", "unit")
         row: dict[str, Any] = {name: getattr(self, name) for name in text}
         row["models"] = " ".join(self.models)
