@@ -17,8 +17,8 @@ from tests.stores import Site, write_model
 from tests.tables import check_chosen_metrics, having
 from vitsee_cli.main import main
 from vitsee_core.analyses import concepts
+from vitsee_core.analyses.concepts import _crop
 from vitsee_core.analyses.concepts.fitting import Fitted, matched_cosine
-from vitsee_core.analyses.concepts.pictures import _crop
 from vitsee_core.dictionaries.dictionary import Dictionary
 from vitsee_core.dictionaries.files import read_dictionary
 from vitsee_core.patch_maps.photos import Photograph

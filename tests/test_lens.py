@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from tests.extractions import RESNET, VIT, extracted, plant_images
 from tests.stores import write_sites
 from vitsee_cli.main import main
-from vitsee_core.analyses.lens import _scores, plot, run
-from vitsee_core.analyses.lens.lens_figure import METRICS
+from vitsee_core.analyses.lens import METRICS, _scores, plot, run
 from vitsee_core.models import classifiers
 from vitsee_core.models.load import load_model
 from vitsee_core.models.provenance import model_of

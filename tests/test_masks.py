@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitsee_core.analyses.saliency.overlap import blind_overlaps, overlap, top_mass
+from vitsee_core.analyses.saliency.scoring import blind_overlaps, overlap, top_mass
 from vitsee_core.images.transform import make_recipe
 from vitsee_core.masks import BACKGROUND, FOREGROUND, VOID, open_masks
 from vitsee_core.masks.mask_truth import match_names

@@ -24,9 +24,8 @@ from tests.printed_text import flat
 from tests.tables import equal
 from tests.test_masks import slow_iou
 from vitsee_cli.main import main
-from vitsee_core.analyses.saliency import COLUMNS, plot, run
-from vitsee_core.analyses.saliency import saliency_figure as figure
-from vitsee_core.analyses.saliency.overlap import BASELINES
+from vitsee_core.analyses.saliency import COLUMNS, ORACLE, plot, run
+from vitsee_core.analyses.saliency.scoring import BASELINES
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import baseline_words
 from vitsee_stores import Store, open_store
@@ -508,5 +507,5 @@ def test_the_figure(tmp_path: Path) -> None:
     assert [np.shape(p.get_offsets())[0] for p in points] == [9, 4]
     labels = [text.get_text() for text in drawn.legends[0].get_texts()]
     assert labels[:2] == ["a", "b"]
-    assert {baseline_words(name, "iou") for name in BASELINES} | {figure.ORACLE} <= set(labels)
+    assert {baseline_words(name, "iou") for name in BASELINES} | {ORACLE} <= set(labels)
     assert len(plot(table.filter(pl.col("token").ne_missing("cls"))).axes) == 2

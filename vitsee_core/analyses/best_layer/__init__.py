@@ -39,13 +39,14 @@ from vitsee_core.analyses.best_layer.layer_tasks import (
     BEST,
     COLUMNS,
     OPTIONAL,
+    PAIRS,
     PENALTIES,
     known_metrics,
     tasks,
+    to_last,
 )
 from vitsee_core.analyses.best_layer.paired import COLUMNS as PAIRED
 from vitsee_core.analyses.best_layer.paired import METHOD, differences, with_replicates
-from vitsee_core.analyses.best_layer.redundancy import PAIRS, to_last
 from vitsee_core.figures.curve_looks import of_models
 from vitsee_core.figures.plotting import styled
 from vitsee_core.runtime.machine import counted

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from vitsee_core.analyses.best_layer.best_table import BestTable
-from vitsee_core.analyses.best_layer.redundancy import draw_redundancy
 from vitsee_core.figures.curve_looks import curve_looks, of_models, site_kind
 from vitsee_core.figures.curve_panels import CurveGrid
 from vitsee_core.figures.depth_curves import (
     BEST,
+    DEPTH_LABEL,
     add_curve_legend,
     draw_depth_curves,
     head_words,
 )
 from vitsee_core.figures.panels import Grid, em, handles_of, legend_below, note_count, panels, stack
-from vitsee_core.figures.plotting import GREY, colour
+from vitsee_core.figures.plotting import GREY, colour, ink, marker
 from vitsee_core.tables.metrics import direction
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
@@ -35,7 +35,7 @@ def draw_best_layers(
     redundancy: Sequence[tuple[str, str, pl.DataFrame]],
 ) -> Figure:
     """One panel per task (-> the rows that were compared) and one per CKA self-comparison, from
-    `redundancy.to_last`; below the table of the best rows."""
+    `layer_tasks.to_last`; below the table of the best rows."""
     compared = list(tasks.items())
     everything = pl.concat([_curve(rows) for _, rows in compared])
     best = of_models(table.frame)
@@ -169,3 +169,33 @@ def _draw(axes: Axes, task: str, lines: list[tuple[str, dict[str, Any] | None]])
     axes.grid(False, axis="y")
     axes.set_xlabel(f"difference in {metric_words(metric)}")
     axes.set_title(task_words(task))
+
+
+def draw_redundancy(
+    axes: Axes, store: str, last: str, cka: pl.DataFrame, scores: Mapping[str, pl.DataFrame]
+) -> None:
+    """Draw one store's CKA to its last layer (from `to_last`), and its scores: task -> columns
+    site, rel_depth, value.
+
+    Kornblith et al. 2019 draw the CKA of each layer with the last of the same network and the
+    accuracy of a linear probe against depth: where both are flat, layers could be left out.
+    """
+    label = "CKA with the last layer"
+    axes.plot(cka["rel_depth"], cka["value"], color=ink(), marker="o", label=label)
+    if "low" in cka.columns:
+        axes.fill_between(
+            cka["rel_depth"], cka["low"], cka["high"], color=ink(), alpha=0.15, linewidth=0
+        )
+    for i, (task, rows) in enumerate(scores.items()):
+        outs = [site for site in rows["site"].unique() if site_kind(site) == "out"]
+        own = rows.filter(pl.col("site").is_in(outs))
+        if len(own) == 0:
+            continue
+        axes.plot(
+            own["rel_depth"], own["value"], color=colour(7 + i), marker=marker(i + 1),
+            label=shorten(task_words(task), 44),
+        )  # fmt: skip
+    axes.set_ylim(min(0.0, axes.dataLim.y0), max(1.02, axes.dataLim.y1))
+    axes.set_xlabel(DEPTH_LABEL)
+    axes.set_ylabel("CKA; score")
+    axes.set_title(f"{shorten(store, 28)}: CKA with {site_words(last)}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import polars as pl
 
-from vitsee_core.analyses.best_layer.redundancy import PAIRS
+from vitsee_core.figures.curve_looks import site_kind
 from vitsee_core.tables.columns import PARTS, SITE
 from vitsee_core.tables.metrics import direction
 from vitsee_core.tables.results import ResultFile, Table
@@ -33,6 +33,7 @@ TOLD_APART = ("metric", *SETTINGS, *PENALTIES)
 AVERAGED = pl.col("token").is_in(MEANS).any().over("store", "site")
 ABOUT_PATCHES = pl.col("row").is_not_null() & AVERAGED
 MADE = frozenset(("task", "ties", "n_layers", "n_overlap"))
+PAIRS = ("store_a", "site_a", "depth_a", "store_b", "site_b", "depth_b", "metric", "value")
 
 
 def known_metrics(files: Sequence[ResultFile]) -> list[str]:
@@ -137,3 +138,25 @@ def _poolings(rows: pl.DataFrame) -> pl.Series:
     real = real.select("store", "site", "token")
     several = real.n_unique() > real.select("store", "site").n_unique()
     return words if several else pl.Series([None] * len(words), dtype=pl.String)
+
+
+def to_last(rows: pl.DataFrame) -> Iterator[tuple[str, str, pl.DataFrame]]:
+    """(store, last site, rows) of a CKA self-comparison: each site's CKA with the last one of its
+    kind, as columns store, site, rel_depth, value (and low, high)."""
+    numbers = [name for name in ("value", "low", "high") if name in rows.columns]
+    selves = rows.filter(pl.col("store_a") == pl.col("store_b"), metric="cka")
+    for (store,), own in selves.group_by(store="store_a", maintain_order=True):
+        # Comparisons may contain each pair once, in either order.
+        pairs = pl.concat(
+            own.select(*numbers, site=f"site_{x}", depth=f"depth_{x}", other=f"site_{y}")
+            for x, y in ("ab", "ba")
+        )
+        kinds = {site: site_kind(site) for site in pairs["site"].unique(maintain_order=True)}
+        kind = "out" if "out" in kinds.values() else next(iter(kinds.values()))
+        pairs = pairs.filter(pl.col("site").is_in([site for site in kinds if kinds[site] == kind]))
+        at = pairs["depth"].arg_max() or 0
+        last, top = pairs["site"][at], max(pairs["depth"][at], 1)
+        found = pairs.filter(other=last).unique("site", keep="last", maintain_order=True)
+        place = {"store": pl.lit(store), "rel_depth": pl.col("depth") / top}
+        layers = found.sort("depth", maintain_order=True).with_columns(**place)
+        yield store, last, layers.select("store", "site", "rel_depth", *numbers)

@@ -60,8 +60,7 @@ from vitsee_core.analyses.localize.localisation import (
     site_summary,
     token_summary,
 )
-from vitsee_core.analyses.localize.location_curves import draw_curves
-from vitsee_core.analyses.localize.location_maps import draw_maps, draw_token_summary
+from vitsee_core.analyses.localize.location_maps import draw_curves, draw_maps, draw_token_summary
 from vitsee_core.analyses.localize.site_maps import SiteMaps
 from vitsee_core.features import compared
 from vitsee_core.figures.plotting import styled

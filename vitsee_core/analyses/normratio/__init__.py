@@ -24,19 +24,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.analyses.normratio.token_pictures import draw_norm_ratios
-from vitsee_core.analyses.normratio.token_statistics import Places
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import FLOW, Offers, Option, metrics_option, tokens_option
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.runtime.streaming import Rows, each_slab
-from vitsee_core.statistics.image_statistics import METHODS, Estimates, block_labels, statistic
+from vitsee_core.statistics.image_statistics import (
+    METHODS,
+    Estimates,
+    Statistic,
+    block_labels,
+    estimates_of,
+    statistic,
+)
 from vitsee_core.statistics.skip_branch import (
     TOKENS,
     ReadQuantities,
@@ -50,8 +57,9 @@ from vitsee_core.statistics.value_columns import columns_of
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured
 from vitsee_core.tables.metrics import asked_for
+from vitsee_core.tables.replicates import stacked
 from vitsee_core.tables.results import Table
-from vitsee_core.types import Float
+from vitsee_core.types import Float, Integers, Mask
 from vitsee_stores.errors import SiteError
 from vitsee_stores.manifest import few
 
@@ -293,3 +301,82 @@ def headline(table: Table) -> list[Answer]:
             who = f"{store}, {token}" if token else store
             answers.append((who, f"skip over branch: from {low} to {high}"))
     return answers
+
+
+class TokenMean:
+    """The mean over tokens of their statistics; tokens without a value are left out."""
+
+    def __init__(self) -> None:
+        self._parts = 0
+        self._sum = 0.0
+        self._trace: Float | None = None
+        self._traced: Integers | None = None
+        self._present: Mask | None = None
+        self._jackknife = False
+        self._labels: Integers | None = None
+
+    def add(self, of: Statistic, rows: Integers) -> None:
+        rows = rows[~np.isnan(of.value[rows])]
+        if not len(rows):
+            return
+        if self._trace is None or self._traced is None or self._present is None:
+            self._trace = np.zeros(of.trace.shape[1])
+            self._traced = np.zeros(of.trace.shape[1], np.int64)
+            self._present = np.zeros(of.present.shape[1], bool)
+            self._jackknife, self._labels = of.jackknife, of.labels
+        trace = of.trace[rows]
+        there = ~np.isnan(trace)
+        self._parts += len(rows)
+        # One token after the other from the sum so far, so that pieces of any size give its bits.
+        self._sum = float(np.cumsum([self._sum, *of.value[rows]])[-1])
+        self._trace = np.concatenate([self._trace[np.newaxis], np.where(there, trace, 0)]).sum(0)
+        self._traced += there.sum(0)
+        self._present |= of.present[rows].any(0)
+
+    def estimates(self) -> Estimates:
+        if self._trace is None or self._traced is None or self._labels is None:
+            nothing = np.full(1, np.nan)
+            return Estimates(nothing, nothing, nothing, nothing, np.zeros(1, np.int64))
+        with np.errstate(invalid="ignore"):
+            trace = self._trace / self._traced
+        value = np.array([self._sum / self._parts])
+        assert self._present is not None
+        present = self._present[np.newaxis]
+        return estimates_of(value, trace[np.newaxis], present, self._jackknife, self._labels)
+
+
+class Places:
+    """Estimates of places: one token each, or the mean over several tokens. Tokens come in pieces,
+    in their order."""
+
+    def __init__(self, members: Sequence[Sequence[int]]) -> None:
+        self._single: dict[int, list[int]] = {}
+        for i, of in enumerate(members):
+            if len(of) == 1:
+                self._single.setdefault(of[0], []).append(i)
+        self._several = {
+            i: (np.array(of), TokenMean()) for i, of in enumerate(members) if len(of) != 1
+        }
+        nothing = np.full(len(members), np.nan)
+        self._found = Estimates(
+            nothing, nothing.copy(), nothing.copy(), nothing.copy(), np.zeros(len(members), int)
+        )
+        self._without: list[Float | None] = [None] * len(members)
+
+    def add(self, of: Statistic, tokens: Integers) -> None:
+        """Count the statistic of these tokens, one per row."""
+        pairs = [(k, i) for k, t in enumerate(tokens.tolist()) for i in self._single.get(t, ())]
+        self._put(of.estimates(), [k for k, _ in pairs], [i for _, i in pairs])
+        for members, mean in self._several.values():
+            mean.add(of, np.flatnonzero(np.isin(tokens, members)))
+
+    def estimates(self) -> Estimates:
+        for i, (_, mean) in self._several.items():
+            self._put(mean.estimates(), [0], [i])
+        return replace(self._found, without=stacked(self._without))
+
+    def _put(self, estimates: Estimates, rows: list[int], places: list[int]) -> None:
+        for name in ("value", "std", "low", "high", "n"):
+            getattr(self._found, name)[places] = getattr(estimates, name)[rows]
+        for row, place in zip(rows, places, strict=True):
+            self._without[place] = None if estimates.without is None else estimates.without[row]
