@@ -28,10 +28,15 @@ from vitsee_core.analyses import retrieve, similarity, spectrum
 from vitsee_core.analyses.spectrum.intrinsic_dimension import TwoNearest
 from vitsee_core.labels.labelled_rows import accuracy_interval
 from vitsee_core.statistics.image_statistics import block_labels, statistic
-from vitsee_core.statistics.jackknife import block_sums, interval, means_without, standard_error
+from vitsee_core.statistics.jackknife import (
+    block_sums,
+    interval,
+    largest_t,
+    means_without,
+    standard_error,
+)
 from vitsee_core.statistics.moments import Moments, t_quantile
 from vitsee_core.statistics.shares import as_share
-from vitsee_core.statistics.simultaneous import largest_t
 from vitsee_core.tables.results import Table
 
 PAGE = Path(__file__).parents[1] / "docs" / "guide" / "intervals.md"

@@ -23,7 +23,7 @@ from vitsee_core.analyses import effect
 from vitsee_core.analyses.effect import COLUMNS, METRICS, changes, headline, plot, run
 from vitsee_core.analyses.effect.changes import cosines
 from vitsee_core.labels.changed_outputs import compare_outputs
-from vitsee_core.statistics.paired_shares import difference_interval, mcnemar
+from vitsee_core.statistics.shares import difference_interval, mcnemar
 from vitsee_core.tables.metrics import direction
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store, open_store

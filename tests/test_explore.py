@@ -23,6 +23,7 @@ from tests.extractions import extracted
 from tests.stores import write_sites
 from tests.tables import groups_of, having
 from vitsee_cli.main import main
+from vitsee_core import web
 from vitsee_core.explore import tokens
 from vitsee_core.explore.attended import pack_rows, query_cells, query_step
 from vitsee_core.explore.choice import choose_images
@@ -42,7 +43,6 @@ from vitsee_core.explore.tokens import (
 )
 from vitsee_core.models.head_weights import of_store
 from vitsee_core.patch_maps.colours import Colours
-from vitsee_core.web import inlining
 from vitsee_stores import open_store
 from vitsee_stores.errors import StoreMismatch, VitseeError
 from vitsee_stores.layout import TokenLayout
@@ -358,7 +358,7 @@ def test_the_script_computes_what_the_port_does(page: Page, tmp_path: Path) -> N
     asked = {"site": 3, "image": 3, "cells": [5]}
     (tmp_path / "page.html").write_text(page.text)
     lead = 'import { readFileSync } from "node:fs";\n'
-    code = inlining.script(*(f"explore/assets/{name}.js" for name in ("maps", "packed", "state")))
+    code = web.script(*(f"explore/assets/{name}.js" for name in ("maps", "packed", "state")))
     about = f"const page = readFileSync('page.html', 'utf8'), asked = {json.dumps(asked)};\n"
     (tmp_path / "check.mjs").write_text(lead + code + about + CHECK)
     done = subprocess.run(
@@ -397,13 +397,13 @@ def test_the_script_computes_what_the_port_does(page: Page, tmp_path: Path) -> N
 @pytest.mark.parametrize("place", [SCRIPT, "report/assets/script.js"])
 def test_modules_become_one_script(place: str) -> None:
     """Without lines that import, and without two things of one name."""
-    code = inlining.script(place)
+    code = web.script(place)
     assert not re.search(r"^(import|export)\b", code, re.MULTILINE)
-    for text in inlining.modules(place).values():
+    for text in web.modules(place).values():
         assert not re.search(r"import \{[^}]* as ", text), "names stay as they are"
     names = [
         name
-        for text in inlining.modules(place).values()
+        for text in web.modules(place).values()
         for name in re.findall(
             r"^(?:export )?(?:async )?(?:function|const|let|class) (\w+)", text, re.MULTILINE
         )
@@ -415,7 +415,7 @@ def test_modules_become_one_script(place: str) -> None:
 
 @pytest.mark.skipif(shutil.which("tsc") is None, reason="no tsc here (npm install -g typescript)")
 def test_types() -> None:
-    folder = Path(inlining.__file__).parent / "assets"
+    folder = Path(web.__file__).parent / "assets"
     done = subprocess.run(["tsc", "-p", str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tests.stores import write_labelled
 from vitsee_core.features import SiteFeatures, check_alike, choose_features
 from vitsee_core.features.matrix import Strip, _consecutive
-from vitsee_core.features.widened import LARGE, widened
+from vitsee_core.features.reader import LARGE, widened
 from vitsee_core.similarity.stacks import TokenStack
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch

@@ -34,10 +34,9 @@ from vitsee_core.similarity import (
     raw_gram,
     summarise,
 )
-from vitsee_core.similarity.cache import SCRATCH, gram_cache
+from vitsee_core.similarity.cache import SCRATCH, create_owned, gram_cache, owned_by_none
 from vitsee_core.similarity.exact import leave_one_out
 from vitsee_core.similarity.gram_file import GramFile, GramView, Header
-from vitsee_core.similarity.ownership import create_owned, owned_by_none
 from vitsee_core.similarity.pieces import Partition
 from vitsee_core.similarity.shift import Shift
 from vitsee_stores import Store
@@ -274,7 +273,7 @@ def test_what_the_dead_left_goes_at_once(
     folder = folder_of(store)
     folder.mkdir()
     living = create_owned(folder / "b.all.x.tiles.partial")
-    code = "import sys; from pathlib import Path; from vitsee_core.similarity.ownership import *\n"
+    code = "import sys; from pathlib import Path; from vitsee_core.similarity.cache import *\n"
     code += "import os; [create_owned(Path(p)) for p in sys.argv[1:]]; os._exit(9)"
     scratch = tmp_path / "tmp" / f"{SCRATCH}dead"
     scratch.mkdir(parents=True)

@@ -23,7 +23,7 @@ from vitsee_core.images.placement import place
 from vitsee_core.images.sides import crop_corner
 from vitsee_core.images.torch_transforms import largest_difference
 from vitsee_core.images.transform import make_recipe, normalise
-from vitsee_core.masks.token_labels import mask_recipe
+from vitsee_core.masks.mask_truth import mask_recipe
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model
 from vitsee_core.models.provenance import Pictures, model_of

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from tests.stores import write_labelled
 from vitsee_cli.main import main
 from vitsee_core.analyses.best_layer import compare, headline, plot, read
-from vitsee_core.statistics.simultaneous import largest_t
+from vitsee_core.statistics.jackknife import largest_t
 from vitsee_core.tables import replicates
 from vitsee_core.tables.results import Table
 from vitsee_stores.errors import StoreMismatch, VitseeError

@@ -40,7 +40,7 @@ from vitsee_core.report.tables import CARRIED_BYTES
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import site_words
-from vitsee_core.web.inlining import json_for_html
+from vitsee_core.web import json_for_html
 from vitsee_stores.errors import VitseeError
 
 HOSTILE = "<script>pwned=1</script>\"'><img src=x onerror=pwned=1>\u202e&amp;"

@@ -21,7 +21,7 @@ from vitsee_core.analyses.cluster.clusters import agreement, agreement_without, 
 from vitsee_core.demo.coco import outlines, run_lengths
 from vitsee_core.images.placement import place
 from vitsee_core.masks.segments import LabelledSegments, Segmentation, examples_of
-from vitsee_core.masks.segments.token_weights import Weigher
+from vitsee_core.masks.segments.vectors import Weigher
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.statistics.shares import jackknife_share

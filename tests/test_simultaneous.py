@@ -6,9 +6,14 @@ import numpy as np
 import pytest
 from scipy.stats import studentized_range
 
-from vitsee_core.statistics.jackknife import block_sums, means_without, standard_error
+from vitsee_core.statistics.jackknife import (
+    MOST_PAIRED,
+    block_sums,
+    largest_t,
+    means_without,
+    standard_error,
+)
 from vitsee_core.statistics.moments import t_quantile
-from vitsee_core.statistics.simultaneous import MOST, largest_t
 
 
 def test_one_pair_has_students_quantile() -> None:
@@ -37,7 +42,7 @@ def test_independent_rows_by_simulation() -> None:
 
 
 def test_of_many_rows_it_is_bonferronis() -> None:
-    n = MOST + 1
+    n = MOST_PAIRED + 1
     found = largest_t(np.random.default_rng(0).normal(size=(n, 20)))
     assert found == t_quantile(19, 1 - 0.05 / (n * (n - 1) / 2))
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vitsee_core.explore import explore as explore
     from vitsee_core.extraction.keywords import extract as extract
     from vitsee_core.masks.segments import Segmentation as Segmentation
-    from vitsee_core.runtime.notebook_progress import NotebookProgress as NotebookProgress
+    from vitsee_core.runtime.progress import NotebookProgress as NotebookProgress
     from vitsee_core.tables.results import Table as Table
     from vitsee_core.training.monitor import Monitor as Monitor
     from vitsee_stores import Store as Store
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Monitor": "vitsee_core.training.monitor",
-    "NotebookProgress": "vitsee_core.runtime.notebook_progress",
+    "NotebookProgress": "vitsee_core.runtime.progress",
     "Segmentation": "vitsee_core.masks.segments",
     "Store": "vitsee_stores",
     "Table": "vitsee_core.tables.results",

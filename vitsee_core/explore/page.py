@@ -18,7 +18,7 @@ from vitsee_core.patch_maps.photos import frames_of
 from vitsee_core.runtime.machine import counted
 from vitsee_core.tables.steps import UNITS, numbers_in_name
 from vitsee_core.tables.text import visible
-from vitsee_core.web.inlining import asset, csp_hash, json_for_html, script, template
+from vitsee_core.web import asset, csp_hash, json_for_html, script, template
 
 GENERATOR = "vitsee explore"
 SHOWN_MODELS = 4  # in a title

@@ -9,10 +9,9 @@ import numpy as np
 
 from vitsee_core.statistics.block_means import BlockMean
 from vitsee_core.statistics.jackknife import METHOD as BLOCKS
-from vitsee_core.statistics.paired_shares import METHOD as PAIRED
-from vitsee_core.statistics.paired_shares import difference_interval, mcnemar
 from vitsee_core.statistics.shares import METHOD as SHARES
-from vitsee_core.statistics.shares import wilson
+from vitsee_core.statistics.shares import PAIRED_METHOD as PAIRED
+from vitsee_core.statistics.shares import difference_interval, mcnemar, wilson
 from vitsee_core.statistics.value_columns import Cells
 from vitsee_core.types import Float, Integers
 

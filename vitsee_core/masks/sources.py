@@ -10,10 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
-from vitsee_core.masks.annotations import read_annotations
-from vitsee_core.masks.coco import open_coco
+from vitsee_core.masks.coco import (
+    PanopticMasks,
+    is_panoptic,
+    open_coco,
+    open_panoptic,
+    read_annotations,
+)
 from vitsee_core.masks.labels import BACKGROUND, FOREGROUND, VOID, Labels, MaskSource, Segment
-from vitsee_core.masks.panoptic import PanopticMasks, is_panoptic, open_panoptic
 from vitsee_core.masks.png_files import png_files, read_numbers
 from vitsee_core.masks.several import join_masks
 from vitsee_stores.errors import VitseeError

@@ -34,7 +34,7 @@ from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.tables.files import check_new_files, write_files
 from vitsee_core.tables.headlines import said_once
 from vitsee_core.tables.text import visible
-from vitsee_core.web.inlining import asset, csp_hash, json_for_html, script, template
+from vitsee_core.web import asset, csp_hash, json_for_html, script, template
 
 
 def write_report(

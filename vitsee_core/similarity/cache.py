@@ -1,7 +1,9 @@
 """Cache of Gram matrices: beside the store, under the store's identity, computed once.
 
 `<store>.grams/` serves every pair, repeat and later comparison; it is never inside the store, which
-does not change once complete.
+does not change once complete. A file that is being written is owned by its process, whatever its
+age: the lock ends with the process. Folders of matrices, and kept indexes of tar files, are found
+and removed for `vitsee cache`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.features.matrix import FeatureMatrix
-from vitsee_core.runtime.machine import user_caches
+from vitsee_core.runtime.machine import TAR_INDEX, user_caches
 from vitsee_core.runtime.streaming import Map
 from vitsee_core.similarity.gram_file import (
     FORMAT,
@@ -36,14 +38,55 @@ from vitsee_core.similarity.gram_file import (
     same_batches,
     write_tiles,
 )
-from vitsee_core.similarity.ownership import create_owned, owned_by_none
 from vitsee_core.similarity.shift import FeatureOffset
 from vitsee_core.tables.files import check_place, renamed
 from vitsee_core.types import Integers
+from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError, reason
+from vitsee_stores.metadata import ZARR_JSON
+from vitsee_stores.url import Place, Url
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
+
+try:
+    import fcntl
+except ImportError:  # no POSIX: every file counts as owned
+    fcntl = None  # type: ignore[assignment]
+
+
+def create_owned(path: Path) -> int:
+    """A new file that belongs to this process until the returned descriptor is closed."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        if fcntl is None:
+            return descriptor
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:  # no locks on this file system: nobody can claim or remove it
+            return descriptor
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)  # swept before it was locked
+
+
+def owned_by_none(path: Path) -> bool:
+    """Whether the process that created it with `create_owned` has ended; False if unknown, or if
+    there is no such file."""
+    if fcntl is None:
+        return False
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
 
 # Tiles of a file with their numbers, in any order.
 Tiles = Iterable[tuple[int, NDArray[np.float64]]]
@@ -269,3 +312,71 @@ def _sweep(folder: Path) -> None:
             path.unlink(missing_ok=True)
             header = path.name.removesuffix(f".tiles{PARTIAL}")
             path.with_name(f"{header}.json{PARTIAL}").unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class CacheFolder:
+    """Gram matrices in one folder; or, without any, the index of tar files in one file."""
+
+    folder: Path
+    store_id: str  # of the store of the first matrix
+    n_matrices: int
+    size_bytes: int  # of all of them on disk
+
+    def remove(self) -> None:
+        """Remove the matrices, and the folder if nothing else is in it. Raises VitseeError: the
+        disk refused."""
+        try:
+            if not self.n_matrices:
+                self.folder.unlink(missing_ok=True)
+                return
+            for header in _headers(self.folder):
+                for file in (header, header.with_suffix(".tiles")):
+                    file.unlink(missing_ok=True)
+            if not any(self.folder.iterdir()):
+                self.folder.rmdir()
+        except OSError as error:
+            raise VitseeError(f"cannot remove {error.filename}: {reason(error)}") from None
+
+
+def caches_of(places: Sequence[Place]) -> list[CacheFolder]:
+    """The caches of stores, and those below other folders; by default those below the working
+    directory and in the user's cache folder. Raises VitseeError: a place does not exist."""
+    roots = [_root(place) for place in places] or [Path(), user_caches()]
+    folders = dict.fromkeys(folder for root in roots for folder in _below(root))
+    caches = [cache for folder in sorted(folders) if (cache := _cache(folder)) is not None]
+    indexes = dict.fromkeys(file for root in roots for file in sorted(root.glob(f"*{TAR_INDEX}")))
+    return caches + [CacheFolder(file, "", 0, file.stat().st_size) for file in indexes]
+
+
+def _root(place: Place) -> Path:
+    """The folder in which the caches of a store, or of everything below a folder, are."""
+    if isinstance(place, Url) or (place / ZARR_JSON).is_file():
+        return own_folder(open_store(place, allow_partial=True))
+    if not place.is_dir():
+        raise VitseeError(f"{place} is no store and no folder; expected either")
+    return place
+
+
+def _below(root: Path) -> Iterator[Path]:
+    for here, folders, _ in os.walk(root):
+        if (Path(here) / ZARR_JSON).is_file():
+            folders.clear()  # nothing is cached inside a store
+        else:
+            yield Path(here)
+
+
+def _headers(folder: Path) -> list[Path]:
+    return [p for p in sorted(folder.glob("*.json")) if Header.load(read_regular(p)) is not None]
+
+
+def _cache(folder: Path) -> CacheFolder | None:
+    """The contents of a folder; None if there is no Gram matrix."""
+    headers = _headers(folder)
+    if not headers:
+        return None
+    first = Header.load(read_regular(headers[0]))
+    files = [file for h in headers for file in (h, h.with_suffix(".tiles")) if file.exists()]
+    size = sum(file.stat().st_size for file in files)
+    store_id = first.store.partition(":")[0] if first is not None else ""
+    return CacheFolder(folder, store_id, len(headers), size)

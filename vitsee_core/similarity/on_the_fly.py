@@ -38,8 +38,7 @@ from vitsee_core.similarity.exact import jackknife_blocks, leave_one_out
 from vitsee_core.similarity.hsic import METHODS, Hsic, assembled, stacked
 from vitsee_core.similarity.pair_sums import bytes_each
 from vitsee_core.similarity.pieces import Partition
-from vitsee_core.similarity.stacks import Runs, Stack, TokenStack
-from vitsee_core.similarity.stored_runs import StoredRuns
+from vitsee_core.similarity.stacks import Runs, Stack, StoredRuns, TokenStack
 from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import VitseeError
 

@@ -2,7 +2,8 @@
 
 A replicate is a row's value from all images except one block. Replicates are stored as (...,
 blocks), NaN for missing, so that differences of rows keep their blocks: what two rows share (the
-same images) cancels in the difference's own replicates.
+same images) cancels in the difference's own replicates. All such differences at once have
+simultaneous intervals.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.statistics.image_statistics import block_labels
-from vitsee_core.statistics.moments import t_quantile
+from vitsee_core.statistics.moments import LEVEL, t_quantile
 from vitsee_core.types import Float, Integers, Mask
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
-
 
 Limits = tuple[float, float]
 UNLIMITED: Limits = (-np.inf, np.inf)
@@ -115,3 +115,47 @@ def cut(value: Float, low: Float, high: Float, limits: Limits) -> tuple[Float, F
     """Low and high of an interval, clipped to the limits as far as the value is within them."""
     least, most = limits
     return (np.maximum(low, np.minimum(value, least)), np.minimum(high, np.maximum(value, most)))
+
+
+DRAWS = 4_000
+MOST_PAIRED = (
+    100  # rows whose pairs are drawn; beyond that Bonferroni's bound, which needs no draws
+)
+SIMULTANEOUS = (
+    "low, high: value -+ q * std, simultaneous: with 95 % confidence the differences between all "
+    "rows of which the best was chosen lie in such intervals, so that the choice on the same "
+    "images needs no further correction. q: 0.95 quantile of the largest |t| of all pairs "
+    f"(n_blocks - 1 degrees of freedom, correlated as the replicates; {DRAWS:,} draws with seed 0; "
+    f"Bonferroni's of more than {MOST_PAIRED} rows)"
+)
+
+
+def largest_t(replicates: Float) -> float:
+    """The q with P(max over pairs |difference| / error > q) = 0.05 if no two rows differ.
+
+    Blocks are drawn from a normal distribution with the rows' covariance; each pair is divided by
+    its own error from these blocks, as the differences are. With one error for all pairs, as in
+    Tukey's procedure, q would be too small: measured, 10 % instead of 5 % with 13 rows and 20
+    blocks.
+
+    Args:
+        replicates: (rows, blocks), at least two of each; rows without a value everywhere are left
+            out.
+    """
+    x = replicates[np.isfinite(replicates).all(1)]
+    n, m = x.shape
+    pairs = n * (n - 1) // 2
+    if pairs <= 1 or n > MOST_PAIRED:
+        return t_quantile(m - 1, 1 - (1 - LEVEL) / max(pairs, 1))
+    x = x - x.mean(1, keepdims=True)
+    normal = np.random.default_rng(0).standard_normal((m, m * DRAWS))
+    drawn = (x @ normal).reshape(n, m, DRAWS)
+    largest = np.zeros(DRAWS)
+    for i in range(n - 1):
+        differs = (x[i + 1 :] != x[i]).any(1)
+        if differs.any():
+            gap = drawn[i + 1 :][differs] - drawn[i]
+            t = np.abs(gap.mean(1)) / (gap.std(1, ddof=1) / np.sqrt(m))
+            largest = np.maximum(largest, t.max(0))
+    # Rows that never differ leave the one pair's quantile.
+    return max(float(np.quantile(largest, LEVEL)), t_quantile(m - 1))

@@ -42,7 +42,7 @@ def ls(places: tuple[Place, ...]) -> None:
     Columns: folder, store_id (of the first matrix), n_matrices, size_bytes. An index of tar files
     is a row of its own, without matrices.
     """
-    from vitsee_core.similarity.cache_folders import caches_of
+    from vitsee_core.similarity.cache import caches_of
     from vitsee_core.tables.results import Table
 
     columns = ("folder", "store_id", "n_matrices", "size_bytes")
@@ -59,7 +59,7 @@ def rm(places: tuple[Place, ...]) -> None:
     then. Commands that use them at the same time make them again.
     """
     from vitsee_core.runtime.machine import counted, human_bytes
-    from vitsee_core.similarity.cache_folders import caches_of
+    from vitsee_core.similarity.cache import caches_of
 
     found = caches_of(places)
     for cache in found:

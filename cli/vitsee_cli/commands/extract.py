@@ -12,7 +12,6 @@ import click
 
 from vitsee_cli import console, options, signals
 from vitsee_cli.analysis import spread_over
-from vitsee_cli.data_options import data_options
 from vitsee_cli.extraction_options import (
     ablate_skip_option,
     intervention_options,
@@ -21,7 +20,7 @@ from vitsee_cli.extraction_options import (
     run_options,
     store_output_option,
 )
-from vitsee_cli.model_options import model_options
+from vitsee_cli.model_options import data_options, model_options
 from vitsee_cli.sections import STORES, SectionedCommand, section
 from vitsee_core.extraction.options import (
     INTERVENTIONS,

@@ -10,7 +10,7 @@ without block b of the images, kept by --replicates) of rows x and y over the sa
 (the delete-a-block jackknife, as for the rows themselves; Efron and Tibshirani 1993, chapter 11).
 The best of many rows was chosen on these images, and seems better than it is: with Student's
 quantile for q, of 13 layers that are equally good some is found worse than the best in 70 % of
-the samples. So q is that of `simultaneous.largest_t`, for all pairs of the rows it was chosen from.
+the samples. So q is that of `jackknife.largest_t`, for all pairs of the rows it was chosen from.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ import numpy as np
 import polars as pl
 
 from vitsee_core.analyses.best_layer.layer_tasks import PENALTIES
-from vitsee_core.statistics.jackknife import standard_error
-from vitsee_core.statistics.simultaneous import METHOD as SIMULTANEOUS
-from vitsee_core.statistics.simultaneous import largest_t
+from vitsee_core.statistics.jackknife import SIMULTANEOUS, largest_t, standard_error
 from vitsee_core.tables.columns import PAIR, SITE, VALUES
 from vitsee_core.tables.replicates import array_of
 from vitsee_core.tables.results import ResultFile, read_replicates

@@ -57,7 +57,7 @@ from vitsee_core.similarity import options as pairwise
 from vitsee_core.similarity.hsic import without_value
 from vitsee_core.statistics.block_means import BlockMeans
 from vitsee_core.statistics.jackknife import Blocks
-from vitsee_core.statistics.paired_shares import TEST
+from vitsee_core.statistics.shares import PAIRED_TEST
 from vitsee_core.statistics.value_columns import Cells
 from vitsee_core.tables.columns import SITE, VALUES, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured
@@ -226,7 +226,7 @@ def run(
             "cosine": OUTPUT_INTERVALS["kl"],
             **({"cka": notes["spread"]} if notes else {}),
         },
-        "p": TEST,
+        "p": PAIRED_TEST,
         "tokens": tokens,
         "seed": execution.seed,
         "images": {"rows": int(mask.sum()), "chosen": chosen.how},

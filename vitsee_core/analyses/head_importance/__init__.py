@@ -54,7 +54,7 @@ from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.statistics.block_means import BlockMean, BlockMeans
 from vitsee_core.statistics.jackknife import Blocks, interval
-from vitsee_core.statistics.paired_shares import TEST
+from vitsee_core.statistics.shares import PAIRED_TEST
 from vitsee_core.statistics.value_columns import Cells
 from vitsee_core.tables.columns import SITE, VALUES, site_columns
 from vitsee_core.tables.glances import some_of
@@ -165,7 +165,7 @@ def run(
         notes["images"][store.label] = work.images.describe()
     notes |= {
         "interval": {**OUTPUT_INTERVALS, DISTANCE: OUTPUT_INTERVALS[KL], "spearman": SPEARMAN},
-        "p": TEST,
+        "p": PAIRED_TEST,
         "replaced_by": by,
         "seed": execution.seed,
         **selected.notes(),

@@ -1,5 +1,5 @@
-"""Figures of localisation, drawn from a table's columns alone: curves over depth, maps of patches by
-token, and mosaics of them."""
+"""Figures of localisation, from a table's columns alone: curves over depth, maps of patches, and
+mosaics of them."""
 
 from __future__ import annotations
 

@@ -51,9 +51,8 @@ from vitsee_core.runtime.options import KNOWLEDGE, SITES, Gather, Offers, Option
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.runtime.streaming import Rows
-from vitsee_core.statistics.covariance.axes import PrincipalAxes, principal_axes
-from vitsee_core.statistics.covariance.cost import say_cost
-from vitsee_core.statistics.covariance.sums import CovarianceSums, block_sums, total
+from vitsee_core.statistics.covariance.spectra import PrincipalAxes, principal_axes
+from vitsee_core.statistics.covariance.sums import CovarianceSums, block_sums, say_cost, total
 from vitsee_core.statistics.image_statistics import METHODS
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.tables.columns import SITE, site_columns

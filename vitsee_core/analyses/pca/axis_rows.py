@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from vitsee_core.runtime.streaming import thread_map
-from vitsee_core.statistics.covariance.axes import PrincipalAxes, principal_axes
+from vitsee_core.statistics.covariance.spectra import PrincipalAxes, principal_axes
 from vitsee_core.statistics.covariance.sums import CovarianceSums, total
 from vitsee_core.statistics.jackknife import SHARE
 from vitsee_core.statistics.value_columns import jackknife_cells

@@ -42,9 +42,8 @@ from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.runtime.streaming import Rows, thread_map
 from vitsee_core.statistics.covariance import spectra
-from vitsee_core.statistics.covariance.cost import say_cost
 from vitsee_core.statistics.covariance.spectra import Spectrum
-from vitsee_core.statistics.covariance.sums import CovarianceSums, block_sums, total
+from vitsee_core.statistics.covariance.sums import CovarianceSums, block_sums, say_cost, total
 from vitsee_core.statistics.image_statistics import METHODS
 from vitsee_core.statistics.jackknife import UNLIMITED, Blocks
 from vitsee_core.statistics.shares import METHOD as SHARES

@@ -1,8 +1,7 @@
 """Objects and parts of images as examples: one vector per segment, from the tokens it lies on."""
 
-from vitsee_core.masks.segments.choice import WEIGHTS, Segmentation, as_segmentation
 from vitsee_core.masks.segments.examples import Examples, examples_of
-from vitsee_core.masks.segments.rows import LabelledSegments
+from vitsee_core.masks.segments.rows import WEIGHTS, LabelledSegments, Segmentation, as_segmentation
 from vitsee_core.masks.segments.vectors import SegmentFeatures
 
 __all__ = [

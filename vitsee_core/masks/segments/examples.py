@@ -12,8 +12,7 @@ import numpy as np
 
 from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.labels.labelled_rows import LabelledRows, check_label_spaces, labelled_rows
-from vitsee_core.masks.segments.choice import WEIGHTS, Segmentation
-from vitsee_core.masks.segments.rows import LabelledSegments, find_segments
+from vitsee_core.masks.segments.rows import WEIGHTS, LabelledSegments, Segmentation, find_segments
 from vitsee_core.masks.segments.vectors import patches_of, segment_features
 from vitsee_core.runtime.execution import Execution
 from vitsee_stores.errors import VitseeError

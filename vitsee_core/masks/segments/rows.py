@@ -1,24 +1,26 @@
-"""The segments of a store's images: which they are, their labels, and their tokens' weights."""
+"""The segments of a store's images: the user's choice, their labels and their tokens' weights."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.images.placement import place
 from vitsee_core.labels.labelled_rows import LabelledRows, in_split
-from vitsee_core.masks import MaskSource
+from vitsee_core.masks import MaskSource, open_masks
 from vitsee_core.masks.mask_truth import cut_to_image, match_rows
-from vitsee_core.masks.segments.choice import Segmentation
-from vitsee_core.masks.segments.token_weights import Sparse, Weigher
-from vitsee_core.masks.segments.vectors import SegmentFeatures, Weights
+from vitsee_core.masks.options import BACKGROUND, PANOPTIC, SEGMENTS, VOID
+from vitsee_core.masks.segments.vectors import SegmentFeatures, Sparse, Weigher, Weights
 from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.options import Option
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.streaming import Rows, choose_rows
 from vitsee_core.statistics.jackknife import METHOD, Blocks
@@ -31,6 +33,83 @@ if TYPE_CHECKING:
     from vitsee_core.runtime.execution import Execution
     from vitsee_stores import Store
     from vitsee_stores.layout import TokenLayout
+
+WEIGHTS = ("area", "any", "vit_analysis")
+
+
+@dataclass(frozen=True)
+class Segmentation:
+    """Segments of images in place of the images.
+
+    masks, panoptic, background, void: see `masks.open_masks`. weights: of tokens, see
+    `segments.weights`; `area` by default. crowd: whether groups of objects that nobody told apart
+    are segments; by default they are not. segments: so many at most, of images drawn with the seed.
+    first: only of the first so many images of the masks (of COCO files by their ids).
+    """
+
+    masks: Annotated[Path | str | Sequence[Path | str], SEGMENTS]
+    panoptic: Annotated[Path | str | None, PANOPTIC] = None
+    background: Annotated[Sequence[int], BACKGROUND] = ()
+    void: Annotated[int | str | None, VOID] = None
+    weights: Annotated[
+        str | None,
+        Option(
+            "How much each patch counts for a segment: by the area in its cell, all that it "
+            "touches alike, or as in the code of Walmer et al. (bicubic).",
+            choices=WEIGHTS,
+            default="area",
+            only_with=("masks",),
+        ),
+    ] = None
+    crowd: Annotated[
+        bool | None,
+        Option(
+            "Whether crowds (iscrowd 1) are segments.",
+            "--crowd/--no-crowd",
+            default="no-crowd",
+            only_with=("masks",),
+        ),
+    ] = None
+    segments: Annotated[
+        int | None,
+        Option(
+            "At most N segments, those of images drawn with the seed.",
+            least=1,
+            default="all",
+            only_with=("masks",),
+        ),
+    ] = None
+    first: int | None = None
+
+    def filled(self, **values: Any) -> Segmentation:
+        """The same with these values where none was chosen."""
+        return replace(
+            self, **{name: v for name, v in values.items() if getattr(self, name) is None}
+        )
+
+    def open(self) -> MaskSource:
+        """The masks.
+
+        Raises:
+            VitseeError: see `open_masks`; or an unknown choice.
+        """
+        if self.weights not in (None, *WEIGHTS):
+            raise VitseeError(f"no weights {self.weights!r}; expected {', '.join(WEIGHTS)}")
+        for what, n in (("segments", self.segments), ("images", self.first)):
+            if n is not None and n < 1:
+                raise VitseeError(f"{n} {what} were asked for; expected a positive number")
+        masks = self.masks
+        paths = [masks] if isinstance(masks, (str, os.PathLike)) else list(masks)
+        panoptic = None if self.panoptic is None else Path(self.panoptic)
+        return open_masks([Path(path) for path in paths], self.background, self.void, panoptic)
+
+
+def as_segmentation(
+    masks: Segmentation | Path | str | Sequence[Path | str] | None,
+) -> Segmentation | None:
+    """The choices that go with masks given as such, or as paths alone."""
+    return masks if masks is None or isinstance(masks, Segmentation) else Segmentation(masks)
+
 
 log = logging.getLogger(__name__)
 

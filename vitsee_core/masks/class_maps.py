@@ -1,4 +1,6 @@
-"""Class maps in PNG files, one a pixel number for number, in four published layouts.
+"""Class maps: the class of every pixel, in the files that the authors of data sets distribute.
+
+PNG files hold one map each, pixel by pixel as a number, in four published layouts:
 
 - Pascal VOC: `SegmentationClass/`, palette images whose indices are classes, 255 for borders;
 - ADE20K as SceneParsing distributes it: `annotations/{training,validation}/` beside
@@ -7,7 +9,8 @@
   scripts); the image is the file with `leftImg8bit` in place of what follows the frame;
 - any other folder: values are classes.
 
-A value of 255 is never a class.
+A value of 255 is never a class. COCO files give class maps from panoptic segments, stuff and
+objects.
 """
 
 from __future__ import annotations
@@ -16,13 +19,163 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from vitsee_core.masks.class_maps.maps import IGNORED, ClassMap
+from vitsee_core.masks.coco import PanopticMasks
+from vitsee_core.masks.labels import MaskSource, PixelSource
 from vitsee_core.masks.png_files import png_files, read_numbers
+from vitsee_core.masks.several import Several, check_once
+from vitsee_core.masks.sources import open_masks
 from vitsee_stores.errors import VitseeError, reason
+
+ClassMap = NDArray[np.uint8]
+IGNORED = 255  # a pixel without a class; so there are at most 255 classes, 0 to 254
+
+
+class ClassMaps(PixelSource, Protocol):
+    """The class of every pixel.
+
+    Attributes:
+        classes: names by class, empty where the source names none.
+        layout: whose files these are, in words.
+        rules: how pixels become classes, for a sidecar.
+    """
+
+    @property
+    def classes(self) -> Sequence[str]: ...
+
+    @property
+    def layout(self) -> str: ...
+
+    @property
+    def rules(self) -> dict[str, str]: ...
+
+    def read(self, i: int) -> ClassMap:
+        """(height, width): classes, `IGNORED` for pixels that have none."""
+
+
+class SeveralMaps(Several[ClassMaps]):
+    """Sources of the same classes and rules; see `ClassMaps`."""
+
+    @property
+    def classes(self) -> Sequence[str]:
+        return self.sources[0].classes
+
+    @property
+    def layout(self) -> str:
+        return ", ".join(dict.fromkeys(source.layout for source in self.sources))
+
+    @property
+    def rules(self) -> dict[str, str]:
+        return self.sources[0].rules
+
+
+def join_maps(sources: Sequence[ClassMaps]) -> ClassMaps:
+    """One source, or several as one.
+
+    Raises:
+        VitseeError: their classes differ, or an image is in two of them.
+    """
+    first, *others = sources
+    for other in others:
+        if list(other.classes) != list(first.classes):
+            raise VitseeError(
+                f"{first.name} and {other.name} have different classes ({len(first.classes)} and "
+                f"{len(other.classes)} names); expected splits of one data set"
+            )
+    check_once(sources)
+    return SeveralMaps(tuple(sources)) if others else first
+
+
+BACKGROUND = "background"
+
+
+@dataclass(frozen=True)
+class SegmentMaps:
+    """The segments of a COCO file painted over one another in the file's order; see `ClassMaps`.
+
+    Of a panoptic file, pixels of no segment have no class; of one of objects or stuff they are the
+    class `background`, the first. Crowds have no class where no object lies over them.
+    """
+
+    source: MaskSource
+    ignore: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def keys(self) -> Sequence[str]:
+        return self.source.keys
+
+    @cached_property
+    def classes(self) -> list[str]:
+        """The categories that are not ignored, with the background first where there is one."""
+        return [name for name in self._every if name not in self.ignore]
+
+    @property
+    def layout(self) -> str:
+        return "COCO panoptic" if self._panoptic else "COCO objects or stuff"
+
+    @property
+    def rules(self) -> dict[str, str]:
+        rest = "no class" if self._panoptic else f"the class {BACKGROUND}"
+        return {
+            "layout": self.layout,
+            "pixels of no annotation": rest,
+            "ignored": ", ".join(("crowds", *self.ignore)),
+        }
+
+    def where(self, i: int) -> str:
+        return self.source.where(i)
+
+    def read(self, i: int) -> ClassMap:
+        numbers = {name: number for number, name in enumerate(self.classes)}
+        segments = self.source.segments(i)
+        shape = segments[0].mask.shape if segments else self.source.read(i).shape
+        rest = IGNORED if self._panoptic else numbers.get(BACKGROUND, IGNORED)
+        found = np.full(shape, rest, np.uint8)
+        for crowd in (True, False):  # objects lie over crowds
+            for one in segments:
+                if one.crowd == crowd:
+                    found[one.mask] = IGNORED if crowd else numbers.get(one.category, IGNORED)
+        return found
+
+    @property
+    def _panoptic(self) -> bool:
+        return isinstance(self.source, PanopticMasks)
+
+    @cached_property
+    def _every(self) -> list[str]:
+        return [*([] if self._panoptic else [BACKGROUND]), *self.source.categories]
+
+
+def open_segment_maps(source: MaskSource, ignore: Sequence[str]) -> SegmentMaps:
+    """The class maps of a COCO file; ignore: names of categories.
+
+    Raises:
+        VitseeError: it names no categories or too many, or an ignored one is none of them.
+    """
+    found = SegmentMaps(source, tuple(ignore))
+    if not source.categories:
+        raise VitseeError(f"{source.name} names no categories; expected a COCO file with them")
+    if unknown := [word for word in ignore if word not in found._every]:
+        raise VitseeError(
+            f"--ignore {unknown[0]}: no category of {source.name}; expected a name like "
+            f"{found._every[0]} or {found._every[-1]}"
+        )
+    if len(found.classes) > IGNORED:
+        raise VitseeError(
+            f"{source.name} has {len(found.classes)} categories; at most {IGNORED} are read"
+        )
+    return found
+
 
 REFUSED = -1  # in a table of values: a file with this one is damaged, or of another data set
 VALUES = 256
@@ -169,3 +322,31 @@ def _maps(
     files = tuple(png_files(folder, "class map"))
     table = (*values, *[REFUSED] * (VALUES - 1 - len(values)), IGNORED)
     return PngMaps(str(path), str(folder), files, files, table, classes, layout)
+
+
+_EXPECTED = "a folder of PNG class maps, the root of VOC, ADE20K or Cityscapes, or a COCO .json"
+
+
+def open_class_maps(paths: Path | Sequence[Path], ignore: Sequence[str] = ()) -> ClassMaps:
+    """One or several sources of the same classes: folders of PNG files, roots of data sets, or COCO
+    files.
+
+    Args:
+        paths: of them.
+        ignore: pixel values, or names of classes, that do not count.
+
+    Raises:
+        VitseeError: there is none, one is neither, or they do not go together.
+    """
+    paths = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    if not paths:
+        raise VitseeError(f"no masks were given; expected {_EXPECTED}")
+    return join_maps([_open(Path(path), ignore) for path in paths])
+
+
+def _open(path: Path, ignore: Sequence[str]) -> ClassMaps:
+    if not path.exists():
+        raise VitseeError(f"no file or folder {path}; expected {_EXPECTED}")
+    if path.is_dir():
+        return open_png_maps(path, ignore)
+    return open_segment_maps(open_masks(path), ignore)
