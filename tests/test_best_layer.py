@@ -13,8 +13,7 @@ from click.testing import CliRunner, Result
 
 from vitsee_cli.main import main
 from vitsee_core.analyses.best_layer import plot, read, run
-from vitsee_core.analyses.best_layer.layer_tasks import tasks
-from vitsee_core.analyses.best_layer.redundancy import to_last
+from vitsee_core.analyses.best_layer.layer_tasks import tasks, to_last
 from vitsee_core.figures.curve_looks import curve_looks, site_kind
 from vitsee_core.figures.depth_curves import draw_depth_curves
 from vitsee_core.figures.panels import new_figure
