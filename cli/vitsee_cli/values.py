@@ -290,7 +290,7 @@ def parse_model_arg(text: str | tuple[str, Any]) -> tuple[str, Any]:
     if isinstance(text, tuple):
         return text
     key, sign, value = text.partition("=")
-    if not sign or not key.isidentifier():
+    if not sign or not all(part.isidentifier() for part in key.split(".")):
         raise click.BadParameter(f"{text!r}; expected KEY=VALUE, e.g. depth=6")
     for read in (json.loads, ast.literal_eval):
         try:

@@ -14,6 +14,7 @@ from vitsee_core.models.families import describe
 from vitsee_core.models.families.base import Description, Part, Residual
 from vitsee_core.models.head import head_hook_points
 from vitsee_core.models.hook_points import HookPoint, View
+from vitsee_core.models.language_input import PART, is_language_input
 from vitsee_core.models.site_drafts import SiteDraft, find_aliases, specs
 from vitsee_core.models.sites import Point, SiteTable, Sublayer
 from vitsee_core.models.survey import Reader, Survey
@@ -111,6 +112,10 @@ class TableBuilder:
             if part in head:
                 yield from self._whole(part, head[part])
         self.left_out |= {k: v for k, v in missing.items() if k not in head}
+        received = self.trace.left("") if is_language_input(self.model) else None
+        if received is not None and received.grid is not None:
+            view = View("tokens", self.geometry.layout(received.grid))
+            yield SiteDraft(PART, PART, None, {"head"}, (HookPoint(""),), received, view)
 
     def _entrance(self, path: str, i: int) -> SiteDraft | None:
         """embed or stem before the first block, and embed before the blocks that follow a

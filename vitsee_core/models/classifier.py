@@ -60,10 +60,11 @@ def late_tokens(model: LoadedModel, table: SiteTable, dim: int) -> LateTokens | 
     capture = Capture(model, table, sites=sites)
     try:
         with torch.inference_mode(), capture:
-            output = first_tensor(capture.run(probe_images(model.input_size, False), keeper))
+            images = probe_images(model.input_size, corners=False)
+            output = first_tensor(capture.run(images, keeper))
     except CaptureError as error:
         return str(error)
-    if output is None or output.ndim != 2 or output.shape[1] != len(linear.weight):
+    if output is None or output.shape != (len(images), len(linear.weight)):
         return "the model's output is no vector of the classifier's logits"
     logits = output.double().numpy()
     # What the bias alone gives proves nothing.

@@ -97,5 +97,5 @@ def flops_of(module: nn.Module, size: tuple[int, int, int]) -> int:
 
     device = next(module.parameters()).device
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        module(torch.zeros(1, *size, device=device))
+        module(torch.ones(1, *size, device=device))  # an image of zeros is none to some models
     return int(counter.get_total_flops())

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from vitsee_core.models.attention_watch import KERNEL, SOFTMAX
 from vitsee_core.models.hook_points import ForwardEnded, ModelError, input_tensor
+from vitsee_core.models.language_input import image_config
 from vitsee_core.models.packing import ATTRIBUTE, GRIDS, MERGES, Grid, Packing, packed_inputs
 from vitsee_core.models.token_order import Codes, Order, order_of
 
@@ -57,7 +58,7 @@ def _given(packing: Packing, images: Tensor, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _recognised(module: nn.Module, name: str) -> Packing:
-    config: Any = getattr(module, "config", None)
+    config: Any = image_config(module)
     stated = getattr(config, "patch_size", None)
     patch = stated[-1] if isinstance(stated, list | tuple) else stated
     grids = packed_inputs(module)
@@ -66,7 +67,8 @@ def _recognised(module: nn.Module, name: str) -> Packing:
     unit = max(_number(config, key) for key in _UNITS)
     frames = _number(config, _FRAMES)
     packing = Packing(
-        patch, frames=frames, unit=unit, grids=grids[0], merges=MERGES in grids,
+        patch, frames=frames, unit=unit, grids=grids[0],
+        merges=next((name for name in grids if name in MERGES), ""),
         channels=next((n for key in _CHANNELS if (n := getattr(config, key, None))), 3),
     )  # fmt: skip
     if next(module.parameters()).is_meta:

@@ -15,7 +15,7 @@ Grid = tuple[int, int]  # rows and columns of cells
 # Arguments that say the grid of each image, and how many numbers an image has there; the one that
 # says in how large groups patches come.
 GRIDS = {"grid_thw": 3, "image_grid_thw": 3, "grid_hws": 2, "grid_hw": 2}
-MERGES = "merge_sizes"
+MERGES = ("merge_sizes", "image_merge_sizes")
 ATTRIBUTE = "_vitsee_packing"
 
 
@@ -32,7 +32,7 @@ class Packing:
             innermost), "image" (channels, rows, cols), or "sequence" (as "image", with a leading
             axis of length 1).
         grids: name of the argument that holds the grids, `grid_thw` or another.
-        merges: whether the tower takes `merge` of each image as an argument.
+        merges: name of the argument that takes `merge` of each image, "" where there is none.
     """
 
     patch: int
@@ -41,7 +41,7 @@ class Packing:
     unit: int = 1
     form: str = "cthw"
     grids: str = "grid_thw"
-    merges: bool = False
+    merges: str = ""
     channels: int = 3
 
     @property
@@ -84,7 +84,7 @@ class Packing:
         one = [1, *grid][-GRIDS[self.grids] :]
         found = {self.grids: torch.tensor([one], device=device).expand(n_images, -1).contiguous()}
         if self.merges:
-            found[MERGES] = torch.full((n_images,), self.merge, device=device)
+            found[self.merges] = torch.full((n_images,), self.merge, device=device)
         return found
 
 
@@ -97,4 +97,4 @@ def packed_inputs(module: nn.Module | type) -> list[str] | None:
     """The arguments that a tower of packed patches needs beside these; None for other modules."""
     taken = inspect.signature(module.forward).parameters  # type: ignore[union-attr]
     grids = [name for name in GRIDS if name in taken]
-    return [*grids, *([MERGES] if MERGES in taken else [])] if grids else None
+    return [*grids, *(name for name in MERGES if name in taken)] if grids else None

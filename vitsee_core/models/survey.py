@@ -15,10 +15,11 @@ from vitsee_core.models.blocks import block_names, find_blocks
 from vitsee_core.models.counting import counted
 from vitsee_core.models.geometry import Geometry, in_raster_order, model_geometry, read_map
 from vitsee_core.models.hook_points import HookPoint, ModelError, View
+from vitsee_core.models.language_input import is_language_input, patch_side
 from vitsee_core.models.packing import Grid, packing_of
 from vitsee_core.models.patches import disproof, first_seen, measure, packed_patches
 from vitsee_core.models.steps import Steps
-from vitsee_core.models.token_order import find_orders
+from vitsee_core.models.token_order import find_orders, output_order
 from vitsee_core.models.trace import Seen, Trace, trace
 from vitsee_stores.layout import TokenLayout
 
@@ -45,7 +46,11 @@ def survey(
     not show which dimensions are the image's, unless these are to stay `doubtful`. known: its
     tokens, where it has others than it states."""
     packing = packing_of(module)
-    orders = {} if packing is None else find_orders(module, packing, size)
+    orders = {}
+    if packing is not None:
+        orders = find_orders(module, packing, size)
+    elif is_language_input(module):
+        orders = output_order(module, patch_side(module), size)
     if packing is not None:
         known = Geometry(size[1:], grid=packing.grid(size[1:]))
     stated = known or model_geometry(module, size[1:])

@@ -98,11 +98,37 @@ def find_orders(
             f"the model does not run on images of {size[1]} x {size[2]} pixels: {error}; expected "
             "a size that it takes: try another --img-size"
         ) from error
+    codes = Codes(grid)
+    return _orders(module, codes, codes.images(packing))
+
+
+def output_order(module: nn.Module, patch: int, size: tuple[int, int, int]) -> dict[Place, Order]:
+    """The order of what the module itself gives for images of this size (channels, rows, cols),
+    tokens of all of them one after another, found as `find_orders` finds it; it takes the images as
+    a batch.
+
+    Raises:
+        ModelError: its tokens are no cells of a grid, or it has no values (meta device).
+    """
+    channels, rows, cols = size
+    codes = Codes((rows // patch, cols // patch))
+    images = codes.images(Packing(patch, channels=channels))
+    rest = cols - images.shape[3], rows - images.shape[2]
+    images = nn.functional.pad(images, (0, rest[0], 0, rest[1]))
+    found = _orders(module, codes, images).get(("", False))
+    if found is None:
+        raise ModelError(
+            f"what the language model receives of {type(module).__name__} are no cells of the "
+            "image's grid (a resampler's, or weights that are all 0); expected one of its towers"
+        )
+    return {("", False): found}
+
+
+def _orders(module: nn.Module, codes: Codes, images: Tensor) -> dict[Place, Order]:
     parameter = next(module.parameters())
     if parameter.is_meta:
-        raise ModelError("the order of packed patches is for values to show")
-    codes = Codes(grid)
-    images = codes.images(packing).to(parameter.device)
+        raise ModelError("the order of tokens is for values to show")
+    images = images.to(parameter.device)
     answers: dict[Place, list[Order | None]] = {}
 
     def note(place: Place, x: Tensor | None) -> None:

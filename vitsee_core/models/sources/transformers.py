@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.language_input import FEATURES, PART, image_config, is_language_input
 from vitsee_core.models.packing import Packing, packed_inputs, packing_of
 from vitsee_core.models.sources.base import OWN_TRANSFORM, Choices, Source, drawn
 from vitsee_core.models.sources.errors import one_line
@@ -40,10 +41,14 @@ from vitsee_core.models.sources.transformers_classes import (
 )
 from vitsee_core.models.sources.transformers_inputs import adapt, refuse_others
 from vitsee_core.models.sources.transformers_parts import (
+    language_input_of,
     named_towers,
     on_meta,
+    random_language_input,
+    read_parts,
     read_weights,
     towers,
+    with_features,
 )
 
 PREFIX = "transformers:"
@@ -126,8 +131,10 @@ class TransformersSource(Source):
             )
         config = self._configured(wanted)
         kind = self._class(config)
-        tower = None
-        if self.parts[2]:
+        tower, language = None, self.parts[2] == PART
+        if language:
+            kind = language_input_of(kind, self.name)
+        elif self.parts[2]:
             tower = self._tower(kind, config, wanted)
         else:
             if (
@@ -140,21 +147,23 @@ class TransformersSource(Source):
             check_input(kind, config, who, remote=self.choices.trust_remote_code)
         if pretrained:
             module = drawn(seed, lambda: self._pretrained(kind, config, tower), self.name)
+        elif language:
+            module = drawn(seed, lambda: random_language_input(kind, config), self.name)
         elif tower is not None:
             module = drawn(seed, lambda: random_model(tower.kind, tower.config), self.name)
         else:
             module = drawn(seed, lambda: self._part(random_model(kind, config)), self.name)
-        size, own = wanted.get("img_size"), size_of(getattr(module, "config", config))
+        size, own = wanted.get("img_size"), size_of(image_config(module) or config)
         who = f"{self.name} ({type(module).__name__})"
         refuse_others(module, who)
         taken = self._processed_size or own if size is None else pair(size)
-        adapt(module, taken != own, who)
+        adapt(module, taken != own, who, taken or DEFAULT["input_size"][1:])
         return module
 
     def transform(
         self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]
     ) -> dict[str, Any]:
-        config = getattr(module, "config", None)
+        config = image_config(module)
         packing = packing_of(module)
         self.packs = packing is not None
         stated = self._stated() if packing is None else self._packed(packing, config, img_size)
@@ -168,7 +177,8 @@ class TransformersSource(Source):
         return changed(stated, img_size, given, self.name)
 
     def architecture(self, module: nn.Module) -> str:
-        return f"{PREFIX}{type(module).__name__}"
+        part = f"#{PART}" if is_language_input(module) else ""
+        return f"{PREFIX}{type(module).__name__}{part}"
 
     def class_names(self, module: nn.Module) -> list[str] | None:
         """The class names of the model's configuration, where they are no placeholders."""
@@ -303,8 +313,17 @@ class TransformersSource(Source):
 
     def _configured(self, wanted: Mapping[str, Any]) -> Any:
         """The configuration of the part that sees images, with the user's arguments; of the whole
-        model, without them, where a tower is named."""
+        model, without them, where a tower is named. With what leads to the language model it is the
+        whole one's, the arguments its vision part's, its own, or another part's
+        (`text_config.hidden_size`)."""
         config = copy.deepcopy(self._config)
+        if self.parts[2] == PART:
+            vision = getattr(config, "vision_config", None) or config
+            for key, value in wanted.items():
+                owner, _, own = key.rpartition(".")
+                of = getattr(config, owner, None) or (vision if hasattr(vision, key) else config)
+                self._with_arguments(of, {own if owner and of is not config else key: value})
+            return config
         if self.parts[2]:
             return config
         if not self._is_class:
@@ -365,6 +384,8 @@ class TransformersSource(Source):
         path = next((p for p in (part, part.removeprefix("model.")) if p in known), None)
         if path is None:
             found = towers(whole)
+            if found and hasattr(kind, FEATURES):
+                found.append(PART)
             expected = ", ".join(f"#{one}" for one in found)
             has = f"has {expected}" if found else "has none that takes images"
             raise ModelError(
@@ -401,16 +422,16 @@ class TransformersSource(Source):
         return None if found is None else str(found)
 
     def _pretrained(self, kind: Any, config: Any, tower: _Tower | None) -> nn.Module:
-        """The model with its weights: of a tower those alone, where the checkpoint has them by its
+        """The model with its weights: of a part those alone, where the checkpoint has them by its
         names."""
         place, revision, part = self.parts
-        if tower is not None:
-            alone = random_model(tower.kind, tower.config)
+        if part:
             try:
-                if read_weights(alone, self._file, tower.path):
-                    return alone
+                alone = self._alone(kind, config, tower)
             except OSError as error:
                 raise self._explained(error) from error
+            if alone is not None:
+                return alone
         given: dict[str, Any] = {"revision": revision, "weights_only": True, **self._access}
         given |= {"dtype": torch.float32, "output_loading_info": True, "config": config}
 
@@ -423,9 +444,20 @@ class TransformersSource(Source):
             raise self._explained(error) from error
         missing = sorted(info.get("missing_keys", ()))
         unexpected = sorted(info.get("unexpected_keys", ()))
-        kept = {"missing": missing, "unexpected": unexpected if part else []}
+        kept = {"missing": missing, "unexpected": unexpected if part and part != PART else []}
         self.loaded = {key: names for key, names in kept.items() if names}
-        return self._part(found)
+        return with_features(found) if part == PART else self._part(found)
+
+    def _alone(self, kind: Any, config: Any, tower: _Tower | None) -> nn.Module | None:
+        """The part that the name names, with its weights; None where it has no configuration of its
+        own, or where the checkpoint has them by other names."""
+        if self.parts[2] == PART:
+            module = random_language_input(kind, config)
+            return module if read_parts(module, self._file) else None
+        if tower is None:
+            return None
+        module = random_model(tower.kind, tower.config)
+        return module if read_weights(module, self._file, tower.path) else None
 
     def _part(self, whole: nn.Module) -> nn.Module:
         """The module behind `#`; the whole without one."""

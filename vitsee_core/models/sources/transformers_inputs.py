@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vitsee_core.models import language_input
 from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.language_input import image_config, is_language_input
 from vitsee_core.models.packed_towers import accept_images
 from vitsee_core.models.packing import packed_inputs
 from vitsee_core.models.sources.own_transform import pair
 
 # What of a model's output stands for it: the first that is there.
 OUTPUTS = ("logits", "last_hidden_state", "image_embeds", "feature_maps")
+_INTERPOLATE = "interpolate_pos_encoding"
 # What `adapt` makes of images.
 _MADE = ("pixel_attention_mask", "spatial_shapes")
 
@@ -26,6 +29,8 @@ def refuse_others(kind: Any, name: str) -> None:
     taken = inspect.signature(kind.forward).parameters.values()
     plain = [p for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
     made = {*_MADE, *(packed_inputs(kind) or ())}
+    if is_language_input(kind):
+        made.add(language_input.SIZES)
     more = [p.name for p in plain[1:] if p.default is p.empty and p.name not in made]
     if more:
         raise ModelError(
@@ -34,19 +39,23 @@ def refuse_others(kind: Any, name: str) -> None:
         )
 
 
-def adapt(module: nn.Module, resized: bool, name: str) -> None:
+def adapt(module: nn.Module, resized: bool, name: str, size: tuple[int, int] | None = None) -> None:
     """Let the module take a batch of images alone, and give one tensor.
 
     Positions are interpolated where images are `resized` and the class does so when asked. A class
     that draws which patches it sees (ViT-MAE) sees them in their order. A class that takes patches
     with a mask and the shape of their grid (SigLIP 2 NaFlex) gets those of the whole image; one
-    that takes the patches of all images with their grids (Qwen-VL's towers) these.
+    that takes the patches of all images with their grids (Qwen-VL's towers) these. size: of the
+    images, (rows, cols), for what makes a language model's input.
 
     Raises:
         ModelError: of such a class `name` the order of patches is not found.
     """
     taken = inspect.signature(module.forward).parameters
-    given = {"interpolate_pos_encoding": True} if "interpolate_pos_encoding" in taken else {}
+    whole = is_language_input(module)
+    asked = [child.forward for child in module.children()] if whole else [module.forward]
+    interpolates = any(_INTERPOLATE in inspect.signature(one).parameters for one in asked)
+    given = {_INTERPOLATE: True} if interpolates else {}
 
     def enter(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         images, *rest = args
@@ -67,12 +76,18 @@ def adapt(module: nn.Module, resized: bool, name: str) -> None:
         found = [named[key] for key in OUTPUTS if isinstance(named.get(key), Tensor)]
         return found[0] if found else output
 
-    sides = pair(getattr(getattr(module, "config", None), "patch_size", None) or 16)
+    sides = pair(getattr(image_config(module), "patch_size", None) or 16)
     if packed_inputs(module):
         accept_images(module, name)
     else:
         module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave)
+    if not whole:
+        module.register_forward_hook(leave)
+        return
+    if size is not None and not packed_inputs(module) and "spatial_shapes" not in taken:
+        before = language_input.enter(module, size)
+        module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(lambda _m, _a, output: language_input.tokens(output))
 
 
 def as_patches(images: Tensor, sides: tuple[int, int]) -> tuple[Tensor, dict[str, Tensor]]:

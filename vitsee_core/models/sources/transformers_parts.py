@@ -1,4 +1,5 @@
-"""One tower of a larger model of transformers: which there are, and its weights read alone."""
+"""One tower of a larger model of transformers, alone or with what leads to the language model:
+which there are, and their weights read alone."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.language_input import FEATURES, drop_language_model, take_features
 from vitsee_core.models.packing import packed_inputs
-from vitsee_core.models.sources.transformers_classes import library
+from vitsee_core.models.sources.transformers_classes import by_attention, library
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 _PIXELS = "pixel_values"
@@ -45,6 +48,67 @@ def named_towers(name: str) -> list[str]:
     except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, KeyError):
         return [name]
     return [f"{name}#{path}" for path in found] or [name]
+
+
+def language_input_of(kind: Any, name: str) -> Any:
+    """A class like `kind`, a model of images and text, without its language model, which
+    `take_features` can make the language model's input of.
+
+    Raises:
+        ModelError: in one line: `kind` is no such model.
+    """
+    if not hasattr(kind, FEATURES) or int(library().__version__.partition(".")[0]) < 5:
+        raise ModelError(
+            f"{name} asks for what a language model receives, and {kind.__name__} of transformers "
+            f"{library().__version__} has no {FEATURES} that says it; expected a model of images "
+            "and text of transformers 5"
+        )
+
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, *args, **kwargs)
+        drop_language_model(self)
+
+    return type(kind.__name__, (kind,), {"__init__": make, "__module__": kind.__module__})
+
+
+def random_language_input(kind: Any, config: Any) -> nn.Module:
+    """One of `language_input_of`'s classes with new weights; the language model is only ever laid
+    out without values."""
+
+    def make(how: str) -> Any:
+        given = {"dtype": torch.float32, "attn_implementation": how}
+        return kind.from_pretrained(None, config=config, state_dict={}, **given)
+
+    if torch.get_default_device().type == "meta":
+        config._attn_implementation = "sdpa"
+        made: nn.Module = kind(config)
+    else:
+        made = by_attention(make)
+    return with_features(made)
+
+
+def with_features(module: nn.Module) -> nn.Module:
+    """One of these classes' modules that takes images; LLaVA's own way is that of one image."""
+    take_features(module, library().LlavaModel.get_image_features)
+    return module
+
+
+def read_parts(module: nn.Module, file_of: Callable[[str], str | None]) -> bool:
+    """Read the weights of each of a module's children as `read_weights` does, and its own."""
+    from safetensors import safe_open
+
+    shards = _shards(file_of)
+    for name, child in module.named_children():
+        if child.state_dict() and not read_weights(child, file_of, name):
+            return False
+    for name, own in module.named_parameters(recurse=False):
+        found = [key for key in shards if f".{key}".endswith(f".{name}")]
+        local = file_of(shards[found[0]]) if len(found) == 1 else None
+        if local is None:
+            return False
+        with safe_open(local, "pt") as tensors, torch.no_grad():
+            own.copy_(tensors.get_tensor(found[0]))
+    return True
 
 
 def on_meta(kind: Any, config: Any) -> nn.Module:
