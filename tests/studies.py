@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from vitsee_core.study.catalogue import SurveyedModel
 from vitsee_core.study.steps import Study
-from vitsee_core.study.surveyed import SurveyedModel
 
 NO_ATTENTION = "no block has a softmax over tokens"
 

@@ -30,11 +30,10 @@ from vitsee_core.report.page import write_report
 from vitsee_core.runtime import dask_worker, registry
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.versions import worker_versions
-from vitsee_core.study.catalogue import needs_of_analyses
+from vitsee_core.study.catalogue import needs_of_analyses, survey
 from vitsee_core.study.planning import plan
 from vitsee_core.study.recipes import recipe_of
 from vitsee_core.study.steps import Study
-from vitsee_core.study.surveyed import survey
 from vitsee_core.tables.sidecars import describe_work
 from vitsee_stores.errors import VitseeError
 

@@ -23,7 +23,7 @@ from vitsee_core.analyses import attn_dist
 from vitsee_core.report.overview import paper_numbers
 from vitsee_core.report.study_record import failures, read_study, read_study_file, remarks
 from vitsee_core.study import demo as demo_module
-from vitsee_core.study.catalogue import needs_of_analyses
+from vitsee_core.study.catalogue import needs_of_analyses, survey
 from vitsee_core.study.demo import demo_study, tour, with_sets
 from vitsee_core.study.planning import check_choice, plan
 from vitsee_core.study.running import (
@@ -39,7 +39,6 @@ from vitsee_core.study.running import (
     make_folders,
 )
 from vitsee_core.study.steps import Plan, Step
-from vitsee_core.study.surveyed import survey
 from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError
 

@@ -14,7 +14,7 @@ from tests.command_line import invoke, one_line
 from tests.extractions import plant_images
 from vitsee_cli.main import main
 from vitsee_cli.study_settings import in_a_study
-from vitsee_core.study import surveyed
+from vitsee_core.study import catalogue
 
 FILE = """
 data = "demo:test"
@@ -173,7 +173,7 @@ def test_a_study_stopped_while_it_plans(
     def stop(*_: object) -> None:
         raise KeyboardInterrupt(signal)
 
-    monkeypatch.setattr(surveyed, "survey", stop)
+    monkeypatch.setattr(catalogue, "survey", stop)
     done = study("demo:vit", "--data", "demo:test", "-o", tmp_path / "out")
     assert done.exit_code == 75 and done.stdout == ""
     assert done.stderr == "vitsee study: interrupted; repeat the command to go on\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.studies import NO_ATTENTION, cnn, model, study
-from vitsee_core.study.catalogue import needs_of_analyses
+from vitsee_core.study.catalogue import needs_of_analyses, survey
 from vitsee_core.study.cost import EFFICIENCY, STEP_SECONDS, TOKEN_RATE, Cost, cost, stores_of
 from vitsee_core.study.planning import BEST, check_choice, plan
 from vitsee_core.study.recipes import EXPLORE
@@ -22,7 +22,6 @@ from vitsee_core.study.steps import (
     label_of,
     with_controls,
 )
-from vitsee_core.study.surveyed import survey
 from vitsee_stores.errors import VitseeError
 
 ERF = Setting(("--erf",), ("--erf", "9"))

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from vitsee_core.features import SiteFeatures
     from vitsee_stores import Store
 
-
 INTERVAL_METHOD = (
     "95 % Wilson score interval of the share of test images that are right (training images, "
     "features and seeds held fixed); std is the standard deviation of right (1) and wrong (0) over "
@@ -304,3 +303,24 @@ def random_pieces(n: int, dim: int, seed: Sequence[int]) -> Iterator[NDArray[np.
     """`random_features` in pieces, each drawn separately: memory does not grow with n."""
     for i, start in enumerate(range(0, n, DRAWN_AT_ONCE)):
         yield random_features(min(DRAWN_AT_ONCE, n - start), dim, (*seed, i))
+
+
+def why_not_own(store: Store, mask: Mask, n_classes: int) -> str:
+    """Why the labels of these images say nothing about the head's classes, "" if they do. Only the
+    number of classes can be compared: their order is taken to be the same.
+
+    Args:
+        store: of the images.
+        mask: (images,) over all its rows.
+        n_classes: of the head.
+    """
+    labels = store.samples.label[mask]
+    n = len(store.class_names or ()) or int(labels.max(initial=-1)) + 1
+    if not (labels >= 0).any():
+        return f"{store.label} has no labels"
+    if n != n_classes:
+        return (
+            f"{store.label} has labels of {n} classes, its classifier {n_classes}: not the same "
+            "classes"
+        )
+    return ""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vitsee_core.runtime.machine import counted, human_bytes
+from vitsee_core.study.catalogue import HALF, WITHIN, SurveyedModel
 from vitsee_core.study.recipes import TOKENS, recipe_of
 from vitsee_core.study.steps import Plan, Study
-from vitsee_core.study.surveyed import HALF, WITHIN, SurveyedModel
 
 # Of what a large matrix product reaches, a network's forward pass with all that is kept of it.
 EFFICIENCY = 0.4

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vitsee_core.report.study_record import StudyStep
 from vitsee_core.runtime.machine import counted
-from vitsee_core.study.catalogue import needs_of_analyses
+from vitsee_core.study.catalogue import SurveyedModel, needs_of_analyses
 from vitsee_core.study.recipes import (
     ATTENTION,
     EXPLORE,
@@ -27,7 +27,6 @@ from vitsee_core.study.recipes import (
     recipe_of,
 )
 from vitsee_core.study.steps import KEPT, Plan, Step, Study
-from vitsee_core.study.surveyed import SurveyedModel
 from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError
 

@@ -11,8 +11,8 @@ from itertools import combinations
 
 from vitsee_core.runtime.options import declared, options_of
 from vitsee_core.runtime.registry import guests, load
+from vitsee_core.study.catalogue import SurveyedModel
 from vitsee_core.study.steps import Step, Study
-from vitsee_core.study.surveyed import SurveyedModel
 
 Models = Sequence[SurveyedModel]
 # What extract keeps beyond pooled vectors: every token, the parts of the first block's heads,

@@ -18,9 +18,8 @@ from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.selfcheck import NotFinite
 from vitsee_core.runtime.machine import counted, human_bytes
-from vitsee_core.study.catalogue import needs_of_analyses
+from vitsee_core.study.catalogue import SurveyedModel, needs_of_analyses
 from vitsee_core.study.cost import EFFICIENCY, describe_time
-from vitsee_core.study.surveyed import SurveyedModel
 from vitsee_core.tables.steps import UNITS, numbers_in_name
 from vitsee_core.training.series import (
     DIVERGED,

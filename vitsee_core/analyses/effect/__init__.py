@@ -46,7 +46,7 @@ from vitsee_core.labels.changed_outputs import (
     output_rows,
     top1_cells,
 )
-from vitsee_core.labels.own_classes import why_not_own
+from vitsee_core.labels.labelled_rows import why_not_own
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import FLOW, SITES, Offers, metrics_option

@@ -38,7 +38,7 @@ from vitsee_core.labels.changed_outputs import (
     loss,
     output_rows,
 )
-from vitsee_core.labels.own_classes import why_not_own
+from vitsee_core.labels.labelled_rows import why_not_own
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution

@@ -44,7 +44,7 @@ from vitsee_core.figures.panels import (
 )
 from vitsee_core.figures.patch_sheets import place_values
 from vitsee_core.figures.plotting import GREY, styled
-from vitsee_core.labels.own_classes import why_not_own
+from vitsee_core.labels.labelled_rows import why_not_own
 from vitsee_core.models.classifiers import Classifiers
 from vitsee_core.models.head_weights import Classifier
 from vitsee_core.models.provenance import Provenance
