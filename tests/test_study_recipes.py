@@ -15,14 +15,8 @@ from tests.studies import study
 from vitsee_core.report.materials import find_materials
 from vitsee_core.report.overview import paper_numbers
 from vitsee_core.report.study_record import read_study
-from vitsee_core.study.recipe_file import (
-    RecipeError,
-    RecipeFile,
-    bundled_recipes,
-    data_places,
-    plan_recipe,
-    read_recipe,
-)
+from vitsee_core.study.recipe_file import RecipeError, RecipeFile, bundled_recipes, read_recipe
+from vitsee_core.study.recipe_plan import data_places, plan_recipe
 from vitsee_core.tables.results import Table
 
 OWN = """

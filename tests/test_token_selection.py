@@ -75,7 +75,7 @@ def test_a_selection_is_its_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "CLS", "-1,2", "1,2,3", "1", "1;2", "a,b", "\N{SUPERSCRIPT TWO},1"]
+    "text", ["", "CLS", "-1,2", "1,2,3,4", "1", "1;2", "a,b", "\N{SUPERSCRIPT TWO},1"]
 )
 def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(SiteError, match=r"expected all, patches, .* or ROW,COL"):

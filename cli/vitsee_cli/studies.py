@@ -89,17 +89,17 @@ def run_recipe(ctx: click.Context, study: Study, recipe: RecipeFile, data: str |
     Raises:
         VitseeError: as `run_study`; or the recipe needs other data.
     """
-    from vitsee_core.study import cost, planning, recipe_file
+    from vitsee_core.study import cost, planning, recipe_plan
 
     ctx.meta[console.RESUMES] = "repeat the command to go on"
     planning.check_choice(study)
-    places = None if data is None else recipe_file.data_places(recipe, data)
-    plan = recipe_file.plan_recipe(recipe, study, places)
+    places = None if data is None else recipe_plan.data_places(recipe, data)
+    plan = recipe_plan.plan_recipe(recipe, study, places)
     steps = {step.outputs[0]: step for step in plan.extractions if step.make is None}
     names = {place: step.words[1] for place, step in steps.items()}
     surveyed = {model.name: model for model in _survey({name: name for name in names.values()})}
     models = {place: surveyed[name] for place, name in names.items()}
-    n_images = {place: recipe_file.n_images(step) for place, step in steps.items()}
+    n_images = {place: recipe_plan.n_images(step) for place, step in steps.items()}
     needed = cost.cost(plan, models, n_images, cost.measured_speed(study.device))
     about = needed.describe(len(surveyed), max(n_images.values()))
     study = replace(study, models={place.stem: name for place, name in names.items()})

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from vitsee_stores.errors import SiteError
 
 if TYPE_CHECKING:
@@ -94,8 +92,10 @@ class TokenSelection(str):
             body = () if layout.grid is None else layout.body
             if len(place) != len(body) or any(i >= n for i, n in zip(place, body, strict=True)):
                 return range(0)
-            at = n_prefix + int(np.ravel_multi_index(place, body))
-            return range(at, at + 1)
+            at = 0  # row by row; without numpy, which `vitsee --help` does not load
+            for i, n_along in zip(place, body, strict=True):
+                at = at * n_along + i
+            return range(n_prefix + at, n_prefix + at + 1)
         return {
             "first": range(min(n, 1)),
             "rest": range(1, max(n, 1)),

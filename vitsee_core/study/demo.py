@@ -9,7 +9,8 @@ from pathlib import Path
 
 from vitsee_core import demo
 from vitsee_core.real.photographs import PHOTOGRAPHS
-from vitsee_core.study.recipe_file import plan_recipe, read_recipe
+from vitsee_core.study.recipe_file import read_recipe
+from vitsee_core.study.recipe_plan import plan_recipe
 from vitsee_core.study.steps import STORES, Plan, Step, Study
 from vitsee_stores import open_store
 
