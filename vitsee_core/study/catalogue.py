@@ -76,6 +76,7 @@ def survey(label: str, name: str, options: Mapping[str, Any] | None = None) -> S
         ModelError: unknown, or it does not run without weights.
     """
     from vitsee_core.extraction.options import split_model
+    from vitsee_core.models.language_input import is_language_input
     from vitsee_core.models.listing import flops_of, sketched_module
     from vitsee_core.models.load import load_model
     from vitsee_core.models.packing import packing_of
@@ -84,7 +85,7 @@ def survey(label: str, name: str, options: Mapping[str, Any] | None = None) -> S
 
     given, model = dict(options or {}), split_model(name)[0]
     module, size = sketched_module(model, given)
-    if packing_of(module) is None:
+    if packing_of(module) is None and not is_language_input(module):
         table = sketch(module, size)
     else:  # where its tokens lie is seen on values
         made = load_model(**(given | {"name": model, "checkpoint": None, "random_init": 0}))
