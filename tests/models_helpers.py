@@ -77,7 +77,7 @@ class Keeper(Observer):
     def tokens(self, name: str) -> Tensor:
         """A site's tokens, prefix first: (images, tokens, dim)."""
         prefix, body = self.sites[name]
-        body = body.flatten(1, 2) if body.ndim == 4 else body
+        body = body.flatten(1, -2) if body.ndim > 3 else body
         return body if prefix is None else torch.cat([prefix, body], 1)
 
 

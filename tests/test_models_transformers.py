@@ -163,7 +163,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no weights": ("transformers:ViTModel", {}, "is a class without weights; give --random-init"),
     "no model": ("transformers:ViTConfig", {"random_init": 0}, "ViTConfig of transformers is no"),
     "text": ("transformers:BertModel", {"random_init": 0}, "takes input_ids; expected a model of"),
-    "video": ("transformers:VideoMAEModel", {"random_init": 0}, "takes videos (its configuration"),
     "argument": (
         "transformers:ViTModel",
         {"random_init": 0, "model_args": {"depth": 3}},

@@ -40,6 +40,7 @@ from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
 from vitsee_core.models.sources.transformers_classes import PIXELS, class_names, library
 from vitsee_core.models.sources.transformers_parts import named_towers, on_meta
+from vitsee_core.models.token_order import Order
 
 ATTENTION = 1e-6
 MOST = 40_000_000  # parameters
@@ -171,7 +172,7 @@ def compare(model: LoadedModel, table: SiteTable) -> dict[str, Any]:
         packed = packing_of(model.module) is not None
         tensors = [x for x in states if isinstance(x, Tensor) and (packed or x.ndim > 2)]
         if packed:  # in each order that tokens have somewhere
-            orders = [o for o in table.orders.values() if o.axis == 0]
+            orders = [o for o in table.orders.values() if isinstance(o, Order) and o.axis == 0]
             tensors = [o.laid(x) for x in tensors for o in orders if not len(x) % len(o.index)]
         other = OTHER_STATES.get(type(model.module).__name__)
         found |= {"hidden": other} if other else hidden_states(tensors, outs, keeper)

@@ -19,6 +19,7 @@ from vitsee_core.extraction.options import ModelOptions, OptionError, Request
 from vitsee_core.extraction.tiles import TILED, n_tiles
 from vitsee_core.images import ImageError, Selection
 from vitsee_core.images.transform import MOST_PIXELS
+from vitsee_core.models.clips import frames_of
 from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table
@@ -78,6 +79,11 @@ def lay_out(asked: Request, selection: Selection, stored: Canvas | None = None) 
     _check_options(asked)
     options, data = asked.model, asked.data
     model = options if isinstance(options, LoadedModel) else load_model(**vars(options))
+    if (frames := frames_of(model.module)) is not None:
+        raise VitseeError(
+            f"{model.name} takes clips of {frames} frames, and {data.data} is read as images; "
+            "expected a model of images"
+        )
     model.module.cpu()
     table = site_table(model)
     if data.short_side is None:

@@ -191,16 +191,16 @@ def build_plan(
 def attention_groups(blocks: Sequence[AttentionBlock]) -> tuple[AttentionGroup, ...]:
     """Blocks grouped by token layout and window, in the model's order; the first group is
     unnamed."""
-    alike: dict[tuple[TokenLayout, tuple[int, int] | None], list[AttentionBlock]] = {}
+    alike: dict[tuple[TokenLayout, tuple[int, ...] | None], list[AttentionBlock]] = {}
     for block in blocks:
         alike.setdefault((block.layout, block.window), []).append(block)
     groups: list[AttentionGroup] = []
     for (layout, window), members in alike.items():
-        rows, cols = layout.grid or (0, 0)
-        within = "" if window is None else "_window_{}x{}".format(*window)
+        grid = "x".join(map(str, layout.body))
+        within = "" if window is None else f"_window_{'x'.join(map(str, window))}"
         groups.append(
             AttentionGroup(
-                prefix=f"grid_{rows}x{cols}{within}" if groups else "",
+                prefix=f"grid_{grid}{within}" if groups else "",
                 blocks=tuple(b.name for b in members),
                 n_heads=tuple(b.n_heads for b in members),
                 layout=layout,

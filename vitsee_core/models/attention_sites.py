@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from vitsee_core.models.families.sums import heads_hook_point
 from vitsee_core.models.geometry import in_raster_order
@@ -46,18 +46,19 @@ def attention_blocks(
         if not met:
             continue
         layouts = _layouts(read, path)
-        disproved = demoted.get(f"{name} attention")
-        reason = disproved[-1] if disproved else _refusal(read, met, layouts)
-        if reason:
-            found.left_out[f"{name} attention"] = reason
-            continue
-        module, event = met[0]
-        layout = next(x for x in layouts if x.n_tokens == event.n_keys)
-        found.blocks.append(AttentionBlock(name, index, event.query[1], layout, event.window))
-        found.modules[name] = module
-        hook_point = _heads_hook_point(read, path, module, event)
-        if hook_point:
-            found.heads[name] = hook_point
+        for own, events in _divided(read, name, met):
+            disproved = demoted.get(f"{own} attention")
+            reason = disproved[-1] if disproved else _refusal(read, events, layouts)
+            if reason:
+                found.left_out[f"{own} attention"] = reason
+                continue
+            module, event = events[0]
+            layout = next(x for x in layouts if x.n_tokens == event.n_keys)
+            found.blocks.append(AttentionBlock(own, index, event.query[1], layout, event.window))
+            found.modules[own] = module
+            hook_point = _heads_hook_point(read, path, module, event)
+            if hook_point:
+                found.heads[own] = hook_point
     if not found.blocks:
         reasons = list(dict.fromkeys(found.left_out.values()))
         found.refusal = "; ".join(reasons[:2]) if reasons else NO_ATTENTION
@@ -68,9 +69,12 @@ def rollout_refusal(attention: Attention, n_blocks: int) -> str | None:
     """Why attention cannot be multiplied from the last block to the first, None if it can."""
     if attention.refusal:
         return attention.refusal
+    windows = {block.window for block in attention.blocks}
+    if any(window is not None and len(window) == 3 for window in windows):
+        return "attention is divided between time and space"
     if len({block.layout for block in attention.blocks}) > 1:
         return "attention lies on several grids"
-    if len({block.window for block in attention.blocks}) > 1:
+    if len(windows) > 1:
         return "attention is within windows in some blocks, and over all tokens in others"
     indices = [block.index for block in attention.blocks]
     if attention.left_out or indices != list(range(indices[0], n_blocks)):
@@ -78,8 +82,25 @@ def rollout_refusal(attention: Attention, n_blocks: int) -> str | None:
     return None
 
 
+def _divided(
+    read: Reader, name: str, met: list[tuple[str, AttentionSeen]]
+) -> Iterator[tuple[str, list[tuple[str, AttentionSeen]]]]:
+    """The attentions of a block by name: one, or of clips one over time and one within frames."""
+    kinds = {"time": 0, "space": 0}
+    for _, event in met:
+        if event.window is not None and len(event.window) == 3:
+            kinds["space" if event.window[0] == 1 else "time"] += 1
+    if read.geometry.frames is None or len(met) != 2 or set(kinds.values()) != {1}:
+        yield name, met
+        return
+    for module, event in met:
+        assert event.window is not None
+        yield f"{name}.{'space' if event.window[0] == 1 else 'time'}", [(module, event)]
+
+
 def _layouts(read: Reader, path: str) -> list[TokenLayout]:
-    """Layouts of a block's input and output in which tokens lie row by row."""
+    """Layouts of a block's input and output in which tokens lie row by row; of clips also that of
+    the grid alone, where attention over time leaves prefix tokens out."""
     trace = read.trace
     found = []
     for call, entering in ((trace.entered(path), True), (trace.left(path), False)):
@@ -87,6 +108,8 @@ def _layouts(read: Reader, path: str) -> list[TokenLayout]:
         view = read.token_view(path, seen, entering) if seen and len(seen.shape) > 2 else None
         if view and view.layout and view.layout.grid and view.form != "unrolled":
             found.append(view.layout)
+    if read.geometry.frames is not None:
+        found += [replace(layout, prefix=()) for layout in found if layout.prefix]
     return found
 
 

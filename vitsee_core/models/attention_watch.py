@@ -140,8 +140,8 @@ class AttentionEvent:
     call: the tensors, where they have the four dimensions of plain attention.
     within: of packed images: what part of an image's tokens a query sees, where that is no window;
         None elsewhere.
-    window: rows and columns of cells of the windows in which queries see tokens, which tile the
-        grid from its top left corner; None where they see all.
+    window: rows and columns of cells, of clips times before these, of the windows in which queries
+        see tokens, which tile the grid from its first cell; None where they see all.
     """
 
     query: tuple[int, ...]
@@ -149,7 +149,7 @@ class AttentionEvent:
     mixed: bool = False
     call: AttentionCall | None = None
     within: str | None = None
-    window: tuple[int, int] | None = None
+    window: tuple[int, ...] | None = None
 
 
 class AttentionWatch(TorchFunctionMode):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vitsee_core.models.attention_watch import AttentionCall, AttentionEvent, AttentionWatch
+from vitsee_core.models.clip_attention import ClipCalls
 from vitsee_core.models.hook_points import (
     CaptureError,
     HookPoint,
@@ -23,6 +24,7 @@ from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.packed_attention import JoinedCalls
 from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
 from vitsee_core.models.token_order import Place
+from vitsee_core.models.trace import joining
 from vitsee_stores.layout import SiteSpec
 
 if TYPE_CHECKING:
@@ -140,7 +142,7 @@ class Capture:
         self._blocks = {table.attention_modules[block.name]: block for block in attention}
         self._current: AttentionBlock | None = None
         self._seen: Counter[str] = Counter()
-        self._joining: dict[str, JoinedCalls] = {}
+        self._joining: dict[str, JoinedCalls | ClipCalls] = {}
         for site in sites:
             if site.alias_of is None:
                 self._add_site(site)
@@ -270,7 +272,7 @@ class Capture:
             return
         order = self.table.orders.get((self.table.attention_modules[block.name], True))
         if order is not None:
-            calls = JoinedCalls(order, self.hooks.n_images)
+            calls = joining(order, self.hooks.n_images)
             joined = self._joining.setdefault(block.name, calls).add(event)
             if joined is None:
                 return

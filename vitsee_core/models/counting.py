@@ -39,7 +39,7 @@ def counted(geometry: Geometry, module: nn.Module, trace: Trace, blocks: Sequenc
     n_prefix = n_tokens - math.prod(grid)
     if geometry.prefix and len(geometry.prefix) == n_prefix:
         return replace(geometry, grid=grid)
-    return replace(geometry, grid=grid, prefix=_kinds(module, n_prefix, entered.shape[2]))
+    return replace(geometry, grid=grid, prefix=kinds_of(module, n_prefix, entered.shape[2]))
 
 
 def _map_before(trace: Trace, before: tuple[int, int], n_tokens: int) -> Grid | None:
@@ -75,7 +75,7 @@ def _of_number(geometry: Geometry, n_tokens: int) -> Grid | None:
     return None
 
 
-def _kinds(module: nn.Module, n_prefix: int, dim: int) -> tuple[str, ...]:
+def kinds_of(module: nn.Module, n_prefix: int, dim: int) -> tuple[str, ...]:
     """The kinds of the prefix tokens, one of each kind where a parameter of the tokens' width has
     such a name."""
     kinds = []

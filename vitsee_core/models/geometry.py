@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,8 @@ class Geometry:
     """The tokens of a model, and the size of its input images in pixels.
 
     steps: between the cells of its grids; from sizes alone if not given. patches: the grids whose
-    patches were measured. added: further prefix tokens, which the blocks alone work on.
+    patches were measured. added: further prefix tokens, which the blocks alone work on. frames: of
+    a clip, None for images.
     """
 
     image: Grid
@@ -32,10 +33,18 @@ class Geometry:
     steps: Steps | None = None
     patches: tuple[Patches, ...] = ()
     added: tuple[str, ...] = ()
+    frames: int | None = None
 
-    def layout(self, grid: Grid, prefix: tuple[str, ...] = ()) -> TokenLayout:
+    def layout(self, grid: Sequence[int], prefix: tuple[str, ...] = ()) -> TokenLayout:
         """The layout of a grid: as its patches were measured, else the product of the strides and
-        the offset 0."""
+        the offset 0; of a grid with times, whose cells divide the clip, by its sizes."""
+        if len(grid) == 3:
+            assert self.frames is not None
+            times, rows, cols = grid
+            stride = self.image[0] / rows, self.image[1] / cols
+            layout = TokenLayout(prefix, (rows, cols), stride_px=stride)
+            return replace(layout, frames=times, stride_frames=self.frames / times)
+        grid = grid[0], grid[1]
         for measured in self.patches:
             if measured.grid == grid:
                 return TokenLayout(prefix, grid, 0, measured.stride_px, measured.offset_px)

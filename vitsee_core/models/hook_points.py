@@ -52,13 +52,13 @@ class View:
 
     def split(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
         """Prefix (images, prefix, dim) or None, and body: (images, rows, cols, dim) for an image
-        grid, (images, rows, dim) for rows, (images, dim) for a vector; views of `x` wherever
-        its memory allows.
+        grid, (clips, times, rows, cols, dim) for a clip's, (images, rows, dim) for rows, (images,
+        dim) for a vector; views of `x` wherever its memory allows.
         """
         if self.form == "tokens":
             assert self.layout is not None and self.layout.grid is not None
             n = self.layout.n_prefix
-            return (x[:, :n] if n else None), x[:, n:].unflatten(1, self.layout.grid)
+            return (x[:, :n] if n else None), x[:, n:].unflatten(1, self.layout.body)
         if self.form == "nchw":
             return None, x.permute(0, 2, 3, 1)
         if self.form == "unrolled":

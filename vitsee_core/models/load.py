@@ -16,6 +16,7 @@ from torch import nn
 from vitsee_core.models.ablation import ablate_skips
 from vitsee_core.models.added_registers import add_registers
 from vitsee_core.models.checkpoints import Checkpoint
+from vitsee_core.models.clips import clips_of, recognise
 from vitsee_core.models.hook_points import ModelError, refuse_compiled
 from vitsee_core.models.input_transform import input_transform, label_names
 from vitsee_core.models.intervention_spec import Intervention, Registers, parse
@@ -49,6 +50,7 @@ def load_model(
     ablate_heads: Sequence[str] = (),
     block_attention: Sequence[str] = (),
     registers: Sequence[str] = (),
+    frames: int | None = None,
     foreign: str | None = None,
 ) -> LoadedModel:
     """The model that `name` stands for: a timm name with or without tag, `hf-hub:...`,
@@ -59,9 +61,11 @@ def load_model(
     blocks or sublayers to run without their skip connections, besides those that a folder's
     config.json leaves out (its `ablate_skip`). replace, ablate_heads, block_attention, registers:
     recorded as `interventions`, in effect in extractions alone; the tokens of registers are added
-    at once. foreign: the store that name and arguments were read from, which nobody vouches for: no
-    folder, no network, and only arguments that size a layer. The others override the model's own
-    configuration. transform, processor, trust_remote_code: see `Choices`.
+    at once. frames: of a clip, for which a model of clips is made where it can be; a user's own
+    module is tried on clips of so many. foreign: the store that name and arguments were read from,
+    which nobody vouches for: no folder, no network, and only arguments that size a layer. The
+    others override the model's own configuration. transform, processor, trust_remote_code: see
+    `Choices`.
 
     Raises:
         ModelError: unknown model, weights that cannot be had or do not fit, an option that the
@@ -81,6 +85,8 @@ def load_model(
     if layout is not None:
         args = {**source.layout_arguments(layout.args), **args}
     wanted = model_arguments(args, img_size)
+    if frames is not None and source.takes_frames:
+        wanted["frames"] = frames
     try:
         module = source.make(
             pretrained=not fresh, seed=random_init or 0, wanted=wanted, foreign=foreign is not None
@@ -111,6 +117,8 @@ def load_model(
         weights = source.pretrained_record(module, wanted)
     refuse_compiled(module)
     _still(module)
+    if frames is not None and source.any_module:
+        recognise(module, frames, tuple(config["input_size"]), name)
     weights["sha256"] = hash_weights(module)
     model = LoadedModel(
         name=name,
@@ -135,16 +143,18 @@ def own_model(
     name: str | None = None,
     ablate_skip: Sequence[str] = (),
     interventions: Sequence[Intervention] = (),
+    frames: int | None = None,
     copied: bool = False,
 ) -> LoadedModel:
     """A caller's own torch module as a model; the module itself is not changed but copied.
 
     Args:
-        module: takes (images, channels, rows, cols) float32, and gives anything.
+        module: takes (images, channels, rows, cols) float32, and gives anything; with `frames` it
+            may take (clips, frames, channels, rows, cols), or with channels before frames.
         transform: input_size, interpolation, crop_pct, crop_mode, mean, std; None for a module of
             timm's, which has its own.
         name: what tables call the model; by default its timm name, or its class.
-        ablate_skip, interventions: as in `load_model`.
+        ablate_skip, interventions, frames: as in `load_model`.
         copied: the module is a copy already, on the CPU, and is changed itself.
 
     Raises:
@@ -168,6 +178,8 @@ def own_model(
     except (RuntimeError, TypeError) as error:
         raise ModelError(f"{name} cannot be copied: {str(error).splitlines()[0]}") from error
     _still(module)
+    if frames is not None:
+        recognise(module, frames, tuple(transform["input_size"]), name)
     model = LoadedModel(
         name=name,
         module=module,
@@ -189,6 +201,11 @@ def _changed(model: LoadedModel, ablate_skip: Sequence[str]) -> LoadedModel:
         raise ModelError(
             f"{model.name} takes the patches of all images packed, where interventions do not "
             "reach; expected none, or a model whose images lie in a batch"
+        )
+    if model.interventions and clips_of(model.module) is not None:
+        raise ModelError(
+            f"{model.name} takes clips, of which interventions do not know the tokens' places; "
+            "expected none, or a model of images"
         )
     for one in model.interventions:
         if isinstance(one, Registers):

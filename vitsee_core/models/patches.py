@@ -159,6 +159,7 @@ def packed_patches(trace: Trace, packing: Packing, size: tuple[int, int, int]) -
     window = (0, packing.patch), (0, packing.patch)
     covered = (0, size[1]), (0, size[2])
     view, order = View("tokens", TokenLayout((), grid)), trace.orders[(hook_point.module, False)]
+    assert isinstance(order, Order), "packed images"
     return Patches(hook_point, view, (step, step), (0.0, 0.0), window, covered, order)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from vitsee_core.models.build import TableBuilder
 from vitsee_core.models.capture import Capture
+from vitsee_core.models.clips import frames_of
 from vitsee_core.models.hook_points import ModelError, refuse_compiled
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.proofs import AttentionProof, SumProof, beyond
@@ -68,7 +69,7 @@ def verify(model: LoadedModel, table: SiteTable) -> dict[str, str]:
     sums.attach(capture, names)
     heads.attach(capture, table.attention)
     device = next(model.module.parameters()).device
-    images = probe_images(model.input_size, corners=False).to(device)
+    images = probe_images(model.input_size, False, frames_of(model.module)).to(device)
     with torch.inference_mode(), capture:
         capture.run(images, heads)
     failed = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from vitsee_core.models.clip_orders import ClipOrder
 from vitsee_core.models.families.base import Residual
 from vitsee_core.models.hook_points import HookPoint, View
 from vitsee_core.models.patches import Patches
@@ -27,14 +28,15 @@ class Sublayer:
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """A block with one token-to-token attention; index: among the model's blocks; window: rows and
-    columns of cells of the windows that its queries see, None where they see all tokens."""
+    """A token-to-token attention of a block, named by it, or by it and `time` or `space` where it
+    has two; index: among the model's blocks; window: rows and columns of cells, of clips times
+    before these, of the windows that its queries see, None where they see all tokens."""
 
     name: str
     index: int
     n_heads: int
     layout: TokenLayout
-    window: tuple[int, int] | None = None
+    window: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class SiteTable:
     left_out: name of a module, block or sublayer -> why it has no site, attention or branch.
     patches: the grids whose patches were measured, in the order of the forward pass.
     points, residuals, attention_modules, heads, turned, orders: for `Capture` and the self-check;
-        turned: as `Trace.turned`; orders: of the tokens of packed tensors, by place.
+        turned: as `Trace.turned`; orders: of the tokens of packed images and of clips.
     """
 
     sites: tuple[SiteSpec, ...]
@@ -71,7 +73,7 @@ class SiteTable:
     attention_modules: Mapping[str, str] = field(repr=False, default_factory=dict)
     heads: Mapping[str, HookPoint] = field(repr=False, default_factory=dict)
     turned: frozenset[tuple[str, bool]] = field(repr=False, default=frozenset())
-    orders: Mapping[Place, Order] = field(repr=False, default_factory=dict)
+    orders: Mapping[Place, Order | ClipOrder] = field(repr=False, default_factory=dict)
 
     def __getitem__(self, name: str) -> SiteSpec:
         """The site of this name."""

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from vitsee_core.models.blocks import block_names, find_blocks
-from vitsee_core.models.counting import counted
+from vitsee_core.models.clip_orders import find_clip_orders
+from vitsee_core.models.clips import Clips, clips_of
+from vitsee_core.models.counting import counted, kinds_of
 from vitsee_core.models.geometry import Geometry, in_raster_order, model_geometry, read_map
 from vitsee_core.models.hook_points import HookPoint, ModelError, View
 from vitsee_core.models.language_input import is_language_input, patch_side
@@ -45,6 +47,8 @@ def survey(
     """Trace the model on two random images; again with changed corners where shapes alone do
     not show which dimensions are the image's, unless these are to stay `doubtful`. known: its
     tokens, where it has others than it states."""
+    if (clips := clips_of(module)) is not None:
+        return _survey_of_clips(module, clips, size)
     packing = packing_of(module)
     orders = {}
     if packing is not None:
@@ -62,6 +66,24 @@ def survey(
         seen = trace(module, size, corners=True, orders=orders)
         blocks = find_blocks(module, seen)
     geometry = replace(geometry, steps=Steps(size[1:], module, seen))
+    return Survey(seen, tuple(blocks), geometry, block_names(blocks, seen))
+
+
+def _survey_of_clips(module: nn.Module, clips: Clips, size: tuple[int, int, int]) -> Survey:
+    """The survey of a model of clips, whose order of tokens is found at every place."""
+    grid, orders = find_clip_orders(module, clips, size)
+    seen = trace(module, size, corners=False, orders=orders)
+    blocks = find_blocks(module, seen)
+    most = max((order.n_prefix for order in orders.values()), default=0)
+    ends = [x for path in blocks for x in (seen.entered(path), seen.left(path)) if x and x.grid]
+    if not ends:
+        raise ModelError(
+            f"no block of the model gives {math.prod(grid)} tokens, one for each of {grid[0]} x "
+            f"{grid[1]} x {grid[2]} pieces of the clip (time, rows, columns) and, attention aside, "
+            "made of its own piece alone; expected a transformer of clips"
+        )
+    prefix = kinds_of(module, most, ends[0].shape[2])
+    geometry = Geometry(size[1:], prefix, (grid[1], grid[2]), frames=clips.frames)
     return Survey(seen, tuple(blocks), geometry, block_names(blocks, seen))
 
 
@@ -96,6 +118,8 @@ def measured(module: nn.Module, size: tuple[int, int, int], found: Survey) -> Su
     """The survey with its patch embeddings measured: the grids of tokens (not of channels-first
     maps) that one strided layer makes of the image."""
     geometry, trace = found.geometry, found.trace
+    if geometry.frames is not None:
+        return found  # each token was told by its piece of the clip
     assert geometry.steps is not None
     if next(iter(module.parameters())).is_meta:
         return found
@@ -153,8 +177,8 @@ class Reader:
     def token_view(self, path: str, seen: Seen, entering: bool = False) -> View:
         """The reading of a block's output, or of its input."""
         shape = seen.shape
-        if seen.grid is not None:
-            return View("tokens", self.geometry.layout(seen.grid))
+        if (found := self.ordered(seen)) is not None:
+            return found
         if len(shape) == 4:
             return read_map(seen, self.geometry) or View("raw")
         if len(shape) == 2:
@@ -173,11 +197,21 @@ class Reader:
             return View("unrolled", layout, partial(reroll.forward, block_idx=number))
         return View("rows", TokenLayout((), None, rows=shape[1]))
 
+    def ordered(self, seen: Seen) -> View | None:
+        """The reading of a tensor whose order of tokens was found; of clips every other is a vector
+        or as it is."""
+        if seen.grid is not None:
+            prefix = self.geometry.prefix[: seen.n_prefix]
+            return View("tokens", self.geometry.layout(seen.grid, prefix))
+        if self.geometry.frames is None:
+            return None
+        return View("vector") if len(seen.shape) == 2 else View("raw")
+
     def inner_view(self, seen: Seen, base: Sequence[View]) -> View:
         """The reading of an inner activation: tokens if it has as many as the block it is in."""
         shape = seen.shape
-        if seen.grid is not None:
-            return View("tokens", self.geometry.layout(seen.grid))
+        if (found := self.ordered(seen)) is not None:
+            return found
         if len(shape) == 2:
             return View("vector")
         if len(shape) == 3:

@@ -41,6 +41,11 @@ class Order:
     axis: int
 
     @property
+    def n_prefix(self) -> int:
+        """Number of prefix tokens: packed images have none."""
+        return 0
+
+    @property
     def plain(self) -> bool:
         """Whether tokens lie row by row already."""
         return bool((self.index == torch.arange(len(self.index))).all())
@@ -60,7 +65,7 @@ def same_order(one: Order | None, other: Order | None) -> bool:
     return one.grid == other.grid and one.axis == other.axis and torch.equal(one.index, other.index)
 
 
-class _OwnToken(TorchFunctionMode):
+class OwnToken(TorchFunctionMode):
     """Each query attends to its own token alone; to none where keys are other tokens."""
 
     def __torch_function__(
@@ -147,7 +152,7 @@ def _orders(module: nn.Module, codes: Codes, images: Tensor) -> dict[Place, Orde
             stack.enter_context(child.register_forward_pre_hook(before, with_kwargs=True))
             stack.enter_context(child.register_forward_hook(after))
         stack.enter_context(torch.no_grad())
-        with _OwnToken():
+        with OwnToken():
             module(images)
     return {
         place: found[0]

@@ -15,6 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from vitsee_core.models.attention_watch import AttentionEvent, AttentionWatch
 from vitsee_core.models.branch_only import SUMS, plain
+from vitsee_core.models.clip_attention import ClipCalls
+from vitsee_core.models.clip_orders import ClipOrder
+from vitsee_core.models.clips import frames_of
 from vitsee_core.models.hook_points import ModelError, input_tensor, output_tensor
 from vitsee_core.models.packed_attention import JoinedCalls
 from vitsee_core.models.token_order import Order, Place
@@ -32,14 +35,16 @@ class Seen:
     shape: the batch first. turned: whether the tensor itself has it second, behind its tokens.
     response: for each dimension after the first, (corners, length): how strongly each index
     responds when one corner of the image changes.
-    grid: of a packed tensor, whose images lie one after another: rows and columns of its cells.
+    grid: of a tensor whose order of tokens was found (packed images, clips): rows and columns of
+    its cells, of clips times before these. n_prefix: its prefix tokens.
     """
 
     key: Key
     shape: tuple[int, ...]
     response: tuple[Tensor, ...] = ()
     turned: bool = False
-    grid: tuple[int, int] | None = None
+    grid: tuple[int, ...] | None = None
+    n_prefix: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class AttentionSeen:
     mixed: bool
     value: Seen | None
     within: str | None = None
-    window: tuple[int, int] | None = None
+    window: tuple[int, ...] | None = None
 
 
 @dataclass
@@ -70,7 +75,7 @@ class Trace:
     """All calls by module name, the attention events by module name, and the images used.
 
     sums: tensor -> the two tensors of its own shape that were added for it. orders: of the tokens
-    of packed tensors, by place.
+    of packed images and of clips, by place.
     """
 
     n_images: int
@@ -78,7 +83,7 @@ class Trace:
     calls: dict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
     events: dict[str, list[AttentionSeen]] = field(default_factory=lambda: defaultdict(list))
     sums: dict[Key, tuple[Key, Key]] = field(default_factory=dict)
-    orders: Mapping[Place, Order] = field(default_factory=dict)
+    orders: Mapping[Place, Order | ClipOrder] = field(default_factory=dict)
 
     def once(self, name: str) -> Call | None:
         """The call of a module that is called exactly once."""
@@ -111,11 +116,12 @@ class Trace:
         return seen if seen and seen.shape and seen.shape[0] == self.n_images else None
 
 
-def probe_images(size: tuple[int, int, int], corners: bool) -> Tensor:
-    """Two random images (2, channels, rows, cols); with `corners` also a copy of the first
-    image for each corner, with that quadrant drawn anew: (6, ...)."""
+def probe_images(size: tuple[int, int, int], corners: bool, frames: int | None = None) -> Tensor:
+    """Two random images (2, channels, rows, cols), or clips of so many frames (2, frames, ...);
+    with `corners` also a copy of the first image for each corner, with that quadrant drawn anew:
+    (6, ...)."""
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn((2, *size), generator=generator)
+    images = torch.randn((2, *(() if frames is None else (frames,)), *size), generator=generator)
     if not corners:
         return images
     rows, cols = size[1] // 2, size[2] // 2
@@ -139,10 +145,11 @@ class _Recorder:
         self.trace, self.responses = trace, responses
         # Only around these is a tensor of (tokens, images, dim) expected.
         self.sequences = any(isinstance(m, nn.MultiheadAttention) for m in module.modules())
+        self.of_clips = any(isinstance(one, ClipOrder) for one in trace.orders.values())
         self.serial = 0
         self.stack: list[str] = []
         self.inputs: list[Seen | None] = []
-        self.joining: dict[str, JoinedCalls] = {}
+        self.joining: dict[str, JoinedCalls | ClipCalls] = {}
 
     def see(self, x: Tensor | None, place: Place | None = None) -> Seen | None:
         if x is None:
@@ -154,9 +161,10 @@ class _Recorder:
             number = x._vitsee_serial = self.serial  # type: ignore[attr-defined]
         version = 0 if x.is_inference() else x._version
         order = None if place is None else self.trace.orders.get(place)
-        x = x if order is None else order.laid(x)
+        x = order.laid(x) if isinstance(order, Order) else x
         turned = self.sequences and x.ndim == 3 and x.shape[1] == self.trace.n_images != len(x)
         x = x.transpose(0, 1) if turned else x
+        x = order.laid(x) if isinstance(order, ClipOrder) else x
         wanted = (
             self.responses
             and x.ndim in (3, 4)
@@ -164,7 +172,9 @@ class _Recorder:
             and x.is_floating_point()
         )
         found = Seen((number, version), tuple(x.shape), _response(x) if wanted else (), turned)
-        return found if order is None else replace(found, grid=order.grid)
+        if order is None:
+            return found
+        return replace(found, grid=order.grid, n_prefix=order.n_prefix)
 
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.stack.append(name)
@@ -190,9 +200,14 @@ class _Recorder:
     def event(self, event: AttentionEvent) -> None:
         name = self.stack[-1] if self.stack else ""
         order = self.trace.orders.get((name, True))
+        if self.of_clips and order is None:
+            # Softmax as a module of its own: the attention is that of the module around it.
+            around = [one for one in reversed(self.stack) if (one, True) in self.trace.orders]
+            name = around[0] if around else name
+            order = self.trace.orders.get((name, True))
         joined: AttentionEvent | None = event
         if order is not None:
-            calls = self.joining.setdefault(name, JoinedCalls(order, self.trace.n_images))
+            calls = self.joining.setdefault(name, joining(order, self.trace.n_images))
             joined = calls.add(event)
         if joined is not None:
             self.note(name, joined)
@@ -202,6 +217,13 @@ class _Recorder:
         seen = event.within, event.window
         met = AttentionSeen(event.query, event.n_keys, event.mixed, value, *seen)
         self.trace.events[name].append(met)
+
+
+def joining(order: Order | ClipOrder, n_images: int) -> JoinedCalls | ClipCalls:
+    """What lays the attention of a module out whose tokens have this order."""
+    if isinstance(order, ClipOrder):
+        return ClipCalls(order, n_images)
+    return JoinedCalls(order, n_images)
 
 
 class _SumWatch(TorchFunctionMode):
@@ -246,10 +268,10 @@ def trace(
     module: nn.Module,
     size: tuple[int, int, int],
     corners: bool,
-    orders: Mapping[Place, Order] | None = None,
+    orders: Mapping[Place, Order | ClipOrder] | None = None,
 ) -> Trace:
-    """Run the model once on random images of this size and record every call; packed tensors as
-    their `orders` lay them.
+    """Run the model once on random images of this size, or clips of them, and record every call;
+    tensors with an order as their `orders` lay them.
 
     Only shapes and identities of activations are kept, so memory is that of the plain forward
     pass.
@@ -257,7 +279,7 @@ def trace(
     Raises:
         ModelError: the model does not take images of this size.
     """
-    images = probe_images(size, corners)
+    images = probe_images(size, corners, frames_of(module))
     record = Trace(len(images), size[1:], orders=orders or {})
     recorder = _Recorder(record, corners, module)
     device = next(iter(module.parameters()), images).device

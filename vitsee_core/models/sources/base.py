@@ -38,11 +38,15 @@ class Source(ABC):
 
     name: as the user knows it. arguments_in_name: whether what stands behind `?` in a name, and is
     no option, is an argument of the model. has_processors: whether its models may have image
-    processors, and code in their repositories.
+    processors, and code in their repositories. takes_frames: whether `frames`, of a clip, may be
+    among what `make` is asked for. any_module: whether its modules may take clips without saying
+    so.
     """
 
     arguments_in_name = False
     has_processors = False
+    takes_frames = False
+    any_module = False
 
     def __init__(self, name: str, choices: Choices | None = None) -> None:
         self.name = name

@@ -33,6 +33,7 @@ class FileSource(Source):
 
     arguments_in_name = True
     kind = "file"
+    any_module = True
 
     def __init__(self, name: str, choices: Choices | None = None) -> None:
         super().__init__(name, choices)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitsee_core.models.clips import accept_clips
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.language_input import FEATURES, PART, image_config, is_language_input
 from vitsee_core.models.packing import Packing, packed_inputs, packing_of
@@ -30,10 +31,12 @@ from vitsee_core.models.sources.own_transform import DEFAULT, changed, pair
 from vitsee_core.models.sources.processors import ROUNDED, Processor, processor_config
 from vitsee_core.models.sources.timm_weights import why_unreachable
 from vitsee_core.models.sources.transformers_classes import (
+    FRAMES,
     backend,
     by_attention,
     check_input,
     class_names,
+    clip_frames,
     library,
     random_model,
     remote_class,
@@ -68,6 +71,7 @@ class TransformersSource(Source):
 
     arguments_in_name = True
     has_processors = True
+    takes_frames = True
 
     def __init__(self, name: str, choices: Choices | None = None) -> None:
         super().__init__(name, choices)
@@ -158,6 +162,8 @@ class TransformersSource(Source):
         refuse_others(module, who)
         taken = self._processed_size or own if size is None else pair(size)
         adapt(module, taken != own, who, taken or DEFAULT["input_size"][1:])
+        if (frames := clip_frames(module)) is not None:
+            accept_clips(module, frames)
         return module
 
     def transform(
@@ -333,6 +339,12 @@ class TransformersSource(Source):
     def _with_arguments(self, config: Any, wanted: Mapping[str, Any]) -> Any:
         for key, value in wanted.items():
             if key == "img_size":
+                if hasattr(config, "crop_size"):  # its positions are made for this size
+                    config.crop_size = pair(value)[0]
+                continue
+            if key == "frames":
+                for name in (name for name in FRAMES if hasattr(config, name)):
+                    setattr(config, name, value)
                 continue
             if not hasattr(config, key):
                 raise ModelError(

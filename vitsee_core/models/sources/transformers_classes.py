@@ -15,8 +15,11 @@ from vitsee_core.models.sources.errors import missing_extra
 from vitsee_core.models.sources.transformers_inputs import refuse_others
 
 PIXELS = "pixel_values"
-# In a configuration these say that the model takes several images at once.
-_OF_VIDEOS = ("num_frames", "frames_per_clip", "tubelet_size")
+VIDEOS = "pixel_values_videos"
+# In a configuration these say that the model takes several frames at once, and how many.
+FRAMES = ("num_frames", "frames_per_clip")
+_OF_VIDEOS = (*FRAMES, "tubelet_size")
+_USUAL_FRAMES = 16
 
 
 def library() -> Any:
@@ -65,15 +68,22 @@ def check_input(kind: Any, config: Any, who: str, *, remote: bool) -> None:
     its own code may run, whose `main_input_name` is often not set."""
     refuse_others(kind, who)
     remote = remote and "input_ids" not in _forward(kind)
-    if kind.main_input_name != PIXELS and not remote and not packed_inputs(kind):
+    taken = kind.main_input_name in (PIXELS, VIDEOS)
+    if not taken and not remote and not packed_inputs(kind):
         raise ModelError(
             f"{who} takes {kind.main_input_name}; expected a model of {PIXELS}: name its tower "
             "behind #, as in #vision_model"
         )
-    if own := next((key for key in _OF_VIDEOS if hasattr(config, key)), None):
-        raise ModelError(
-            f"{who} takes videos (its configuration has {own}); expected a model of single images"
-        )
+
+
+def clip_frames(module: nn.Module) -> int | None:
+    """How many frames a model's configuration gives a clip; None for a model of images."""
+    config = getattr(module, "config", None)
+    stated = [getattr(config, key, None) for key in _OF_VIDEOS]
+    videos = getattr(module, "main_input_name", None) == VIDEOS
+    if not videos and all(value is None for value in stated):
+        return None
+    return next((n for n in stated[: len(FRAMES)] if isinstance(n, int)), _USUAL_FRAMES)
 
 
 def by_attention(make: Callable[[str], Any]) -> Any:
@@ -98,7 +108,7 @@ def random_model(kind: Any, config: Any) -> nn.Module:
 
 def size_of(config: Any) -> tuple[int, int] | None:
     """Rows and columns that a configuration states."""
-    size = getattr(config, "image_size", None)
+    size = getattr(config, "image_size", getattr(config, "crop_size", None))
     if isinstance(size, Mapping):
         size = size.get("height"), size.get("width")
     if isinstance(size, int):

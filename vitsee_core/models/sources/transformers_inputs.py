@@ -56,11 +56,12 @@ def adapt(module: nn.Module, resized: bool, name: str, size: tuple[int, int] | N
     asked = [child.forward for child in module.children()] if whole else [module.forward]
     interpolates = any(_INTERPOLATE in inspect.signature(one).parameters for one in asked)
     given = {_INTERPOLATE: True} if interpolates else {}
+    # The predictor of V-JEPA 2 is not its encoder.
+    always = {"skip_predictor": True} if "skip_predictor" in taken else {}
 
     def enter(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         images, *rest = args
-        if resized:
-            kwargs = {**given, **kwargs}
+        kwargs = {**always, **(given if resized else {}), **kwargs}
         if "noise" in taken:
             n = (images.shape[-2] // sides[0]) * (images.shape[-1] // sides[1])
             kwargs["noise"] = torch.arange(n, device=images.device).expand(len(images), n)

@@ -1,0 +1,436 @@
+"""Models of clips: every stored site and attention against the library's own, clips in a batch
+against each alone, where a bright patch shows, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.models_helpers import captured, redraw
+from vitsee_core.models.attention_watch import AttentionEvent, KernelCall
+from vitsee_core.models.clip_attention import ClipCalls, window_of
+from vitsee_core.models.clip_orders import ClipCodes, ClipOrder, order_in
+from vitsee_core.models.clips import accept_clips, clip_cells, clips_of, recognise
+from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.load import own_model
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.site_tables import site_table
+from vitsee_core.models.sources.transformers_classes import clip_frames
+from vitsee_core.models.sources.transformers_inputs import adapt
+
+transformers: Any = pytest.importorskip("transformers", minversion="5.20")
+
+DEPTH, HEADS, DIM, SIDE = 3, 4, 48, 32
+SMALL = {"hidden_size": DIM, "num_hidden_layers": DEPTH, "num_attention_heads": HEADS}
+MORE = {"intermediate_size": 96, "image_size": SIDE}
+PREDICTOR = {"pred_hidden_size": 48, "pred_num_attention_heads": 4, "pred_num_hidden_layers": 1}
+# Of a class: its configuration, and the cells of a clip in time, rows and columns.
+CLASSES: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
+    "VideoMAEModel": (
+        {**SMALL, **MORE, "patch_size": 8, "num_frames": 6, "tubelet_size": 2},
+        (3, 4, 4),
+    ),
+    "VJEPA2Model": (
+        {
+            **{**SMALL, "crop_size": SIDE, "patch_size": 8, "frames_per_clip": 6},
+            **{"tubelet_size": 2, **PREDICTOR},
+        },
+        (3, 4, 4),
+    ),
+    "VivitModel": ({**SMALL, **MORE, "num_frames": 6, "tubelet_size": [2, 8, 8]}, (3, 4, 4)),
+    "TimesformerModel": ({**SMALL, **MORE, "patch_size": 8, "num_frames": 3}, (3, 4, 4)),
+    "VideoPrismVisionModel": (
+        {
+            **{"hidden_size": DIM, "num_spatial_layers": 2, "num_temporal_layers": 1},
+            **{"num_attention_heads": HEADS, "intermediate_size": 96, "image_size": SIDE},
+            **{"num_frames": 3, "tubelet_size": [1, 8, 8]},
+        },
+        (3, 4, 4),
+    ),
+}
+JOINT = ["VideoMAEModel", "VJEPA2Model", "VivitModel"]
+
+
+def library_model(name: str, attention: str = "sdpa", **more: Any) -> Any:
+    """A tiny model of the library as it is, weights and norms redrawn."""
+    kind = getattr(transformers, name, None)
+    if kind is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    config = kind.config_class(**{**CLASSES[name][0], **more})
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    try:
+        model = kind(config)
+    except ValueError:  # it has eager attention alone
+        config._attn_implementation = "eager"
+        model = kind(config)
+    model.eval().requires_grad_(False)
+    redraw(model)
+    return model
+
+
+def adapted(name: str, **more: Any) -> LoadedModel:
+    """The same model as one of clips."""
+    module = library_model(name, **more)
+    adapt(module, False, name)
+    frames = clip_frames(module)
+    assert frames is not None
+    accept_clips(module, frames)
+    return LoadedModel(name, module, (3, SIDE, SIDE), {}, {}, name)
+
+
+def clips(model: LoadedModel, n: int = 2, seed: int = 1) -> Tensor:
+    """Random clips of the model's own number of frames."""
+    own = clips_of(model.module)
+    assert own is not None
+    shape = n, own.frames, *model.input_size
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def library_states(name: str, x: Tensor) -> list[Tensor]:
+    """The library's states before the first block and behind each, as they are."""
+    states: list[Tensor] = []
+
+    def keep(_: nn.Module, args: Any, output: Any) -> None:
+        states.extend([args[0]] if not states else [])
+        states.append(output[0] if isinstance(output, tuple) else output)
+
+    model = library_model(name)
+    blocks = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    for one in blocks[: 2 if name.startswith("VideoPrism") else 1]:
+        for block in one:
+            block.register_forward_hook(keep)
+    with torch.inference_mode():
+        model(x)
+    return states
+
+
+def in_order(name: str, x: Tensor, cells: tuple[int, int, int], block: int) -> Tensor:
+    """A state of the library as (clips, tokens, dim): cells time by time, row by row, by loops."""
+    times, rows, cols = cells
+    if name == "TimesformerModel":  # class token, then frames fastest
+        found = [x[:, 0]]
+        for t in range(times):
+            for i in range(rows):
+                found += [x[:, 1 + (i * cols + j) * times + t] for j in range(cols)]
+        return torch.stack(found, 1)
+    if name == "VideoPrismVisionModel" and block < 3:  # (clips x times, places, dim)
+        return torch.stack([torch.cat([*x[i : i + times]]) for i in range(0, len(x), times)])
+    if name == "VideoPrismVisionModel":  # (clips x places, times, dim)
+        places = rows * cols
+        return torch.stack(
+            [
+                torch.stack([x[start + p, t] for t in range(times) for p in range(places)])
+                for start in range(0, len(x), places)
+            ]
+        )
+    return x
+
+
+def close(x: Tensor, y: Tensor, allowed: float = 1e-5) -> bool:
+    return x.shape == y.shape and float((x - y).abs().max()) <= allowed * float(y.abs().max())
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_sites_against_the_librarys_own_states(name: str) -> None:
+    model, cells = adapted(name), CLASSES[name][1]
+    x = clips(model)
+    table = site_table(model)
+    seen = captured(model, table, x)
+    outs = [site for site in table.sites if site.block and site.part == "out"]
+    states = library_states(name, x)
+    assert len(states) == len(outs) + 1 == DEPTH + 1
+    sites = [table["embed"], *outs]
+    for i, (site, state) in enumerate(zip(sites, states, strict=True)):
+        assert close(seen.tokens(site.name), in_order(name, state, cells, i)), site.name
+        layout, prefix = (
+            site.layout,
+            (("cls",) if name in ("VivitModel", "TimesformerModel") else ()),
+        )
+        assert layout is not None and (layout.body, layout.prefix) == (cells, prefix)
+        assert (layout.stride_px, layout.offset_px) == ((8.0, 8.0), (0.0, 0.0))
+        assert layout.stride_frames == len(x[0]) / 3
+    has_sums = name != "TimesformerModel"
+    assert len(table.sublayers) == has_sums * 2 * DEPTH
+    assert (table.residual_refusal is None) == has_sums
+    for sublayer in table.sublayers:  # their skips and branches add up (proven), here to the states
+        z, f = seen.branches[sublayer.name]
+        if sublayer.kind == "mlp":
+            total = seen.tokens(sublayer.name.replace(".mlp", ".out"))
+            assert close(z + f, total)
+    output = library_model(name)(x).last_hidden_state
+    assert close(model.module(x), output)
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_joint_attention_against_the_librarys_own(name: str) -> None:
+    model = adapted(name)
+    x = clips(model)
+    table = site_table(model)
+    seen = captured(model, table, x)
+    eager = library_model(name, "eager")
+    with torch.inference_mode():
+        found = eager(x, output_attentions=True).attentions
+    assert [(b.name, b.window) for b in table.attention] == [
+        (f"blocks.{i}", None) for i in range(DEPTH)
+    ]
+    assert table.rollout_refusal is None
+    for i, weights in enumerate(found):
+        got = seen.scores[f"blocks.{i}"].softmax(-1)
+        assert float((got - weights).abs().max()) < 1e-5
+
+
+def own_attention(qkv: Tensor) -> Tensor:
+    """(batch, heads, tokens, tokens) of queries, keys and values side by side."""
+    query, key, _ = qkv.unflatten(-1, (3, HEADS, DIM // HEADS)).unbind(2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / (DIM // HEADS) ** 0.5
+    return scores.softmax(-1)
+
+
+def test_the_two_attentions_of_a_timesformer_block() -> None:
+    """Over time at a place and over places within a frame, against its own modules, by loops."""
+    name, (times, rows, cols) = "TimesformerModel", (3, 4, 4)
+    model = adapted(name)
+    x = clips(model)
+    table = site_table(model)
+    seen = captured(model, table, x)
+    assert [(b.name, b.window, b.layout.prefix, b.index) for b in table.attention] == [
+        one
+        for i in range(DEPTH)
+        for one in (
+            (f"blocks.{i}.time", (3, 1, 1), (), i),
+            (f"blocks.{i}.space", (1, 4, 4), ("cls",), i),
+        )
+    ]
+    assert table.rollout_refusal == "attention is divided between time and space"
+    library, kept = library_model(name), {}
+
+    def keep(place: str, output: Tensor) -> None:
+        kept[place] = output
+
+    for i, layer in enumerate(library.encoder.layer):
+        for kind, module in (("time", layer.temporal_attention), ("space", layer.attention)):
+            module.attention.qkv.register_forward_hook(
+                lambda _m, _a, y, place=f"blocks.{i}.{kind}": keep(place, y)
+            )
+    with torch.inference_mode():
+        library(x)
+    places = rows * cols
+    for i in range(DEPTH):
+        time = own_attention(kept[f"blocks.{i}.time"])  # (clips x places, heads, times, times)
+        expected = torch.zeros(2, HEADS, times * places, times * places)
+        for clip in range(2):
+            for p in range(places):
+                for t in range(times):
+                    for u in range(times):
+                        a = time[clip * places + p, :, t, u]
+                        expected[clip, :, t * places + p, u * places + p] = a
+        got = seen.scores[f"blocks.{i}.time"].softmax(-1)
+        assert float((got - expected).abs().max()) < 1e-5
+        space = own_attention(kept[f"blocks.{i}.space"])  # (clips x times, heads, 1 + places, ...)
+        n = 1 + times * places
+        expected = torch.zeros(2, HEADS, n, n)
+        for clip in range(2):
+            for t in range(times):
+                a = space[clip * times + t]
+                own = slice(1 + t * places, 1 + (t + 1) * places)
+                expected[clip, :, own, own] = a[:, 1:, 1:]
+                expected[clip, :, own, 0] = a[:, 1:, 0]
+                # The class token's copies are averaged after the attention.
+                expected[clip, :, 0, own] += a[:, 0, 1:] / times
+                expected[clip, :, 0, 0] += a[:, 0, 0] / times
+        got = seen.scores[f"blocks.{i}.space"].softmax(-1)
+        assert float((got - expected).abs().max()) < 1e-5
+
+
+def test_the_attention_of_a_factorised_encoder() -> None:
+    """VideoPrism: within frames in the first blocks, over time at a place in the last, against the
+    library's eager weights."""
+    name, (times, rows, cols) = "VideoPrismVisionModel", (3, 4, 4)
+    model = adapted(name)
+    x = clips(model)
+    table = site_table(model)
+    seen = captured(model, table, x)
+    assert [b.window for b in table.attention] == [(1, 4, 4), (1, 4, 4), (3, 1, 1)]
+    library, kept = library_model(name, "eager"), []
+    for module in library.modules():
+        if type(module).__name__ == "VideoPrismAttention":
+            module.register_forward_hook(lambda _m, _a, y: kept.append(y[1]))
+    with torch.inference_mode():
+        library(x)
+    n = times * rows * cols
+    time = torch.arange(n) // (rows * cols)
+    place = torch.arange(n) % (rows * cols)
+    for block, weights in zip(table.attention, kept, strict=True):
+        got = seen.scores[block.name].softmax(-1)
+        part, entry = (time, place) if block.window == (1, 4, 4) else (place, time)
+        folds = int(part.max()) + 1
+        for q in range(0, n, 5):
+            for k in range(0, n, 3):
+                for clip in range(2):
+                    inside = part[q] == part[k]
+                    own = weights[clip * folds + part[q], :, entry[q], entry[k]]
+                    expected = own if inside else torch.zeros(HEADS)
+                    assert float((got[clip, :, q, k] - expected).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_clip_in_a_batch_equals_itself_alone(name: str) -> None:
+    model = adapted(name)
+    x = clips(model, 3)
+    table = site_table(model)
+    together = captured(model, table, x)
+    for i in range(3):
+        alone = captured(model, table, x[i : i + 1])
+        assert alone.sites.keys() == together.sites.keys()
+        for site in alone.sites:
+            assert close(alone.sites[site][1], together.sites[site][1][i : i + 1]), site
+        for block, scores in alone.scores.items():
+            weights, others = scores.softmax(-1), together.scores[block][i : i + 1].softmax(-1)
+            assert float((weights - others).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_bright_patch_of_one_frame_lights_its_own_cell(name: str) -> None:
+    model, cells = adapted(name), CLASSES[name][1]
+    own = clips_of(model.module)
+    assert own is not None
+    x = torch.zeros(3, own.frames, *model.input_size)
+    places = [(0, 0, 0), (1, 2, 3), (2, 3, 1)]  # frame, row and column of cells
+    frames = [0, own.frames // 2, own.frames - 1]
+    for i, ((_, row, col), frame) in enumerate(zip(places, frames, strict=True)):
+        x[i, frame, :, row * 8 : row * 8 + 8, col * 8 : col * 8 + 8] = 3.0
+    table = site_table(model)
+    seen, dark = captured(model, table, x), captured(model, table, torch.zeros_like(x))
+    change = (seen.sites["embed"][1] - dark.sites["embed"][1]).abs().amax(-1)
+    assert change.shape == (3, *cells)
+    for i, place in enumerate(places):
+        assert float(change[i][place]) > 1e-3
+        change[i][place] = 0
+    assert float(change.max()) == 0
+
+
+def test_folded_attention_by_hand() -> None:
+    """Two frames of two places and a class token: one clip, one head, scores of one number each."""
+    # Rows of a clip: class token and places of frame 0, then of frame 1.
+    order = ClipOrder((2, 1, 2), torch.tensor([1, 2, 4, 5]), torch.tensor([[0, 3]]), 6, 2)
+    key = torch.zeros(2, 1, 3, 1)
+    key[1, 0, :, 0] = torch.tensor([0.0, 0.0, 1.0]).log1p()  # frame 1: its second place, doubly
+    query, value = torch.ones(2, 1, 3, 1), torch.arange(6.0).reshape(2, 1, 3, 1)
+    value[1, 0, 0] = value[0, 0, 0]  # copies of the class token
+    output = functional.scaled_dot_product_attention(query, key, value, scale=1.0)
+    given = {"query": query, "key": key, "value": value, "scale": 1.0}
+    event = ClipCalls(order, 1).add(AttentionEvent((2, 1, 3), 3, call=KernelCall(given, output)))
+    assert (event.query, event.n_keys, event.window) == ((1, 1, 5), 5, (1, 1, 2))
+    assert event.call is not None
+    a = event.call.scores(slice(None))[0, 0].softmax(-1)
+    third, quarter = 1 / 3, 1 / 4
+    expected = torch.tensor(
+        [
+            # class token: the mean of (1/3, 1/3, 1/3) and (1/4, 1/4, 1/2)
+            [(third + quarter) / 2, third / 2, third / 2, quarter / 2, 2 * quarter / 2],
+            [third, third, third, 0, 0],
+            [third, third, third, 0, 0],
+            [quarter, 0, 0, quarter, 2 * quarter],
+            [quarter, 0, 0, quarter, 2 * quarter],
+        ]
+    )
+    assert torch.allclose(a, expected)
+    assert torch.allclose(a @ event.call.value[0, 0], event.call.output[0, 0])
+
+
+def test_windows_of_clips_are_tiles() -> None:
+    """By hand: frames, places, and parts that are neither."""
+    number = torch.arange(24).reshape(2, 3, 4)
+    assert window_of(number // 12) == (1, 3, 4)
+    assert window_of(number % 12) == (2, 1, 1)
+    assert window_of(torch.zeros_like(number)) is None  # all in one
+    assert window_of((number // 12) ^ (number % 2)) is None  # a chessboard in time
+
+
+def test_an_order_is_read_where_each_cell_is_there_once() -> None:
+    """Rows in any order, in folds and with copies of a class token; not with a cell twice, missing,
+    or mixed of two."""
+    codes, grid = ClipCodes((2, 3, 3)), (2, 3, 3)
+    n, generator = len(codes.contents), torch.Generator().manual_seed(0)
+    vectors = torch.randn(18, 4, 8, generator=generator)  # of each cell and content
+    shown = codes.contents.flatten(1)
+    cells = torch.stack([vectors[torch.arange(18), shown[i]] for i in range(n)])
+    turn = torch.randperm(18, generator=generator)
+    found = order_in(cells[:, turn], codes)
+    assert found is not None and found.grid == grid and torch.equal(found.index, turn.argsort())
+    assert torch.equal(found.laid(cells[:, turn]), cells)
+    still = torch.randn(8, generator=generator).expand(n, 1, 8)
+    first = torch.cat([still, cells], 1)
+    found = order_in(first, codes)
+    assert found is not None and found.plain and torch.equal(found.laid(first), first)
+    folded = torch.cat([still, cells[:, :9], still, cells[:, 9:]], 1).reshape(2 * n, 10, 8)
+    found = order_in(folded, codes)
+    assert found is not None and (found.folds, found.prefix.tolist()) == (2, [[0, 10]])
+    assert torch.allclose(found.laid(folded), first)
+    as_map = cells.unflatten(1, grid).movedim(-1, 1)
+    found = order_in(as_map, codes)
+    assert found is not None and found.channels and torch.equal(found.laid(as_map), cells)
+    twice = cells.clone()
+    twice[:, 3] = twice[:, 4]
+    mixed = cells + 0.3 * cells.roll(1, 1)
+    for wrong in (twice, mixed, cells[:, :17]):
+        assert order_in(wrong, codes) is None
+
+
+class Own(nn.Module):
+    """A user's own module: one attention over the tokens of all frames, columns before rows."""
+
+    def __init__(self, channels_first: bool, images: bool = False) -> None:
+        super().__init__()
+        self.channels_first, self.images = channels_first, images
+        self.embed = nn.Conv3d(3, 16, (2, 8, 8), (2, 8, 8))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unsqueeze(2).expand(-1, -1, 4, -1, -1) if self.images else x
+        x = x if self.channels_first or self.images else x.transpose(1, 2)
+        if x.shape[1] != 3:
+            raise ValueError(f"expected 3 channels, not {x.shape[1]}")
+        x = self.embed(x).transpose(-1, -2).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return x.mean(1)
+
+
+@pytest.mark.parametrize("channels_first", [False, True])
+def test_a_users_own_module(channels_first: bool) -> None:
+    torch.manual_seed(0)
+    module = Own(channels_first).eval().requires_grad_(False)
+    recognise(module, 4, (3, 32, 24), "own.py:build")
+    own = clips_of(module)
+    assert own is not None and own.frames == 4
+    model = own_model(module, {"input_size": (3, 32, 24)}, name="own")
+    table = site_table(model)
+    layout = table["blocks.0.out"].layout
+    assert layout is not None and (layout.body, layout.stride_frames) == ((2, 4, 3), 2)
+    x = clips(model)
+    seen = captured(model, table, x)
+    embed = module.embed(x.transpose(1, 2)).movedim(1, -1)
+    assert close(seen.sites["embed"][1], embed)
+    assert [b.name for b in table.attention] == ["blocks.0", "blocks.1"]
+
+
+def test_a_module_of_images_stays_one() -> None:
+    module = Own(False, images=True)
+    recognise(module, 4, (3, 32, 24), "own.py:build")
+    assert clips_of(module) is None
+
+
+def test_what_takes_neither_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"takes neither images .* nor clips of 4 frames") as error:
+        recognise(Own(True), 4, (5, 32, 24), "own.py:build")
+    assert "\n" not in str(error.value)
+    with pytest.raises(ModelError, match="does not run on clips of 4 frames of 30 x 30 pixels"):
+        clip_cells(library_model("VideoMAEModel"), 4, (3, 30, 30))
