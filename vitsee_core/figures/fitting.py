@@ -20,16 +20,24 @@ APART = 0.4  # ems between tick labels beside each other
 
 
 def fit(figure: Figure) -> None:
-    """Break titles and labels that are longer than their panel, and thin out tick labels."""
+    """Break titles and labels that are longer than their panel, and thin out tick labels.
+
+    What comes out is laid out and has no layout engine any more, so that writing the figure does
+    not do it again; one without room for its panels keeps its engine, which says so there.
+    """
     every = [axes for axes in all_axes(figure) if axes.get_visible()]
     _share_labels(every)
     whole: Whole = {}
     for _ in range(ROUNDS):
-        _lay_out(figure)
+        fits = _lay_out(figure)
         changed = [_fit_panel(axes, whole) for axes in every]
         changed += [_fit_title(part, whole) for part in (figure, *figure.subfigs)]
         if not any(changed):
             break
+    else:
+        fits = _lay_out(figure)
+    if fits:
+        figure.set_layout_engine("none")
 
 
 def figure_of(axes: Axes) -> Figure:
@@ -46,15 +54,17 @@ def all_axes(figure: Figure) -> list[Axes]:
     return found
 
 
-def _lay_out(figure: Figure) -> None:
+def _lay_out(figure: Figure) -> bool:
+    """Place the panels; whether there is room for them."""
     engine = figure.get_layout_engine()
-    with warnings.catch_warnings():  # no room: said when the figure is written
-        warnings.simplefilter("ignore", UserWarning)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
         if engine is not None:
             engine.execute(figure)
     for axes in all_axes(figure):
         locator: Any = axes.get_axes_locator()
         axes.apply_aspect(None if locator is None else locator(axes, None))
+    return not caught
 
 
 def _share_labels(every: list[Axes]) -> None:
