@@ -68,8 +68,10 @@ def centred_alignment(cross: Float, rows: Float, cols: Float) -> Float:
     """CKA (..., R, C) from HSICs; NaN where a self-HSIC is not positive, as for constant features
     (and, for the unbiased estimator, by chance for noise of few images)."""
     own_rows, own_cols = (np.where(own > 0, own, np.nan) for own in (rows, cols))
-    # One root of the product, so that a representation with itself gives exactly 1.
-    return cross / np.sqrt(own_rows[..., :, np.newaxis] * own_cols[..., np.newaxis, :])
+    # One root of the product, so that a representation with itself gives exactly 1; in place, as
+    # new memory takes longer than the arithmetic.
+    found = own_rows[..., :, np.newaxis] * own_cols[..., np.newaxis, :]
+    return np.divide(cross, np.sqrt(found, out=found), out=found)
 
 
 def without_value(names: Sequence[str], own: Float) -> list[str]:

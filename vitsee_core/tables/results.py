@@ -9,6 +9,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -100,9 +101,13 @@ class Table:
             columns: the columns and their order; by default as they appear.
             notes: facts about the whole table.
         """
-        frames = [
-            typed(part) if isinstance(part, pl.DataFrame) else _frame_of(part) for part in parts
-        ]
+        frames: list[pl.DataFrame] = []
+        for names, some in groupby(parts, _row_names):
+            if names is None:
+                frames += [typed(p) if isinstance(p, pl.DataFrame) else _frame_of(p) for p in some]
+            else:  # a frame of many rows takes hardly longer than one of a single row
+                rows: list[Any] = list(some)
+                frames.append(pl.DataFrame([column_of(n, [r[n] for r in rows]) for n in names]))
         frame = pl.concat(frames, how="diagonal_relaxed")
         if columns is not None:
             own = [n for n in (*columns, REPLICATES) if n in frame.columns or n != REPLICATES]
@@ -254,9 +259,8 @@ def _frame_of(part: Table | pl.DataFrame | Mapping[str, Any]) -> pl.DataFrame:
     hold for every row. Raises ValueError: columns of several lengths."""
     if isinstance(part, (Table, pl.DataFrame)):
         return part if isinstance(part, pl.DataFrame) else part.frame
-    one = part.get(REPLICATES)
-    if isinstance(one, np.ndarray) and one.ndim == 1:  # of the only row
-        part = {**part, REPLICATES: [one]}
+    if _row_names(part) and isinstance(part.get(REPLICATES), np.ndarray):
+        part = {**part, REPLICATES: [part[REPLICATES]]}
     long = {n: column_of(n, v) for n, v in part.items() if _is_long(v)}
     lengths = {name: len(column) for name, column in long.items()}
     if len(set(lengths.values())) > 1:
@@ -265,6 +269,18 @@ def _frame_of(part: Table | pl.DataFrame | Mapping[str, Any]) -> pl.DataFrame:
     return pl.DataFrame(
         [long[k] if k in long else column_of(k, [v]).new_from_index(0, n) for k, v in part.items()]
     )
+
+
+def _row_names(part: Table | pl.DataFrame | Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The columns of a block that is a single row, whose replicates are (blocks,); None: another
+    part."""
+    if not isinstance(part, Mapping) or not part:
+        return None
+    one_row = all(
+        np.ndim(value) <= 1 if name == REPLICATES else not _is_long(value)
+        for name, value in part.items()
+    )
+    return tuple(part) if one_row else None
 
 
 def _is_long(value: Any) -> bool:
