@@ -22,6 +22,7 @@ from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
+from vitsee_stores.layout import AttentionGroup, TokenLayout
 
 Array = NDArray[Any]
 SPAWN = multiprocessing.get_context("spawn")  # a fork may hang beside other tests' threads
@@ -79,6 +80,18 @@ def test_by_hand(tmp_path: Path) -> None:
         "rel_depth": 0.0,
         "head": 0,
     }
+
+
+def test_relative_to_uniform_attention_within_a_window(tmp_path: Path) -> None:
+    # 1 x 4 cells of 16 px in windows of two: a query sees itself and one key 16 px away, 8 px on
+    # average, where uniform attention over all four cells would reach 20 px
+    px = np.full((3, 1, 1), 12, np.float32)
+    values = {f"attention/{name}": px for name in STORED}
+    layout = TokenLayout((), (1, 4), stride_px=(16.0, 16.0))
+    group = AttentionGroup("", ("blocks.0",), (1,), layout, window=(1, 2))
+    store = write_attention(tmp_path / "a.zarr", [group], values, n_images=3)
+    table = run(store, metrics=["distance_relative"])
+    assert table["value"].tolist() == [12 / 8]
 
 
 def test_against_a_loop(tmp_path: Path) -> None:

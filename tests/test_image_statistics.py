@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.reference_normratio import loop_statistic
 from vitsee_core.statistics.image_statistics import block_labels, statistic
+from vitsee_core.statistics.jackknife import cut
 
 
 @settings(deadline=None, max_examples=60)
@@ -56,3 +57,23 @@ def test_a_median_s_interval_covers_it() -> None:
     of = found.estimates()
     covered = (of.low < math.log(2)) & (math.log(2) < of.high)
     assert 300 - 27 <= covered.sum() <= 300 - 4
+
+
+def test_a_jackknife_s_interval_by_hand() -> None:
+    # Three images, each a block: the median is 4, and without each of them 6.5, 5 and 2.5; the
+    # interval is that of Student's t with two degrees of freedom, whose quantile is 4.3027.
+    of = statistic(np.array([[1.0, 4.0, 9.0]]), "median", np.arange(3)).estimates()
+    assert of.without is not None
+    assert of.without.tolist() == [[6.5, 5.0, 2.5]]
+    mean = (6.5 + 5.0 + 2.5) / 3
+    error = math.sqrt(2 / 3 * sum((x - mean) ** 2 for x in (6.5, 5.0, 2.5)))
+    assert of.std == pytest.approx([error * math.sqrt(3)], rel=1e-12)
+    assert of.low == pytest.approx([4 - 4.30265272991 * error], rel=1e-9)
+    assert of.high == pytest.approx([4 + 4.30265272991 * error], rel=1e-9)
+
+
+def test_limits_cut_an_interval_as_far_as_the_value_is_within_them() -> None:
+    low, high = (np.array(ends) for ends in ([-0.2, -0.3, 0.9], [0.2, 0.1, 1.3]))
+    value = np.array([0.0, -0.1, 1.1])  # an unbiased estimate may lie outside
+    found = cut(value, low, high, (0.0, 1.0))
+    assert [ends.tolist() for ends in found] == [[0.0, -0.1, 0.9], [0.2, 0.1, 1.1]]

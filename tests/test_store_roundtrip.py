@@ -328,6 +328,7 @@ def test_first_images_only(some_store: Store) -> None:
     slabs = list(some_store.slabs(images=6))
     assert [(slab.k, slab.rows) for slab in slabs] == [(0, slice(0, 4)), (1, slice(4, 6))]
     assert len(slabs[1]) == len(slabs[1].acts("embed")) == 2
+    assert [slab.k for slab in some_store.slabs(images=4)] == [0], "not an empty second one"
 
 
 def test_committed_slabs_only(tmp_path: Path) -> None:
