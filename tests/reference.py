@@ -37,7 +37,7 @@ class Attention:
     """Everything the extraction keeps of one image's attention, named as in the store.
 
     (heads,) but for head_std (a number), aligned (heads, 2 gh - 1, 2 gw - 1), received and
-    cls_map (heads, tokens), head_mean (tokens, tokens).
+    cls_map (heads, tokens), head_mean (tokens, tokens), aligned_frames (heads, 2 times - 1).
     """
 
     distance_px: Float
@@ -55,6 +55,9 @@ class Attention:
     received: Float
     cls_map: Float | None
     head_mean: Float
+    distance_frames: Float
+    frame_mass: Float
+    aligned_frames: Float
 
 
 def attention(
@@ -63,16 +66,20 @@ def attention(
     grid: tuple[int, int],
     stride_px: tuple[float, float],
     cls: int | None,
+    times: int = 1,
+    stride_frames: float = 1.0,
 ) -> Attention:
-    """The summaries of A (heads, tokens, tokens), one image's softmax."""
+    """The summaries of A (heads, tokens, tokens), one image's softmax, or one clip's."""
     gh, gw = grid
     n_heads, n_tokens, _ = a.shape
     spatial = range(n_prefix, n_tokens)
-    cells = {t: divmod(t - n_prefix, gw) for t in spatial}
+    time = {t: (t - n_prefix) // (gh * gw) for t in spatial}
+    cells = {t: divmod((t - n_prefix) % (gh * gw), gw) for t in spatial}
     names = "distance_px distance_px_raw distance_unit prefix_mass entropy query_std n_queries"
-    names += " received_max received_argmax qk_nmi"
+    names += " received_max received_argmax qk_nmi distance_frames frame_mass"
     per_head = {name: np.zeros(n_heads) for name in names.split()}
     aligned = np.zeros((n_heads, 2 * gh - 1, 2 * gw - 1))
+    aligned_frames = np.zeros((n_heads, 2 * times - 1))
     received = np.zeros((n_heads, n_tokens))
     for h in range(n_heads):
         counted = [q for q in spatial if sum(a[h, q, k] for k in spatial) > 1e-37]
@@ -95,8 +102,13 @@ def attention(
                     per_head["distance_px"][h] += weight * px
                     per_head["distance_unit"][h] += weight * unit
                     aligned[h, gh - 1 + dy, gw - 1 + dx] += weight
+                    dt = time[k] - time[q]
+                    aligned_frames[h, times - 1 + dt] += weight
+                    per_head["distance_frames"][h] += weight * abs(dt) * stride_frames
+                    per_head["frame_mass"][h] += weight * (dt == 0)
         if not counted:
-            per_head["distance_px"][h] = per_head["distance_unit"][h] = math.nan
+            for name in ("distance_px", "distance_unit", "distance_frames", "frame_mass"):
+                per_head[name][h] = math.nan
         spreads = [std([a[h, q, k] for q in spatial]) for k in spatial]
         per_head["query_std"][h] = sum(spreads) / len(spreads)
         per_head["received_max"][h] = max(received[h])
@@ -108,6 +120,7 @@ def attention(
         **per_head,
         head_std=sum(spreads) / len(spreads),
         aligned=aligned,
+        aligned_frames=aligned_frames,
         received=received,
         cls_map=None if cls is None else a[:, cls],
         head_mean=a.mean(axis=0),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitsee_core.extraction.host_memory import HostMemory
-from vitsee_core.reductions.summary import PER_IMAGE
+from vitsee_core.reductions.summary import PER_CLIP, PER_IMAGE
 from vitsee_stores.layout import ArraySpec, AttentionGroup, SiteSpec, StorePlan, arrays
 
 PER_HEAD = tuple(name for name in PER_IMAGE if name != "head_std")
@@ -130,7 +130,7 @@ def _blank_missing_heads(out: dict[str, NDArray[Any]], group: AttentionGroup) ->
     for row, heads in enumerate(group.n_heads):
         if heads == widest:
             continue
-        for name in (*PER_HEAD, "cls_rows", "received_rows"):
+        for name in (*PER_HEAD, *PER_CLIP, "cls_rows", "received_rows"):
             if (array := out.get(group.folder + name)) is not None:
                 array[:, row, heads:] = MISSING.get(name, np.nan)
 

@@ -30,6 +30,7 @@ from vitsee_core.reductions import (
     rollout,
     take_tokens,
 )
+from vitsee_core.reductions.summary import PER_CLIP
 from vitsee_core.runtime.device import precision_context, to_device
 from vitsee_core.runtime.threads import by_chunks
 from vitsee_stores.errors import VitseeError
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from vitsee_core.models.sites import AttentionBlock, Sublayer
 
 FLOAT16_MAX = 65504.0
-SUMS = ("aligned", "cls_map", "received")
+SUMS = ("aligned", "aligned_frames", "cls_map", "received")
 
 
 class Overflow(VitseeError):
@@ -229,7 +230,8 @@ class SlabObserver:
         folder = group.folder
         heads = slice(0, block.n_heads)
         summary = reducer.reduce(call, self._mask)
-        for name in PER_HEAD:
+        in_time = PER_CLIP if block.layout.frames is not None else ()
+        for name in (*PER_HEAD, *in_time):
             self._stage(folder + name, getattr(summary, name), row, heads)
         self._stage(folder + "head_std", summary.head_std, row)
         for name in SUMS:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vitsee_core.reductions.cpu_numbers import COUNTS, NUMBERS
+from vitsee_core.reductions.cpu_numbers import COUNTS, IN_TIME, NUMBERS
 from vitsee_core.reductions.cpu_passes import CpuPasses
 from vitsee_core.reductions.device_passes import BLOCK_BYTES, DevicePasses
 from vitsee_core.reductions.grid_distances import grid_distances
@@ -60,6 +60,7 @@ class AttentionReducer:
         self.layout, self.grid = layout, layout.grid
         self.device = torch.device(device)
         self.rollout, self.rows, self.full = rollout, rows, full
+        self._numbers = NUMBERS if layout.frames is None else (*NUMBERS, *IN_TIME)
         apart = grid_distances(self.grid, layout.stride_px)
         self._passes = (
             CpuPasses(layout, self.grid, apart)
@@ -89,7 +90,7 @@ class AttentionReducer:
         self._passes.reduce(call, bounds, kept, out, sums, (n_threads, n_sharing))
         total = {name: sum_in_order(parts) for name, parts in sums.items()}
         return AttentionSummary(
-            **dict(zip(NUMBERS, out["numbers"], strict=True)),
+            **dict(zip(self._numbers, out["numbers"], strict=True)),
             **dict(zip(COUNTS, out["counts"], strict=True)),
             head_std=out["head_std"],
             aligned=self._passes.finish(out, total["pairs"]),
@@ -99,6 +100,7 @@ class AttentionReducer:
             received_rows=out["received_rows"] if self.rows else None,
             cls_rows=out.get("cls_rows") if self.rows else None,
             full=out.get("full"),
+            aligned_frames=total.get("in_time"),
         )
 
     def _mask(self, valid: Tensor) -> Tensor | None:
@@ -114,7 +116,7 @@ class AttentionReducer:
         A."""
         t = self.layout.n_tokens
         shapes: dict[str, tuple[int, ...]] = {
-            "numbers": (len(NUMBERS), n_images, n_heads),
+            "numbers": (len(self._numbers), n_images, n_heads),
             "counts": (len(COUNTS), n_images, n_heads),
             "head_std": (n_images,),
             "head_mean": (n_images, t, t),
@@ -136,8 +138,10 @@ class AttentionReducer:
     def _no_sums(self, n_parts: int, n_heads: int) -> dict[str, Tensor]:
         """Zeros for each part's sums over its images, by name."""
         names = ["received_rows"] if self.layout.cls is None else ["received_rows", "cls_rows"]
+        names += [] if self.layout.frames is None else ["in_time"]
         dtypes = {"pairs": self._passes.pairs_dtype} | dict.fromkeys(names, self._sum_dtype)
-        shapes = {"pairs": self._passes.pairs_shape(n_heads)}
+        in_time = n_heads, 2 * (self.layout.frames or 1) - 1
+        shapes = {"pairs": self._passes.pairs_shape(n_heads), "in_time": in_time}
         rows = n_heads, self.layout.n_tokens
         return {
             name: torch.zeros((n_parts, *shapes.get(name, rows)), dtype=dtype, device=self.device)

@@ -13,8 +13,11 @@ class Geometry(NamedTuple):
 
     n_prefix: int  # tokens before the grid's
     grid: tuple[int, int]  # rows and columns of the others
+    times: int  # how often the grid is there, time by time; 1 for images
+    stride_frames: float  # frames between these times
     cls: int  # the class token, -1 without one
-    px: NDArray[np.float32]  # (cells padded cells,) distances in pixels, 0 in padding
+    # (places padded cells,) distances in pixels from a place of the grid, 0 in padding
+    px: NDArray[np.float32]
     unit: NDArray[np.float32]  # the same on the unit square, or empty if not wanted
     unit_per_px: float  # the ratio of the two, 0 if it is not constant
 
@@ -25,7 +28,7 @@ class HeadSums(NamedTuple):
     totals: NDArray[np.float64]  # (batch, heads, 7), `TOTALS`
     received: NDArray[np.float64]  # (batch, heads, tokens), the mass that keys receive
     renormalised: NDArray[np.float64]  # (batch, heads, tokens), by renormalised rows
-    # (batch, heads, (2 rows - 1) (2 columns - 1)), that mass by offset
+    # (batch, heads, (2 times - 1) (2 rows - 1) (2 columns - 1)), that mass by offset
     offsets: NDArray[np.float64]
 
 
@@ -42,7 +45,7 @@ class InCommon(NamedTuple):
 class OfHeads(NamedTuple):
     """Values of every head by itself."""
 
-    numbers: NDArray[np.float32]  # (8, batch, heads), `NUMBERS`
+    numbers: NDArray[np.float32]  # (8 or 10, batch, heads), `NUMBERS`, of clips `IN_TIME` too
     counts: NDArray[np.int32]  # (2, batch, heads), `COUNTS`
     received_rows: NDArray[np.float32]  # (batch, heads, tokens), the mean over queries
 
@@ -50,6 +53,7 @@ class OfHeads(NamedTuple):
 class OverImages(NamedTuple):
     """Sums over images that count, in float64, by part of the batch."""
 
-    aligned: NDArray[np.float64]  # (parts, heads, offsets), of total mass 1 per image
+    aligned: NDArray[np.float64]  # (parts, heads, offsets in space), of total mass 1 per image
+    in_time: NDArray[np.float64]  # (parts, heads, offsets in time) of clips, else no parts
     received: NDArray[np.float64]  # (parts, heads, tokens) of `OfHeads.received_rows`
     cls: NDArray[np.float64]  # (parts, heads, tokens) of `InCommon.cls_rows`

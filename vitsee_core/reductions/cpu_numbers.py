@@ -21,6 +21,8 @@ NUMBERS = (
     "received_max",
     "qk_nmi",
 )
+# The rows of `numbers` that follow for clips.
+IN_TIME = ("distance_frames", "frame_mass")
 COUNTS = ("n_queries", "received_argmax")
 
 
@@ -50,6 +52,8 @@ def numbers_of(
     totals, received, renormalised, offsets = head_sums
     numbers, counts, received_rows = found
     aligned, received_sum, cls_sum = over.aligned[part], over.received[part], over.cls[part]
+    times, n_places = geometry.times, over.aligned.shape[2]
+    last = times - 1
     unit_per_px = geometry.unit_per_px
     n_heads, n_tokens = received.shape[1], received.shape[2]
     n, n_cells = geometry.n_prefix, n_tokens - geometry.n_prefix
@@ -69,7 +73,9 @@ def numbers_of(
             if valid[image]:
                 weight = 1.0 / max(n_queries, 1)
                 for k in range(offsets.shape[2]):
-                    aligned[head, k] += weight * offsets[image, head, k]
+                    aligned[head, k % n_places] += weight * offsets[image, head, k]
+                for k in range(offsets.shape[2] if over.in_time.shape[0] else 0):
+                    over.in_time[part, head, k // n_places] += weight * offsets[image, head, k]
                 for k in range(n_tokens):
                     received_sum[head, k] += row[k]
                 if cls_rows.shape[1]:
@@ -100,5 +106,13 @@ def numbers_of(
             numbers[7, image, head] = (
                 math.nan if known == 0.0 else (0.0 if shared < 0.0 else shared) / math.sqrt(known)
             )
+            if numbers.shape[0] > 8:
+                away = own = 0.0
+                for k in range(offsets.shape[2]):
+                    away += abs(k // n_places - last) * offsets[image, head, k]
+                for k in range(last * n_places, times * n_places):
+                    own += offsets[image, head, k]
+                numbers[8, image, head] = away * each * geometry.stride_frames
+                numbers[9, image, head] = own * each
             counts[0, image, head] = n_queries
             counts[1, image, head] = -1 if broken else which

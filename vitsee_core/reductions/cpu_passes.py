@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vitsee_stores.layout import TokenLayout
 
 NO_CLS = np.empty((0, 0, 0), np.float32)
+NO_TIMES = np.empty((0, 0, 0))
 
 
 class CpuPasses:
@@ -38,11 +39,13 @@ class CpuPasses:
     pairs_dtype = torch.float64
 
     def __init__(self, layout: TokenLayout, grid: tuple[int, int], apart: GridDistances) -> None:
-        px, unit = (_padded_rows(x) for x in (apart.px, apart.unit))
+        times = layout.frames or 1
+        px, unit = (_padded_rows(x.repeat(1, times)) for x in (apart.px, apart.unit))
         unit_per_px = apart.unit_per_px or 0.0
         cls = -1 if layout.cls is None else layout.cls
         unit = unit[:0] if unit_per_px else unit
-        self._geometry = Geometry(layout.n_prefix, grid, cls, px, unit, unit_per_px)
+        in_time = times, layout.stride_frames or 1.0
+        self._geometry = Geometry(layout.n_prefix, grid, *in_time, cls, px, unit, unit_per_px)
         self._buffers = Buffers(torch.device("cpu"))
 
     def pairs_shape(self, n_heads: int) -> tuple[int, ...]:
@@ -67,7 +70,8 @@ class CpuPasses:
         pairs = sums["pairs"].numpy().reshape(n_parts, call.n_heads, -1)
         received = sums["received_rows"].numpy()
         of_cls = sums.get("cls_rows", sums["received_rows"]).numpy()
-        over = OverImages(pairs, received, of_cls)
+        in_time = sums["in_time"].numpy() if "in_time" in sums else NO_TIMES
+        over = OverImages(pairs, in_time, received, of_cls)
         counted = np.ones(call.n_images, np.bool_) if valid is None else valid.numpy()
         of_heads = OfHeads(*(arrays[name] for name in OfHeads._fields))
 
@@ -125,9 +129,9 @@ class CpuPasses:
 
     def shapes(self, n_images: int, n_heads: int) -> dict[str, tuple[int, ...]]:
         """Shapes of `HeadSums`, float64: what `reduce` needs in `out` for itself."""
-        gh, gw = self._geometry.grid
-        n_tokens = self._geometry.n_prefix + gh * gw
-        last = len(TOTALS), n_tokens, n_tokens, (2 * gh - 1) * (2 * gw - 1)
+        (gh, gw), times = self._geometry.grid, self._geometry.times
+        n_tokens = self._geometry.n_prefix + times * gh * gw
+        last = len(TOTALS), n_tokens, n_tokens, (2 * times - 1) * (2 * gh - 1) * (2 * gw - 1)
         of = zip(HeadSums._fields, last, strict=True)
         return {name: (n_images, n_heads, n) for name, n in of}
 

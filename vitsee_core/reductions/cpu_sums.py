@@ -142,14 +142,17 @@ def sum_heads(
     totals, received, renormalised, offsets = sums
     n_tokens, width = a.shape[1], a.shape[2]
     n, (gh, gw), begin = geometry.n_prefix, geometry.grid, padded(geometry.n_prefix)
-    n_cells, reach_of = gh * gw, width - begin
+    times, n_places = geometry.times, gh * gw
+    n_cells, reach_of, n_rows = times * n_places, width - begin, times * gh
+    # Keys are added up by the column of their query, of clips by its place, row by row.
+    n_groups = gw if times == 1 else n_places
     made = np.empty(QUERIES * width, np.float32)
     inverse, share = np.empty(QUERIES, np.float32), np.empty(QUERIES, np.float32)
     middle, apart = np.empty(width, np.float32), np.empty(width, np.float32)
     some, some_weighted = np.empty(width, np.float32), np.empty(width, np.float32)
     mass, mean = np.empty(width, np.float64), np.empty(width, np.float64)
     # The last run of keys is read past its end, where zeros are.
-    by_row = np.empty(gw * (2 * gh - 1) * gw + reach_of - n_cells, np.float32)
+    by_row = np.empty(n_groups * (2 * n_rows - 1) * gw + reach_of - n_cells, np.float32)
     for head in range(heads[0], heads[1]):
         rows = a[head].reshape(-1)
         mass[:] = 0.0
@@ -181,7 +184,7 @@ def sum_heads(
                     before += x
                     dot_before += x * made[at_scores + np.uintp(k)]
                 at, at_scores = at + np.uintp(begin), at_scores + np.uintp(begin)
-                away = np.uintp(max(q, 0) * reach_of)
+                away = np.uintp(max(q, 0) % n_places * reach_of)
                 m = dot = far = ZERO
                 for k in range(reach_of):
                     x = rows[at + np.uintp(k)]
@@ -231,7 +234,8 @@ def sum_heads(
                     rows[at + np.uintp(k)] = x
                     some[np.uintp(k)] += x
                 # By row a query's keys are one run: shifted by the query's row they add up.
-                at, to = at + np.uintp(begin), (q % gw * (2 * gh - 1) + gh - 1 - q // gw) * gw
+                at = at + np.uintp(begin)
+                to = (q % n_groups * (2 * n_rows - 1) + n_rows - 1 - q // gw) * gw
                 for k in range(reach_of):
                     x = rows[at + np.uintp(k)] * factor
                     rows[at + np.uintp(k)] = x
@@ -243,10 +247,19 @@ def sum_heads(
                 mean[k] += some_weighted[k]
         to_offsets = offsets[image, head]
         to_offsets[:] = 0.0
-        for column in range(gw):
-            for y in range(2 * gh - 1):
-                at = np.uintp((column * (2 * gh - 1) + y) * gw)
-                to_offset = np.uintp(y * (2 * gw - 1) + gw - 1 - column)
+        for group in range(n_groups):
+            row, column = group // gw, group % gw
+            for y in range(2 * n_rows - 1):
+                # A key's row less its query's is a number of frames and of rows, of images rows
+                # alone, as those of all queries are shifted by their own.
+                apart_rows = y - (n_rows - 1) + row
+                frame = apart_rows // gh if times > 1 else 0
+                down = apart_rows - frame * gh - row
+                if frame <= -times or frame >= times:
+                    continue
+                at = np.uintp((group * (2 * n_rows - 1) + y) * gw)
+                place = ((frame + times - 1) * (2 * gh - 1) + down + gh - 1) * (2 * gw - 1)
+                to_offset = np.uintp(place + gw - 1 - column)
                 for k in range(gw):
                     to_offsets[to_offset + np.uintp(k)] += by_row[at + np.uintp(k)]
         # Squares of differences from the mean: a difference of sums of squares loses all digits

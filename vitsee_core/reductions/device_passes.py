@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vitsee_core.reductions.buffers import Buffers
-from vitsee_core.reductions.cpu_numbers import COUNTS, NUMBERS
+from vitsee_core.reductions.cpu_numbers import COUNTS, IN_TIME, NUMBERS
 from vitsee_core.reductions.grid_distances import GridDistances, sum_by_offset
 from vitsee_core.reductions.summary import AttentionScores
 
@@ -38,7 +38,11 @@ class DevicePasses:
         self._n, self._grid, self._cls = layout.n_prefix, grid, layout.cls
         self._block_bytes, self._buffers = block_bytes, Buffers(device)
         self._unit_per_px = apart.unit_per_px
-        self._px, self._unit = (self._widened(x).to(device) for x in (apart.px, apart.unit))
+        self._times, self._stride_frames = layout.frames, layout.stride_frames or 1.0
+        times = layout.frames or 1
+        self._px, self._unit = (
+            self._widened(x.repeat(times, times)).to(device) for x in (apart.px, apart.unit)
+        )
         self._sum_dtype = torch.float32 if device.type == "mps" else torch.float64
 
     def _widened(self, distance: Tensor) -> Tensor:
@@ -98,13 +102,13 @@ class DevicePasses:
             room = self._buffers.get("probabilities", *shape)
             a = torch.softmax(scores, -1, out=room)
             kept = None if valid is None else valid[some]
-            self._reduce_block(a, scores, first, kept, out, sums["pairs"])
+            self._reduce_block(a, scores, first, kept, out, sums)
             if "cls_rows" in out:
                 assert self._cls is not None
                 out["cls_rows"][some] = a[:, :, self._cls]
             if "full" in out:
                 out["full"][some] = a
-        for name in sums.keys() - {"pairs"}:
+        for name in sums.keys() - {"pairs", "in_time"}:
             rows = out[name][images.start : images.stop]
             if valid is not None:
                 rows = rows.masked_fill(~valid[images.start : images.stop, None, None], 0.0)
@@ -117,12 +121,13 @@ class DevicePasses:
         start: int,
         valid: Tensor | None,
         out: Mapping[str, Tensor],
-        pairs: Tensor,
+        sums: Mapping[str, Tensor],
     ) -> None:
         """`reduce` for images whose A (images, heads, tokens, tokens) fits the buffers; `scores`
         are overwritten, `start` is the first image's place in `out`."""
         n, images = self._n, slice(start, start + len(a))
-        here = {name: out["numbers"][i, images] for i, name in enumerate(NUMBERS)}
+        names = NUMBERS if self._times is None else (*NUMBERS, *IN_TIME)
+        here = {name: out["numbers"][i, images] for i, name in enumerate(names)}
         here |= {name: out["counts"][i, images] for i, name in enumerate(COUNTS)}
         here |= {name: out[name][images] for name in ("head_std", "received_rows", "head_mean")}
         rows, scratch = a[:, :, n:], scores[:, :, n:]
@@ -135,11 +140,13 @@ class DevicePasses:
         entropy, spatial = row_entropies(rows, scratch, mass)
         here["entropy"].copy_(entropy.mean(-1))
         self._distances(rows, scratch, share, n_queries, here)
+        if self._times is not None:
+            self._in_time(rows, share, n_queries, here)
         renormalised = self._received(rows, share, here)
         spatial = torch.where(counted, spatial, 0.0).sum(-1) / n_queries
         here["qk_nmi"].copy_(shared_information(renormalised, spatial, n_queries))
         self._spreads(a, here)
-        self._add_pairs(pairs, a, scores, share, valid)
+        self._add_pairs(sums, a, scores, share, valid)
 
     def finish(self, out: Mapping[str, Tensor], pairs: Tensor) -> Tensor:
         """Complete `out` once it holds all images; returns `aligned`, (heads, 2 rows - 1, 2 columns
@@ -147,15 +154,28 @@ class DevicePasses:
         return sum_by_offset(pairs.to(self._sum_dtype), self._grid)
 
     def _add_pairs(
-        self, pairs: Tensor, a: Tensor, scratch: Tensor, share: Tensor, valid: Tensor | None
+        self,
+        sums: Mapping[str, Tensor],
+        a: Tensor,
+        scratch: Tensor,
+        share: Tensor,
+        valid: Tensor | None,
     ) -> None:
-        """Add the renormalised rows of the valid images (None: of all) to `pairs`."""
+        """Add the renormalised rows of the valid images (None: of all) to `pairs`, of clips also by
+        the offset in time to `in_time`."""
         n = self._n
         weighted = torch.mul(a[:, :, n:], share.unsqueeze(-1), out=scratch[:, :, n:])
         if valid is not None:
             # Selected, not multiplied by 0: an invalid image may hold NaN.
             weighted.masked_fill_(~valid[:, None, None, None], 0.0)
-        pairs += weighted[..., n:].sum(0)
+        if self._times is None:
+            sums["pairs"] += weighted[..., n:].sum(0)
+            return
+        whole = weighted[..., n:].sum(0)
+        both = whole.unflatten(2, (self._times, -1)).unflatten(1, (self._times, -1))
+        sums["pairs"] += both.sum((1, 3))
+        pairs = both.sum((2, 4)).to(self._sum_dtype)
+        sums["in_time"] += sum_by_offset(pairs, (self._times, 1)).squeeze(-1)
 
     def _distances(
         self,
@@ -176,6 +196,23 @@ class DevicePasses:
         else:
             reach = torch.mul(rows, self._unit, out=scratch).sum(-1)
             here["distance_unit"].copy_((reach * share).sum(-1).masked_fill(undefined, torch.nan))
+
+    def _in_time(
+        self, rows: Tensor, share: Tensor, n_queries: Tensor, here: dict[str, Tensor]
+    ) -> None:
+        """Mean distance in time and the share of the query's own time; `share` as in
+        `_distances`."""
+        assert self._times is not None
+        by_time = rows[..., self._n :].unflatten(-1, (self._times, -1)).sum(-1)
+        time = torch.arange(self._times, device=rows.device)
+        away = (time.repeat_interleave(rows.shape[2] // self._times).unsqueeze(1) - time).abs()
+        undefined = n_queries == 0
+        for name, of in (
+            ("distance_frames", away * self._stride_frames),
+            ("frame_mass", away == 0),
+        ):
+            found = ((by_time * of.to(rows.dtype)).sum(-1) * share).sum(-1)
+            here[name].copy_(found.masked_fill(undefined, torch.nan))
 
     def _received(self, rows: Tensor, share: Tensor, here: dict[str, Tensor]) -> Tensor:
         """The mass that keys receive, and its maximum; returns the mean of the renormalised rows

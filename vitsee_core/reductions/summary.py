@@ -11,8 +11,11 @@ without renormalisation. received_max and received_argmax are the largest receiv
 keys, and its token (the first of equal ones). qk_nmi = [H(mean_q A') - mean_q H(A'_q)] / sqrt(ln Q
 H(mean_q A')), with A' the renormalised rows and Q their number n_queries: the normalised mutual
 information of queries and keys (Park et al. 2023), 0 where all queries attend alike, NaN for Q < 2
-or H(mean_q A') = 0. A query that may attend to no key at all has no distribution: its image and
-head are NaN.
+or H(mean_q A') = 0. Of clips distances and `aligned` are those of the places in the image, whatever
+the time between them; distance_frames is the mean distance in time, in sampled frames, and
+frame_mass the share of the keys of the query's own time, both of A over spatial keys with its rows
+renormalised. A query that may attend to no key at all has no distribution: its image and head are
+NaN.
 """
 
 from __future__ import annotations
@@ -36,6 +39,10 @@ PER_IMAGE = (
     "qk_nmi",
     "head_std",
 )
+
+
+# For clips also these.
+PER_CLIP = ("distance_frames", "frame_mass")
 
 
 class AttentionScores(Protocol):
@@ -68,6 +75,8 @@ class AttentionSummary:
     Sums over the valid images, float64 where the device has it: `aligned` (heads, 2 gh - 1,
     2 gw - 1) by the offset key minus query, of total mass 1 per image; `cls_map` (heads, tokens),
     the class token's row, None without one; `received` (heads, tokens), the mean over queries.
+    Of clips also `distance_frames` and `frame_mass`, NaN as `distance_px`, and the sum
+    `aligned_frames` (heads, 2 times - 1), as `aligned` by the offset in time; None for images.
     On request: `head_mean` (images, tokens, tokens); `cls_rows` (None without a class token) and
     `received_rows` (images, heads, tokens); `full` (images, heads, tokens, tokens) float16.
     """
@@ -90,3 +99,6 @@ class AttentionSummary:
     cls_rows: Tensor | None = None
     received_rows: Tensor | None = None
     full: Tensor | None = None
+    distance_frames: Tensor | None = None
+    frame_mass: Tensor | None = None
+    aligned_frames: Tensor | None = None
