@@ -312,6 +312,19 @@ def test_a_heatmap_has_each_value_where_it_belongs(folder: Path) -> None:
             assert (low, high) == pytest.approx(expected[1:], rel=1e-5)
 
 
+def test_a_heatmap_of_two_stores_has_the_first_one_s_sites_down() -> None:
+    table = rows_of(
+        store_a=["vit"] * 6, site_a=["p"] * 3 + ["q"] * 3,
+        store_b=["cnn"] * 6, site_b=["x", "y", "z"] * 2,
+        metric=["cka"] * 6, value=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6],
+    )  # fmt: skip
+    (chart,) = charts_of(table)
+    assert (chart["title"], chart["y"], chart["x"]) == ("vit × cnn", "vit", "cnn")
+    assert (chart["rows"], chart["cols"]) == (["p", "q"], ["x", "y", "z"])
+    values = [[mark[0] for mark in line] for line in chart["cells"]]
+    assert values == [[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]]
+
+
 def test_curves_in_order_of_depth_one_line_for_each_setting() -> None:
     table = rows_of(
         store=["a"] * 4 + ["b"] * 2, site=["y", "x", "y", "x", "p", "q"],
