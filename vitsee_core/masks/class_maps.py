@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.masks.coco import PanopticMasks
 from vitsee_core.masks.labels import MaskSource, PixelSource
-from vitsee_core.masks.png_files import png_files, read_numbers
-from vitsee_core.masks.sources import Several, check_once, open_masks
+from vitsee_core.masks.sources import Several, check_once, open_masks, png_files, read_numbers
 from vitsee_stores.errors import VitseeError, reason
 
 ClassMap = NDArray[np.uint8]

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from vitsee_core.images.decoding import FileOpener
 from vitsee_core.images.sources.nyu import is_hdf5, nyu_ids, open_hdf5
 from vitsee_core.masks.labels import PixelSource
-from vitsee_core.masks.png_files import png_files
+from vitsee_core.masks.sources import png_files
 from vitsee_core.types import Float32
 from vitsee_stores.errors import VitseeError
 

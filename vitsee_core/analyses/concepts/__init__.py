@@ -35,12 +35,13 @@ from numpy.typing import NDArray
 from vitsee_core.analyses.concepts.fitting import (
     METHODS,
     Choice,
+    ConceptSums,
     Fitted,
+    Task,
     fit,
     halves_of,
     matched_cosine,
 )
-from vitsee_core.analyses.concepts.measuring import ConceptSums, Task
 from vitsee_core.dictionaries.files import save_dictionary
 from vitsee_core.features import choose_features
 from vitsee_core.figures.patch_sheets import WHOLE, Map, Sheet, SheetLine, layer_name
