@@ -348,6 +348,7 @@ def write_attention(
     level: str = "summary",
     rollout: bool = False,
     model_blocks: Sequence[str] | None = None,
+    clip: Clip | None = None,
     **more: Any,
 ) -> Store:
     """A store with these attention arrays, everything else zero.
@@ -361,6 +362,7 @@ def write_attention(
         level: of `--attention`.
         rollout: whether it is kept.
         model_blocks: blocks whose outputs the store lists, in the model's order; None: no outputs.
+        clip: how the frames were taken, of stores of clips.
         more: of `write`.
     """
     blocks = [block for group in groups for block in group.blocks]
@@ -377,7 +379,7 @@ def write_attention(
     )  # fmt: skip
     plan = StorePlan(
         n_images, slab, "none", sites, tuple(groups), level if groups else "none", rollout=rollout,
-        places=places,
+        places=places, clip=clip,
     )  # fmt: skip
     return write(path, plan, values, **more)
 

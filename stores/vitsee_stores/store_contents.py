@@ -170,6 +170,15 @@ class StoreContents:
         return sizes
 
     @cached_property
+    def seconds(self) -> NDArray[np.float32]:
+        """(clips,) median time between neighbouring sampled frames; NaN where a clip does not say,
+        and of images."""
+        if self.plan.clip is None:
+            return np.full(self.n_images, np.nan, np.float32)
+        seconds: NDArray[np.float32] = self.array("seconds")[:]
+        return seconds
+
+    @cached_property
     def fills(self) -> NDArray[np.bool_]:
         """(images,) which images fill the model's input or the canvas: all except those smaller
         than their canvas. Unreadable images count as filling it.

@@ -17,6 +17,17 @@ with p the patches' places in input pixels. The table has its mean over images.
   attends to all patches equally. In blocks with windows uniform attention is that within them: 1 is
   a head that attends to all patches of its window equally. Their rows name the window.
 
+Of clips p is the place in the image alone, whatever the time between; beside it stand, with t a
+patch's time and windows as the blocks have them (joint attention sees all):
+
+- `distance_frames` = mean_q sum_k w_qk |t_q - t_k|, in sampled frames; `distance_seconds`: times
+  the clip's seconds between sampled frames, where it says them.
+- `frame_mass` = mean_q sum of w_qk over keys of the query's own time: the share of attention
+  within its own frame (or tubelet).
+- The column `uniform` has each metric's value for attention spread evenly over what a query sees:
+  over T times (T^2 - 1) / (3 T) times the frames between them and 1 / T, within a frame 0 and 1.
+  A head that attends evenly to all frames is no head that tracks anything.
+
 Means go over queries, then images; sorting heads and averaging over them is left to the figures.
 """
 
@@ -35,6 +46,7 @@ from vitsee_core.attention.heads import (
     StoredAttention,
     read_heads,
     uniform_distance,
+    uniform_in_time,
     with_windows,
 )
 from vitsee_core.figures.curve_looks import store_looks
@@ -52,12 +64,14 @@ from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words
+from vitsee_core.types import Float
+from vitsee_stores.errors import MissingInput
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitsee_stores import Store
+    from vitsee_stores import Slab, Store
 
 log = logging.getLogger(__name__)
 
@@ -74,13 +88,20 @@ and highest blocks, all heads against depth, and the means of all stores.
   $ vitsee attn-dist b16.zarr -o dist.csv --png dist.png
   $ vitsee attn-dist b16.zarr dino=runs/vits16.zarr --png both.png > both.csv
   $ vitsee attn-dist b16.zarr --metric distance_px --sites blocks.0 | sort -t, -k10 -g
+
+Of clips also the distance in time and the share of attention within a query's own frame, beside
+what attention spread evenly would give.
+
+  $ vitsee attn-dist videomae.zarr shuffled=shuffled.zarr -o dist.csv --png dist.png
 """
+MEANING = {"uniform": "of clips: the metric of attention spread evenly over what a query sees"}
 NEEDS = ("attention",)
 READING = (
     "Left, each line is one block: its heads, sorted by how far they attend on average. Right, "
     "every dot is a head, against its block. Heads near 0 look at their neighbours, heads near "
     "the dashed line (attention spread evenly) at the whole image. A model that has learnt to "
-    "look locally has some low heads in its first blocks; bands are 95 % intervals over images."
+    "look locally has some low heads in its first blocks; bands are 95 % intervals over images. "
+    "Panels below, of clips, show the same in time."
 )
 SOURCE = (
     "Dosovitskiy et al. 2021, Figs. 7 right, 10; Raghu et al. 2021, Figs. 3, 4; Walmer et al. "
@@ -89,6 +110,8 @@ SOURCE = (
 AT_A_GLANCE = "distance_relative"
 
 METRICS = ("distance_px", "distance_px_raw", "distance_unit", "distance_relative")
+SECONDS = "distance_seconds"
+IN_TIME = ("distance_frames", SECONDS, "frame_mass")  # of clips
 COLUMNS = (*SITE, "head", "metric", "value", "std", "low", "high", "n_images")
 # Two lowest and two highest blocks: cold and warm, the outermost darker.
 SHADES = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00")
@@ -102,12 +125,13 @@ def run(
     metrics: Annotated[
         Sequence[str],
         metrics_option(
-            METRICS,
+            (*METRICS, *IN_TIME),
             "all",
             "distance_px in pixels; _raw without renormalising over patches; _unit on a unit "
-            "square; _relative to uniform attention.",
+            "square; _relative to uniform attention; of clips distance_frames and "
+            "distance_seconds in time, frame_mass within the query's own frame.",
         ),
-    ] = METRICS,
+    ] = (),
     sites: Annotated[Sequence[str], blocks_option()] = ("blocks",),
     execution: Annotated[
         Execution, Offers("images seed jobs memory", dask="slabs", replicates=False)
@@ -116,37 +140,76 @@ def run(
     """One row per store, metric, block and head: mean over images, spread and 95 % interval.
 
     Columns: see `COLUMNS`; `value`, `std`, `low`, `high` in the metric's unit, `n_images` the
-    images used; `window`, where any block has windows, theirs in cells. NaN: no image (`value`), or
-    fewer than two (`std`, `low`, `high`), or a grid of one cell (`distance_relative`). The stores
-    may have different images.
+    images used; `window`, where any block has windows, theirs in cells; `uniform`, where any store
+    holds clips, the metric of attention spread evenly, empty where none is defined. NaN: no image
+    (`value`), or fewer than two (`std`, `low`, `high`), or a grid of one cell
+    (`distance_relative`). The stores may have different images.
 
     Args:
         stores: with attention summaries; those without are left out where others have them.
 
     Raises:
-        MissingInput: no store has attention summaries.
+        MissingInput: no store has attention summaries, or no store has what is asked for of clips.
         SiteError: a pattern matches no block.
         VitseeError: unknown metric, or no valid image among those asked for.
     """
-    wanted = asked_for(metrics, METRICS, "attn-dist")
+    every = (*METRICS, *IN_TIME)
+    wanted = asked_for(metrics or every, every, "attn-dist")
     selected = blocks_of_each(stores, sites)
+    of_each = [_metrics_of(store, wanted) for store in selected.stores]
+    if not any(of_each):
+        raise MissingInput(_no_time(selected.stores[0], wanted))
     chosen = [execution.rows(store) for store in selected.stores]
     rows: list[dict[str, Any]] = []
     with counting(execution.progress, sum(own.n for own in chosen)):
-        for (store, blocks), own in zip(selected.members, chosen, strict=True):
-            arrays = dict.fromkeys(_array(block, metric) for block in blocks for metric in wanted)
-            make = partial(SlabMoments, partial(read_heads, tuple(arrays)))
+        for (store, blocks), own, here in zip(selected.members, chosen, of_each, strict=True):
+            arrays = dict.fromkeys(_array(block, metric) for block in blocks for metric in here)
+            make = partial(SlabMoments, partial(_read, tuple(arrays)))
             summaries = execution.fold(store, make, own).result()
-            for metric in wanted:
+            seconds = float(np.nanmean(store.seconds)) if SECONDS in here else np.nan
+            for metric in here:
                 for block in blocks:
-                    rows += _rows(store, block, metric, summaries[_array(block, metric)])
+                    found = summaries[_array(block, metric)]
+                    rows += _rows(store, block, metric, found, seconds)
     notes = {
         "interval": INTERVAL_METHOD,
         "seed": execution.seed,
         "images": {s.label: r.describe() for s, r in zip(selected.stores, chosen, strict=True)},
         **selected.notes(),
     }
-    return with_windows(Table.from_rows(rows, COLUMNS, notes), selected.members)
+    columns = list(COLUMNS)
+    if any(store.plan.clip is not None for store in selected.stores):
+        columns.insert(columns.index("metric"), "uniform")
+        notes["uniform"] = "the metric of attention spread evenly over the keys that a query sees"
+    return with_windows(Table.from_rows(rows, columns, notes), selected.members)
+
+
+def _metrics_of(store: Store, wanted: Sequence[str]) -> list[str]:
+    """The metrics that a store can have: those in time only of clips, in seconds where any clip
+    says its rate."""
+    in_time = store.plan.clip is not None
+    rated = bool(np.isfinite(store.seconds).any()) if SECONDS in wanted else False
+    return [m for m in wanted if m not in IN_TIME or (in_time and (m != SECONDS or rated))]
+
+
+def _no_time(store: Store, wanted: Sequence[str]) -> str:
+    """Why a store has none of these metrics."""
+    what = ", ".join(wanted)
+    if store.plan.clip is None:
+        return f"{store.label} holds images, which have no {what}; expected a store of clips"
+    return f"the clips of {store.label} do not say their frame rate; expected distance_frames"
+
+
+def _read(arrays: Sequence[tuple[str, str]], slab: Slab) -> dict[tuple[str, str], Float]:
+    """As `read_heads`; distances in seconds are those in frames times each clip's own interval."""
+    plain = [array for array in arrays if array[0] != SECONDS]
+    found: dict[tuple[str, str], Float] = read_heads(plain, slab)
+    seconds = slab.store.seconds[slab.rows][slab.valid].astype(np.float64)
+    for name, group in arrays:
+        if name == SECONDS:
+            frames = slab.attention("distance_frames", group)[slab.valid]
+            found[name, group] = frames * seconds[:, np.newaxis, np.newaxis]
+    return found
 
 
 def _array(block: StoredAttention, metric: str) -> tuple[str, str]:
@@ -155,16 +218,24 @@ def _array(block: StoredAttention, metric: str) -> tuple[str, str]:
 
 
 def _rows(
-    store: Store, block: StoredAttention, metric: str, summary: Summary
+    store: Store, block: StoredAttention, metric: str, summary: Summary, seconds: float
 ) -> list[dict[str, Any]]:
-    scale = 1.0
+    scale, even = 1.0, uniform_distance(block.layout, block.window)
     if metric == "distance_relative":
-        uniform = uniform_distance(block.layout, block.window)
-        scale = 1 / uniform if uniform > 0 else np.nan
+        scale = 1 / even if even > 0 else np.nan
     mean, std, low, high = (
         of * scale for of in (summary.mean, summary.std, summary.low, summary.high)
     )
     scaled, place = Summary(mean, std, low, high, summary.n), site_columns(store, block)
+    if store.plan.clip is not None:
+        frames, share = uniform_in_time(block)
+        place["uniform"] = {
+            "distance_px": even,
+            "distance_relative": 1.0 if even > 0 else np.nan,
+            "distance_frames": frames,
+            SECONDS: frames * seconds,
+            "frame_mass": share,
+        }.get(metric, np.nan)
     return [
         {**place, "head": head, "metric": metric, **scaled.cells((block.row, head))}
         for head in range(block.n_heads)
@@ -183,10 +254,16 @@ def plot(table: Table) -> Figure:
     the stores' inputs differ in size, as pixels are not comparable then. Dashed: uniform
     attention, where the table contains it (for pixels it must have `distance_relative`, too). The
     metric is the first of `METRICS`. Of several groups of stores (`GROUP/NAME`) the means alone are
-    drawn, a panel per group.
+    drawn, a panel per group. Of clips there are panels below for the distance in time and the share
+    within the query's own frame: heads against depth, a mean for each kind of window, and for
+    several stores their means.
     """
     every_row = table.frame
-    metric = next(m for m in METRICS if m in table["metric"])
+    in_time = [m for m in (IN_TIME[0], IN_TIME[2]) if m in table["metric"]]
+    if not (known := [m for m in METRICS if m in table["metric"]]):
+        return _draw_time_alone(every_row)
+    metric = known[0]
+    clips = _clips(every_row)
     stores = every_row.partition_by("store", maintain_order=True)
     groups = groups_of(every_row["store"].unique(maintain_order=True))
     if len(groups) > 1:
@@ -196,6 +273,8 @@ def plot(table: Table) -> Figure:
     grids = [Grid(each * len(stores), most=4 if several else 2, widest=24)]
     if several:
         grids.append(Grid(1, widest=48))
+    after = len(grids)
+    grids += _time_grids(clips, in_time)
     figure, parts = stack(*grids)
     every = grids[0].axes(parts[0])
     of_store = [every[i : i + each] for i in range(0, len(every), each)]
@@ -211,7 +290,97 @@ def plot(table: Table) -> Figure:
     if several:
         every += grids[1].axes(parts[1])
         _draw_layers(every[-1], every_row, metric, every_row)
+    every += _draw_time(grids[after:], parts[after:], clips, in_time, every_row)
     legend_below(figure, handles_of(every))
+    return figure
+
+
+def _clips(every_row: pl.DataFrame) -> list[pl.DataFrame]:
+    """The rows of each store of clips."""
+    own = every_row.filter(pl.col("metric").is_in(IN_TIME))["store"].unique(maintain_order=True)
+    return [every_row.filter(store=store) for store in own]
+
+
+def _time_grids(clips: Sequence[pl.DataFrame], metrics: Sequence[str]) -> list[Grid]:
+    """A row of panels for the stores' heads in time, and of several one for their means."""
+    if not clips or not metrics:
+        return []
+    each = Grid(len(metrics) * len(clips), most=4 if len(clips) > 1 else 2, widest=24)
+    return [each, *([Grid(len(metrics), widest=30)] if len(clips) > 1 else [])]
+
+
+def _draw_time(
+    grids: Sequence[Grid],
+    parts: Sequence[Any],
+    clips: Sequence[pl.DataFrame],
+    metrics: Sequence[str],
+    among: pl.DataFrame,
+) -> list[Axes]:
+    """Heads in time against depth, of each store, and of several the means over their heads."""
+    if not grids:
+        return []
+    every = grids[0].axes(parts[0])
+    panels = [(rows, metric) for rows in clips for metric in metrics]
+    for axes, (rows, metric) in zip(every, panels, strict=True):
+        drawn = rows.filter(metric=metric)
+        _draw_heads_in_time(axes, drawn)
+        axes.set_title(shorten(rows["store"][0], 28))
+        note_count(axes, drawn)
+        axes.set_ylabel(metric_words(metric))
+    for i in range(len(metrics)):
+        _same_scale([[axes] for axes in every[i :: len(metrics)]])
+    if len(grids) > 1:
+        means = grids[1].axes(parts[1])
+        looks = store_looks(among)
+        for axes, metric in zip(means, metrics, strict=True):
+            for rows in clips:
+                x, y = _layer_means(rows.filter(metric=metric), "rel_depth")
+                label = str(rows["store"][0])
+                axes.plot(x, y, **looks[label], label=shorten(label, 28))
+            own = among.filter(metric=metric)
+            _draw_uniform(axes, own["uniform"].drop_nulls().unique().to_list())
+            axes.set_xlabel("relative depth")
+            axes.set_ylabel(metric_words(metric))
+            axes.set_title("mean over heads")
+            axes.set_ylim(0, 1.06 * max(axes.dataLim.y1, own["uniform"].max() or 0))
+        every += means
+    return every
+
+
+def _draw_heads_in_time(axes: Axes, rows: pl.DataFrame) -> None:
+    """Dots for heads and a line for their mean, for each kind of window; where attention spread
+    evenly lies, dashed."""
+    windows = rows["window"] if "window" in rows.columns else pl.Series([None] * len(rows))
+    kinds = windows.fill_null("").cast(pl.String).to_list()
+    named = rows.with_columns(kind=pl.Series([_kind(kind) for kind in kinds]))
+    for i, own in enumerate(named.partition_by("kind", maintain_order=True)):
+        kind = own["kind"][0]
+        axes.scatter(
+            own["depth"], own["value"], s=em(72) ** 2 * 0.15, color=colour(i), alpha=0.5,
+            linewidth=0,
+        )  # fmt: skip
+        axes.plot(*_layer_means(own, "depth"), color=colour(i), marker=marker(i), label=kind)
+    _draw_uniform(axes, rows["uniform"].drop_nulls().unique().to_list())
+    axes.set_ylim(0, 1.06 * max(axes.dataLim.y1, rows["uniform"].max() or 0))
+    integer_ticks(axes, rows["depth"].to_numpy())
+    axes.set_xlabel("block")
+
+
+def _kind(window: str) -> str:
+    """What queries see in blocks with windows of this text, `1 x 14 x 14` of clips."""
+    sides = window.split(" x ")
+    if sides[0] == "1" and len(sides) == 3:
+        return "attention within a frame"
+    return "attention over time" if sides[1:] == ["1", "1"] else "attention over the clip"
+
+
+def _draw_time_alone(every_row: pl.DataFrame) -> Figure:
+    """The panels in time, of a table that has no others."""
+    metrics = [m for m in IN_TIME if m in every_row["metric"]]
+    clips = _clips(every_row)
+    grids = _time_grids(clips, metrics)
+    figure, parts = stack(*grids)
+    legend_below(figure, handles_of(_draw_time(grids, parts, clips, metrics, every_row)))
     return figure
 
 
@@ -325,7 +494,7 @@ def headline(table: Table) -> list[Answer]:
     attention where the table has that."""
     units = {"distance_relative": "times as far as uniform attention", "distance_px": "px"}
     metric = next((m for m in units if m in table["metric"]), None)
-    found = []
+    found = _headline_in_time(table)
     for store, rows in by_store(table, metric=metric) if metric else []:
         ends = picked(rows, site=(str(rows["site"][0]), str(rows["site"][-1])))
         said = []
@@ -333,4 +502,17 @@ def headline(table: Table) -> list[Answer]:
             low, high = (number(float(own["value"][i])) for i in extremes(own))
             said.append(f"heads of {site} {low} to {high}")
         found.append((store, f"{', '.join(said)} {units[str(metric)]}{margin(ends)}"))
+    return found
+
+
+def _headline_in_time(table: Table) -> list[Answer]:
+    """Of clips the share of attention within a query's own frame, first and last block."""
+    found = []
+    for store, rows in by_store(table, metric="frame_mass"):
+        ends = rows.filter(pl.col("site").is_in([rows["site"][0], rows["site"][-1]]))
+        said = []
+        for (site,), own in ends.group_by("site", maintain_order=True):
+            mean, even = float(own["value"].to_numpy().mean()), float(own["uniform"][0])
+            said.append(f"{site} {number(mean)} (spread evenly: {number(even)})")
+        found.append((store, f"attention within a query's own frame: {', '.join(said)}"))
     return found

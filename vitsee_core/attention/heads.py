@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,27 +28,46 @@ WINDOW = (
     "tiling the grid from its top left corner: distances, shares and maps are over what a query "
     "sees, uniform attention is uniform within the window"
 )
+WINDOW_OF_CLIPS = "; of clips so many times x rows x columns"
 
 
 @dataclass(frozen=True)
 class StoredAttention(StoredPart):
     """The stored attention of one block: its place in the store's attention arrays (`group`, `row`
     of the block axis), its heads and their tokens, and the windows (rows, cols of cells) in which
-    its queries see keys, None where they see all."""
+    its queries see keys, None where they see all. times: of clips, the cells in time that a window
+    has; None where it has all."""
 
     group: str
     row: int
     n_heads: int
     window: Grid | None = None
+    times: int | None = None
+
+    @property
+    def window_text(self) -> str | None:
+        """The cell of the column `window`, `8 x 8`, of clips with the cells in time before them;
+        None where a query sees all keys."""
+        layout, sides = self.layout, self.window or self.layout.grid
+        if sides is None or (self.window is None and self.times is None):
+            return None
+        in_time = () if layout.frames is None else (self.times or layout.frames,)
+        return " x ".join(map(str, (*in_time, *sides)))
 
 
-def _window_in_frame(group: AttentionGroup) -> Grid | None:
-    """The rows and columns of a group's windows; None where they cover the grid, as of attention
-    within the frames of clips."""
-    window = None if group.window is None else group.window[-2:]
-    if window is None or (group.layout.frames is not None and window == group.layout.grid):
-        return None
-    return window[0], window[1]
+def _windows(group: AttentionGroup) -> tuple[Grid | None, int | None]:
+    """The rows and columns of a group's windows, and their cells in time; None where they cover
+    the grid, and all of its times."""
+    layout, window = group.layout, group.window
+    if window is None:
+        return None, None
+    sides: Grid | None = window[-2], window[-1]
+    if layout.frames is None:
+        return sides, None
+    return (
+        None if sides == layout.grid else sides,
+        None if window[0] == layout.frames else window[0],
+    )
 
 
 def attention_blocks(store: Store, patterns: Sequence[str] = ("blocks",)) -> list[StoredAttention]:
@@ -65,7 +85,7 @@ def attention_blocks(store: Store, patterns: Sequence[str] = ("blocks",)) -> lis
     depths = {name: (depth, rel_depth) for name, depth, rel_depth in store.manifest.plan.places}
     blocks = [
         StoredAttention(
-            name, *depths[name], group.layout, group.prefix, row, heads, _window_in_frame(group)
+            name, *depths[name], group.layout, group.prefix, row, heads, *_windows(group)
         )
         for group in groups
         for row, (name, heads) in enumerate(zip(group.blocks, group.n_heads, strict=True))
@@ -98,7 +118,25 @@ def uniform_distance(layout: TokenLayout, window: Grid | None = None) -> float:
         dy, dx = np.arange(1 - gh, gh), np.arange(1 - gw, gw)
         lengths = np.hypot(dy[:, np.newaxis] * step_y, dx * step_x)
         total += n * float((offset_pairs((gh, gw)) * lengths).sum() / (gh * gw))
-    return total / layout.n_body
+    return total / math.prod(layout.grid)
+
+
+def uniform_in_time(block: StoredAttention) -> tuple[float, float]:
+    """(distance, share) of attention spread evenly over what a query sees of a clip: the mean
+    distance in time, in sampled frames, and the share of the keys with the query's own place in
+    time. Of T times that is (T^2 - 1) / (3 T) times the frames between times, and 1 / T; within a
+    frame 0 and 1. NaN for images."""
+    layout = block.layout
+    if layout.frames is None or layout.stride_frames is None:
+        return math.nan, math.nan
+    distance = share = 0.0
+    for (times, _), n in window_sizes(
+        (layout.frames, 1), (block.times or layout.frames, 1)
+    ).items():
+        apart = np.abs(np.subtract.outer(np.arange(times), np.arange(times)))
+        distance += n * float(apart.sum()) / times
+        share += n
+    return distance * layout.stride_frames / layout.frames, share / layout.frames
 
 
 def offset_pairs(grid: Grid) -> Float:
@@ -120,18 +158,21 @@ def window_sizes(grid: Grid, window: Grid | None) -> Counter[Grid]:
 
 def keys_seen(block: StoredAttention) -> float:
     """Spatial keys that a query sees, their mean over queries: all without windows."""
-    sizes = window_sizes(block.layout.grid or (1, block.layout.n_body), block.window)
-    return sum(n * (a * b) ** 2 for (a, b), n in sizes.items()) / block.layout.n_body
+    layout = block.layout
+    grid, times = layout.grid or (1, layout.n_body), layout.frames or 1
+    in_time = window_sizes((times, 1), (block.times or times, 1))
+    seen = sum(n * (a * b) ** 2 for (a, b), n in window_sizes(grid, block.window).items())
+    return seen * sum(n * a**2 for (a, _), n in in_time.items()) / layout.n_body
 
 
 def with_windows(table: Table, members: Iterable[tuple[Store, Sequence[StoredAttention]]]) -> Table:
     """The table of blocks of stores with the column `window` ("8 x 8", null where a query sees all
     keys) and the note of that name, where any block has windows; else as it is."""
     found = [
-        {"store": store.label, "site": block.site, "window": "{} x {}".format(*block.window)}
+        {"store": store.label, "site": block.site, "window": block.window_text}
         for store, blocks in members
         for block in blocks
-        if block.window is not None
+        if block.window_text is not None
     ]
     if not found:
         return table
@@ -139,5 +180,6 @@ def with_windows(table: Table, members: Iterable[tuple[Store, Sequence[StoredAtt
     windows = pl.DataFrame(found).with_columns(pl.col("store", "site").cast(pl.Categorical()))
     joined = frame.join(windows, on=["store", "site"], how="left", maintain_order="left")
     columns = [*frame.columns[:before], "window", *frame.columns[before:]]
-    table.notes["window"] = WINDOW
+    of_clips = any(" x " in one["window"].partition(" x ")[2] for one in found)
+    table.notes["window"] = WINDOW + (WINDOW_OF_CLIPS if of_clips else "")
     return table.with_frame(joined.select(columns))

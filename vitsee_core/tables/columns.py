@@ -50,7 +50,7 @@ NUMBERS = frozenset(
     (
         *(name for name in (*SITE, *PAIR) if "rel_depth" in name),
         *(*VALUES[1:5], *NULL, "half_a", "half_b", "norm_from", "norm_to"),
-        *("cap", "distance_px", "frequency", "null"),
+        *("cap", "distance_px", "frequency", "null", "uniform"),
     )
 )
 INTEGERS = frozenset(
@@ -196,10 +196,10 @@ def pair_columns(a: tuple[Store, Measured], b: tuple[Store, Measured]) -> dict[s
 
 
 def window_of(text: str | None) -> tuple[int, int] | None:
-    """The window that a cell of the column `window` names."""
+    """The rows and columns of the window that a cell of the column `window` names."""
     if not text:
         return None
-    rows, cols = map(int, text.split(" x "))
+    rows, cols = map(int, text.split(" x ")[-2:])
     return rows, cols
 
 

@@ -1,0 +1,170 @@
+"""Analyses of time on stores of clips: against loops over every pair of tokens, and by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.stores import write_attention
+from vitsee_core.analyses import attn_dist
+from vitsee_core.attention.heads import attention_blocks, keys_seen, uniform_in_time
+from vitsee_stores import Store
+from vitsee_stores.errors import MissingInput
+from vitsee_stores.layout import AttentionGroup, TokenLayout
+from vitsee_stores.plan import Clip
+
+Array = NDArray[Any]
+TIMES, ROWS, COLS = 4, 2, 3
+CELLS = [(t, r, c) for t in range(TIMES) for r in range(ROWS) for c in range(COLS)]
+LAYOUT = TokenLayout((), (ROWS, COLS), stride_px=(16.0, 8.0), frames=TIMES, stride_frames=2.0)
+WINDOWS = {"joint": None, "within": (1, ROWS, COLS), "over": (TIMES, 1, 1), "halves": (2, 2, 2)}
+See = Callable[[tuple[int, int, int], tuple[int, int, int]], bool]
+
+
+def attention_of(see: See) -> Array:
+    """(tokens, tokens): each query attends evenly to the keys that it sees, a loop."""
+    a = np.array([[float(see(q, k)) for k in CELLS] for q in CELLS])
+    return a / a.sum(1, keepdims=True)
+
+
+def same_window(window: tuple[int, int, int] | None) -> See:
+    sides = window or (TIMES, ROWS, COLS)
+    return lambda q, k: all(i // n == j // n for i, j, n in zip(q, k, sides, strict=True))
+
+
+def summaries(a: Array) -> dict[str, Any]:
+    """What extract keeps of one head's attention, by loops over queries and keys."""
+    pairs = [(i, q, j, k) for i, q in enumerate(CELLS) for j, k in enumerate(CELLS)]
+    n = len(CELLS)
+    px = sum(a[i, j] * math.hypot(16 * (k[1] - q[1]), 8 * (k[2] - q[2])) for i, q, j, k in pairs)
+    found: dict[str, Any] = {
+        "distance_px": px / n,
+        "distance_px_raw": px / n,
+        "distance_frames": sum(a[i, j] * 2 * abs(k[0] - q[0]) for i, q, j, k in pairs) / n,
+        "frame_mass": sum(a[i, j] for i, q, j, k in pairs if k[0] == q[0]) / n,
+        "entropy": -sum(x * math.log(x) for x in a.ravel() if x > 0) / n,
+        "aligned": np.zeros((2 * ROWS - 1, 2 * COLS - 1)),
+        "aligned_frames": np.zeros(2 * TIMES - 1),
+    }
+    for i, q, j, k in pairs:
+        found["aligned"][k[1] - q[1] + ROWS - 1, k[2] - q[2] + COLS - 1] += a[i, j] / n
+        found["aligned_frames"][k[0] - q[0] + TIMES - 1] += a[i, j] / n
+    return found
+
+
+def store_of(
+    path: Path,
+    heads: dict[str, list[Array]],
+    *,
+    n: int = 4,
+    seconds: list[float] | None = None,
+    slab: int = 1,
+    layout: TokenLayout = LAYOUT,
+) -> Store:
+    """A store of n equal clips. heads: name of `WINDOWS` -> the heads' attention, a block each."""
+    groups, values = [], {}
+    for i, (name, own) in enumerate(heads.items()):
+        prefix = "" if i == 0 else name
+        window = None if layout.frames is None else WINDOWS[name]
+        group = AttentionGroup(prefix, (f"blocks.{i}",), (len(own),), layout, window)
+        groups.append(group)
+        found = [summaries(a) for a in own]
+        for what in found[0]:
+            of_heads = np.stack([one[what] for one in found])
+            values[group.folder + what] = np.broadcast_to(of_heads, (n, 1, *of_heads.shape))
+        for what in ("prefix_mass", "query_std", "distance_unit"):
+            values[group.folder + what] = np.zeros((n, 1, len(own)))
+        values[f"{group.folder}head_std"] = np.zeros((n, 1))
+    values = {
+        path: np.array(x, np.float32) for path, x in values.items()
+        if layout.frames or not path.endswith(("_frames", "frame_mass"))
+    }  # fmt: skip
+    if layout.frames:
+        values["seconds"] = np.array(seconds or [math.nan] * n, np.float32)
+    blocks = [block for group in groups for block in group.blocks]
+    clip = None if layout.frames is None else Clip(TIMES * 2)
+    return write_attention(
+        path, groups, values, n_images=n, slab=slab, model_blocks=blocks, clip=clip
+    )
+
+
+def rows_of(table: Any, **where: Any) -> list[dict[str, Any]]:
+    return list(table.frame.filter(**where).iter_rows(named=True))
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_uniform_attention_within_each_window_is_at_its_baseline(tmp_path: Path, name: str) -> None:
+    a = attention_of(same_window(WINDOWS[name]))
+    store = store_of(tmp_path / "a.zarr", {name: [a]})
+    (block,) = attention_blocks(store)
+    assert keys_seen(block) == pytest.approx(np.mean([(row > 0).sum() for row in a]))
+    table = attn_dist.run(store)
+    metrics = ["distance_px", "distance_frames", "frame_mass"]
+    metrics += ["distance_relative"] if name != "over" else []
+    for metric in metrics:
+        (row,) = rows_of(table, metric=metric)
+        assert row["value"] == pytest.approx(row["uniform"], rel=1e-6), metric
+    frames = {"joint": 2 * 15 / 12, "within": 0, "over": 2 * 15 / 12, "halves": 2 * 3 / 6}
+    share = {"joint": 1 / 4, "within": 1, "over": 1 / 4, "halves": 1 / 2}
+    assert uniform_in_time(block) == pytest.approx((frames[name], share[name]))
+    texts = {"joint": None, "within": "1 x 2 x 3", "over": "4 x 1 x 1", "halves": "2 x 2 x 2"}
+    assert block.window_text == texts[name]
+    assert ("window" in table.frame.columns) == (name != "joint")
+    attn_dist.plot(table)
+
+
+def test_a_moving_square_by_hand(tmp_path: Path) -> None:
+    """A square moves one column a time. Head 0 attends to where the square was a time before (the
+    first time to itself): 2 frames and 8 px for 3 of 4 times. Head 1 attends to its own place in
+    all four times: 2.5 frames, 0 px, a quarter within its frame. Two clips are sampled every 0.1 s
+    and one every 0.2 s, of the fourth nothing is known."""
+    before: See = lambda q, k: k == ((0, *q[1:]) if q[0] == 0 else (q[0] - 1, q[1], (q[2] - 1) % 3))  # noqa: E731
+    place: See = lambda q, k: k[1:] == q[1:]  # noqa: E731
+    heads = [attention_of(before), attention_of(place)]
+    seconds = [0.1, 0.1, 0.2, math.nan]
+    table = attn_dist.run(store_of(tmp_path / "a.zarr", {"joint": heads}, seconds=seconds))
+    # Of three columns 0 is left of 1 by 8 px; from 0 the square came in from 2, 16 px away.
+    mean_px = 3 / 4 * (8 + 8 + 16) / 3
+    wanted = {
+        "distance_px": [mean_px, 0],
+        "distance_frames": [1.5, 2.5],
+        "distance_seconds": [1.5 * 0.4 / 3, 2.5 * 0.4 / 3],
+        "frame_mass": [1 / 4, 1 / 4],
+    }
+    for metric, values in wanted.items():
+        rows = rows_of(table, metric=metric)
+        assert [row["value"] for row in rows] == pytest.approx(values, rel=1e-6), metric
+        assert {row["n_images"] for row in rows} == {3 if "seconds" in metric else 4}
+    (uniform,) = {row["uniform"] for row in rows_of(table, metric="distance_seconds")}
+    assert uniform == pytest.approx(2.5 * 0.4 / 3, rel=1e-6)
+    answers = [text for _, text in attn_dist.headline(table)]
+    assert any("own frame: blocks.0 0.250 (spread evenly: 0.250)" in text for text in answers)
+
+
+def test_stores_of_images_have_no_columns_of_time(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    image = replace(LAYOUT, frames=None, stride_frames=None)
+    a = np.full((6, 6), 1 / 6)
+    pairs = {"attention/distance_px": np.full((4, 1, 1), float(a.sum()), np.float32)}
+    group = AttentionGroup("", ("blocks.0",), (1,), image)
+    store = write_attention(tmp_path / "image.zarr", [group], pairs, n_images=4)
+    table = attn_dist.run(store)
+    assert tuple(table.frame.columns) == attn_dist.COLUMNS
+    assert "uniform" not in table.notes
+    assert not {*attn_dist.IN_TIME} & {*table["metric"]}
+    with pytest.raises(MissingInput, match="image holds images, which have no frame_mass; expec"):
+        attn_dist.run(store, metrics=["frame_mass"])
+    clips = store_of(tmp_path / "clips.zarr", {"joint": [attention_of(lambda *_: True)]})
+    both = attn_dist.run(store, clips)
+    assert {row["uniform"] for row in rows_of(both, store="image")} == {None}
+    attn_dist.plot(both)
+    with pytest.raises(MissingInput, match="do not say their frame rate; expected distance_frames"):
+        attn_dist.run(clips, metrics=["distance_seconds"])
+    attn_dist.plot(attn_dist.run(clips, metrics=["frame_mass"]))
