@@ -86,7 +86,8 @@ def test_memory_that_is_not_pinned_takes_two_buffers(monkeypatch: pytest.MonkeyP
 def batch(i: int, n: int) -> Batch:
     pixels = torch.full((n, 3, 2, 2), i, dtype=torch.uint8)
     none = np.zeros(n, np.uint64)
-    return Batch(slice(0, n), pixels, none == 0, none, np.zeros((n, 2), np.int32), [])
+    sizes, seconds = np.zeros((n, 2), np.int32), np.full(n, np.nan, np.float32)
+    return Batch(slice(0, n), pixels, none == 0, none, sizes, [], seconds)
 
 
 def test_pixels_are_fetched_one_batch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from vitsee_cli.values import (
 )
 from vitsee_core.images.selection import ORDERS
 from vitsee_stores.errors import VitseeError
+from vitsee_stores.plan import TIMES
 
 if TYPE_CHECKING:
     from vitsee_core.extraction.options import ModelOptions
@@ -33,7 +34,8 @@ data_options = together(
         "--data",
         required=True,
         metavar="DATA",
-        help="Folder of images, .csv, .tsv or .txt list, .npz, .zip, .tar or .parquet files "
+        help="Folder of images (with --frames of videos, or of folders of frames), .csv, .tsv or "
+        ".txt list, .npz, .zip, .tar or .parquet files "
         "('shards/in1k-{0000..0063}.tar', 'data/*.parquet'), folders and files at s3://, gs://, "
         "az://, https:// or hf://datasets/OWNER/NAME, torch/NAME[:FOLDER] (torchvision's, in "
         "FOLDER), hfds/NAME[:CACHE] (Hugging Face's, cached in CACHE), demo:train or demo:test.",
@@ -101,6 +103,24 @@ data_options = together(
         metavar="M",
         type=WholeNumber(min=1),
         help="Of --short-side.  [default: the model's patch]",
+    ),
+    a_number(
+        "--frames",
+        help="DATA has clips (videos, or folders of frames): take N frames of each, evenly spread; "
+        "an image model sees them one by one.  [default: of a model of clips its own number]",
+    ),
+    click.option(
+        "--every",
+        metavar="K",
+        type=WholeNumber(min=1),
+        help="Of clips: take each K-th frame, around the middle of the clip.  [default: evenly "
+        "spread]",
+    ),
+    click.option(
+        "--time",
+        type=click.Choice(TIMES),
+        help="Of clips: frames in order, shuffled, or the middle one N times (still): what is in "
+        "both is no matter of time.  [default: ordered]",
     ),
     click.option(
         "--tiles",

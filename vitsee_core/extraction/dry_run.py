@@ -11,6 +11,7 @@ from vitsee_core.extraction.image_layout import ImageLayout
 from vitsee_core.extraction.options import ModelOptions, Request
 from vitsee_core.extraction.prepare import check_output, chosen_images, cut_sides, plan_contents
 from vitsee_core.extraction.run import default_batch, erf_cost, strategy_of
+from vitsee_core.images.clips import has_clips
 from vitsee_core.models.checkpoints import Checkpoint
 from vitsee_core.models.dummy_weights import stand_in
 from vitsee_core.models.hook_points import ModelError
@@ -66,7 +67,7 @@ def dry_run(asked: Request) -> DryRun:
 def needs_weights(model: ModelOptions, asked: Request) -> bool:
     """Whether the options depend on weights, whatever the architecture."""
     data, run = asked.data, asked.run
-    canvas = data.short_side is not None or data.tiles or data.multiple is not None
+    canvas = data.short_side is not None or data.tiles or data.multiple is not None or data.of_clips
     ablated = model.ablate_skip or source_of(model.name).skips_left_out
     changed = ablated or any(model.interventions.values())
     if canvas or changed or asked.keep.erf or _brings_arguments(model):
@@ -88,6 +89,8 @@ def _from_shapes(options: ModelOptions, asked: Request) -> DryRun | None:
     check_output(asked)
     keep, run = asked.keep, asked.run
     device, selection = resolve_device(run.device), chosen_images(asked.data, {})
+    if has_clips(selection.source):
+        return None
     listing = from_shapes(options.name, vars(options))
     if listing is None:
         return None

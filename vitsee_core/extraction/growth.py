@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from vitsee_core.extraction.erf import prepare_erf
@@ -166,7 +166,7 @@ def _growing(
             selfcheck=check.figures,
             left_out=without_erf,
             info={
-                "data": asdict(request.data),
+                "data": request.data.record(),
                 "data_folder": os.getcwd(),
                 "command": request.run.command,
                 "versions": store_versions(),
@@ -335,6 +335,7 @@ def plan_of(store: Store, layout: ImageLayout, added: Addition) -> StorePlan:
         grams=plan.grams,
         erf=erf,
         canvas=plan.canvas,
+        clip=plan.clip,
     )
 
 

@@ -1,5 +1,6 @@
-"""`--short-side`: images in their own proportions, on one canvas; the model sees the whole canvas
-if all images fill it, else (`--tiles`) tiles of its own input size."""
+"""How images and clips reach the model. `--short-side`: images in their own proportions, on one
+canvas; the model sees the whole canvas if all images fill it, else (`--tiles`) tiles of its own
+input size. `--frames`: frames of clips, together or one by one."""
 
 from __future__ import annotations
 
@@ -10,14 +11,17 @@ import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitsee_core.extraction.options import ModelOptions, OptionError, Request
+from vitsee_core.extraction.by_frame import check_by_frame, clip_table
+from vitsee_core.extraction.options import DataOptions, ModelOptions, OptionError, Request
 from vitsee_core.extraction.tiles import TILED, n_tiles
 from vitsee_core.images import ImageError, Selection
+from vitsee_core.images.clip_times import SHUFFLED
 from vitsee_core.images.transform import MOST_PIXELS
 from vitsee_core.models.clips import frames_of
 from vitsee_core.models.load import load_model
@@ -26,8 +30,8 @@ from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
 from vitsee_core.runtime.machine import counted
 from vitsee_stores.errors import VitseeError
-from vitsee_stores.layout import SiteSpec, TokenLayout
-from vitsee_stores.plan import Canvas, Size
+from vitsee_stores.layout import SiteSpec, StorePlan, TokenLayout
+from vitsee_stores.plan import Canvas, Clip, Size
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +47,7 @@ class ImageLayout:
         model, table: as they run.
         kept: the sites that a store can keep, with their layout in the store.
         canvas: None if every image is resized to the model's input.
+        clip: how frames are taken of clips, None of images.
         left_out: what tiles do not support -> reason.
     """
 
@@ -52,6 +57,7 @@ class ImageLayout:
     canvas: Canvas | None = None
     left_out: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    clip: Clip | None = None
 
     @property
     def input_size(self) -> Size3:
@@ -63,13 +69,13 @@ class ImageLayout:
 Size3 = tuple[int, int, int]
 
 
-def lay_out(asked: Request, selection: Selection, stored: Canvas | None = None) -> ImageLayout:
-    """The model, and the canvas if one is requested.
+def lay_out(asked: Request, selection: Selection, stored: StorePlan | None = None) -> ImageLayout:
+    """The model, and the canvas or the frames if some are requested.
 
     Args:
-        asked: the model, and the options of the canvas.
-        selection: the images, whose headers are read.
-        stored: the canvas of an existing store, which is kept.
+        asked: the model, and the options of the canvas and of clips.
+        selection: the images, whose headers are read for a canvas.
+        stored: the plan of an existing store, whose canvas and clips are kept.
 
     Raises:
         OptionError: options that exclude each other.
@@ -78,14 +84,17 @@ def lay_out(asked: Request, selection: Selection, stored: Canvas | None = None) 
     """
     _check_options(asked)
     options, data = asked.model, asked.data
-    model = options if isinstance(options, LoadedModel) else load_model(**vars(options))
-    if (frames := frames_of(model.module)) is not None:
-        raise VitseeError(
-            f"{model.name} takes clips of {frames} frames, and {data.data} is read as images; "
-            "expected a model of images"
-        )
+    kept = None if stored is None else stored.clip
+    frames = data.frames or (None if kept is None else kept.frames)
+    if isinstance(options, LoadedModel):
+        model = options
+    else:
+        model = load_model(**vars(options), frames=frames)
     model.module.cpu()
     table = site_table(model)
+    clip = _clip(data, model, kept)
+    if clip is not None:
+        return _of_clips(asked, model, table, clip, selection.identity["seed"])
     if data.short_side is None:
         return ImageLayout(model, table, table)
     step = _step(model, table)
@@ -93,8 +102,8 @@ def lay_out(asked: Request, selection: Selection, stored: Canvas | None = None) 
     tiles = model.input_size[1:] if data.tiles else None
     _check_numbers(model, data.short_side, multiple, step, tiles)
     canvas, notes = Canvas((0, 0), data.short_side, multiple, tiles), tuple[str, ...]()
-    if stored is not None:
-        canvas = dataclasses.replace(canvas, size=stored.size)
+    if stored is not None and stored.canvas is not None:
+        canvas = dataclasses.replace(canvas, size=stored.canvas.size)
     else:
         canvas, notes = _around(canvas, image_sizes(selection), selection)
     if tiles is None and canvas.size != model.input_size[1:]:
@@ -112,6 +121,41 @@ def lay_out(asked: Request, selection: Selection, stored: Canvas | None = None) 
         return ImageLayout(model, table, table, canvas, {}, notes)
     kept, left_out = _tiled(table, canvas, tiles, step)
     return ImageLayout(model, table, kept, canvas, left_out, notes)
+
+
+def _clip(data: DataOptions, model: LoadedModel, stored: Clip | None) -> Clip | None:
+    """How frames are taken: as asked, else as in an existing store, else as the model has them;
+    None of images. Raises OptionError: options of clips without a number of frames; VitseeError:
+    another number of frames than the model takes."""
+    own = frames_of(model.module)
+    kept = stored or Clip(own or 1)
+    frames = data.frames or (own if stored is None else stored.frames)
+    if own is not None and frames != own:
+        raise VitseeError(f"{model.name} takes clips of {own} frames: --frames {frames} is not it")
+    if frames is None:
+        if data.of_clips:
+            name = "--every" if data.every is not None else "--time"
+            raise OptionError(f"{name} is about frames of clips: give --frames N too")
+        return None
+    every = kept.every if data.every is None else data.every
+    return Clip(frames, every, data.time or kept.time, by_frame=own is None)
+
+
+def _of_clips(
+    asked: Request, model: LoadedModel, table: SiteTable, clip: Clip, seed: int
+) -> ImageLayout:
+    """A model on clips. Raises VitseeError: options that clips do not have."""
+    for option, given in (("short-side", asked.data.short_side), ("erf", asked.keep.erf)):
+        if given:
+            raise VitseeError(f"--{option} is not supported with clips (--frames)")
+    about: dict[str, Any] = {"frames": clip.frames, "every": clip.every, "time": clip.time}
+    if clip.time == SHUFFLED:
+        about["seed"] = seed
+    model = dataclasses.replace(model, transform={**model.transform, "clip": about})
+    if not clip.by_frame:
+        return ImageLayout(model, table, table, clip=clip)
+    check_by_frame(asked.keep.attention, model.interventions)
+    return ImageLayout(model, table, clip_table(table, clip.frames), clip=clip)
 
 
 def describe(canvas: Canvas | None) -> str:

@@ -37,6 +37,7 @@ from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.runtime.streaming import Map
 from vitsee_stores import Store, open_store
 from vitsee_stores.layout import CODECS
+from vitsee_stores.plan import TIMES
 from vitsee_stores.url import parse_place
 
 _CHOICES: Mapping[str, tuple[Any, ...]] = {
@@ -44,13 +45,17 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "precision": PRECISIONS,
     "codec": CODECS,
     "on_error": ON_ERROR,
+    "time": TIMES,
     "crop_mode": CROP_MODES,
     "fill": FILLS,
     "processor": BACKENDS,
     "trust_remote_code": (True, False),
 }
 _SEVERAL = ("sites", "tokens", "dtype", "ablate_skip", *INTERVENTIONS)
-_COUNTS = ("images", "per_class", "slab", "batch_size", "erf", "short_side", "multiple")
+_COUNTS = (
+    *("images", "per_class", "slab", "batch_size", "erf", "short_side", "multiple"),
+    *("frames", "every"),
+)
 _PATHS = ("checkpoint", "only")
 _PAIRS = ("img_size",)
 _TRIPLES = ("img_mean", "img_std")
@@ -86,8 +91,8 @@ def extract(
         map: of `dask_map`, whose workers make the slabs of a model that they can load by its name.
         progress: advanced by the images done, e.g. a bar.
         options: those of `vitsee extract`, with `_`: images, per_class, only, split, seed, order,
-            short_side, multiple, tiles, label_key,
-            image_column, label_column, sites, tokens, attention, residual, inputs, grams, erf,
+            short_side, multiple, tiles, frames, every, time, label_key, image_column,
+            label_column, sites, tokens, attention, residual, inputs, grams, erf,
             head_weights, dtype, codec, slab, precision, batch_size, device, workers, shard,
             on_error, force, ablate_skip, replace, ablate_heads, block_attention, registers;
             of a name also checkpoint, checkpoint_key, random_init, img_size, img_mean, img_std,

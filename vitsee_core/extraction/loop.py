@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from vitsee_core.extraction.buffers import SlabBuffers, to_store
+from vitsee_core.extraction.by_frame import FrameObserver
 from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.gram_strategy import GramStrategy
 from vitsee_core.extraction.plan import hook_points
@@ -109,8 +110,11 @@ class SlabLoop:
             grams = stack.enter_context(
                 self.strategy.open(plan, device, self.clock, self.writer.place)
             )
-            tiled = plan.canvas is not None and plan.canvas.tiles is not None
-            kind = TiledObserver if tiled else SlabObserver
+            kind = SlabObserver
+            if plan.canvas is not None and plan.canvas.tiles is not None:
+                kind = TiledObserver
+            elif plan.clip is not None and plan.clip.by_frame:
+                kind = FrameObserver
             clock = self.clock if device.type == "cpu" else None
             observer = kind(plan, device, grams, self.prepared.precision, clock)
             stack.callback(observer.close)
@@ -175,7 +179,9 @@ class SlabLoop:
     def _parts(
         self, pixels: torch.Tensor, batch: Batch, observer: SlabObserver
     ) -> Iterable[torch.Tensor]:
-        """Inputs of single forward passes: a batch, or some of its tiles."""
+        """Inputs of single forward passes: a batch, its frames, or some of its tiles."""
+        if isinstance(observer, FrameObserver):
+            return (pixels.flatten(0, 1),)
         if not isinstance(observer, TiledObserver):
             return (pixels,)
         return observer.parts(pixels, batch.size.tolist(), self.strategy.batch_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +66,8 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Which images, in which order, and on what canvas (short_side: None for none)."""
+    """Which images, in which order, and on what canvas (short_side: None for none); frames, every
+    and time: how frames are taken of clips, None for images or for the model's own number."""
 
     data: str
     split: str | None = None
@@ -81,6 +82,22 @@ class DataOptions:
     label_key: str | None = None
     image_column: str | None = None
     label_column: str | None = None
+    frames: int | None = None
+    every: int | None = None
+    time: str | None = None
+
+    @property
+    def of_clips(self) -> bool:
+        """Whether an option says that the data are clips."""
+        return any(value is not None for value in (self.frames, self.every, self.time))
+
+    def record(self) -> dict[str, Any]:
+        """The options as a manifest has them; without those of clips where none is given."""
+        own = asdict(self)
+        return own if self.of_clips else {k: v for k, v in own.items() if k not in OF_CLIPS}
+
+
+OF_CLIPS = ("frames", "every", "time")
 
 
 @dataclass(frozen=True)

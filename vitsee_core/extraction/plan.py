@@ -27,7 +27,7 @@ from vitsee_stores.layout import (
     arrays,
     select_names,
 )
-from vitsee_stores.plan import Canvas
+from vitsee_stores.plan import Canvas, Clip
 
 if TYPE_CHECKING:
     from vitsee_core.models.sites import AttentionBlock, SiteTable
@@ -166,7 +166,12 @@ def in_order(sites: Iterable[SiteSpec], table: SiteTable) -> tuple[SiteSpec, ...
 
 
 def build_plan(
-    choices: Choices, table: SiteTable, n_images: int, slab: int, canvas: Canvas | None = None
+    choices: Choices,
+    table: SiteTable,
+    n_images: int,
+    slab: int,
+    canvas: Canvas | None = None,
+    clip: Clip | None = None,
 ) -> StorePlan:
     """The store's contents for `n_images` images in slabs of `slab`."""
     groups = attention_groups(table.attention) if choices.attention != "none" else ()
@@ -185,6 +190,7 @@ def build_plan(
         erf=choices.erf
         and dataclasses.replace(choices.erf, n_images=min(choices.erf.n_images, n_images)),
         canvas=canvas,
+        clip=clip,
     )
 
 
@@ -245,12 +251,23 @@ def slab_bytes(plan: StorePlan) -> int:
     )
 
 
+def times_of(of: SiteTable | StorePlan) -> int:
+    """As many images a clip counts for: the most cells in time of any site's grid; 1 of images."""
+    layouts = [site.layout for site in of.sites if site.layout is not None]
+    return max((layout.frames or 1 for layout in layouts), default=1)
+
+
 def fit_slab(
-    explicit: int | None, choices: Choices, table: SiteTable, n_images: int
+    explicit: int | None,
+    choices: Choices,
+    table: SiteTable,
+    n_images: int,
+    clip: Clip | None = None,
 ) -> tuple[int, str | None]:
     """The slab size, and a remark if the default was reduced.
 
-    The default is halved until two slabs fit a quarter of the memory; an explicit value is kept.
+    The default is halved until two slabs fit a quarter of the memory; an explicit value is kept. A
+    clip counts as many images as its grids have cells in time.
 
     Raises:
         VitseeError: two slabs of an explicit size exceed the memory, or the size is not positive.
@@ -260,17 +277,20 @@ def fit_slab(
         if explicit < 1:
             raise VitseeError(f"--slab is {explicit}; expected a positive number of images")
         slab = min(explicit, n_images)
-        need = 2 * slab_bytes(build_plan(choices, table, n_images, slab))
+        need = 2 * slab_bytes(build_plan(choices, table, n_images, slab, clip=clip))
         if need > memory:
             raise VitseeError(
                 f"--slab {explicit} needs {human_bytes(need)} of memory for two slabs, this "
                 f"machine has {human_bytes(memory)}; choose a smaller one"
             )
         return slab, None
-    slab = min(DEFAULT_SLAB, n_images)
-    while slab > 1 and 2 * slab_bytes(build_plan(choices, table, n_images, slab)) > memory // 4:
+    default = slab = min(max(1, DEFAULT_SLAB // times_of(table)), n_images)
+    while (
+        slab > 1
+        and 2 * slab_bytes(build_plan(choices, table, n_images, slab, clip=clip)) > memory // 4
+    ):
         slab = (slab + 1) // 2
     note = None
-    if slab < min(DEFAULT_SLAB, n_images):
+    if slab < default:
         note = f"slab reduced to {slab} images so that two fit a quarter of the memory"
     return slab, note

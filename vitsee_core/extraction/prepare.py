@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,15 @@ from vitsee_core.extraction.image_layout import ImageLayout, lay_out
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, Request
 from vitsee_core.extraction.plan import Choices, build_plan, choose, fit_slab, hook_points
 from vitsee_core.extraction.small_weights import SmallWeights, small_weights
-from vitsee_core.images import Selection, normalise, open_source, select
+from vitsee_core.images import (
+    DataError,
+    ImageSource,
+    Selection,
+    normalise,
+    open_source,
+    select,
+)
+from vitsee_core.images.clips import has_clips
 from vitsee_core.models.intervention_spec import ZERO
 from vitsee_core.models.interventions.changes import Changes
 from vitsee_core.models.interventions.proof import prove
@@ -126,9 +134,9 @@ def of_same_model(
     device = resolve_device(asked.run.device)
     selection = chosen_images(asked.data, stored, progress)
     with soon_said("loading the model"):
-        layout = lay_out(asked, selection, writer.manifest.plan.canvas)
+        layout = lay_out(asked, selection, writer.manifest.plan)
     check_same_model(writer, layout.model)
-    return device, selection, layout
+    return device, as_model_takes(selection, layout, asked.data, stored), layout
 
 
 def join_store(writer: StoreWriter, asked: Request, progress: Progress = SILENT) -> Prepared:
@@ -176,6 +184,7 @@ def plan_store(asked: Request, progress: Progress = SILENT) -> Prepared:
     device, selection = resolve_device(run.device), chosen_images(data, {}, progress)
     with soon_said("loading the model"):
         layout = lay_out(asked, selection)
+    selection = as_model_takes(selection, layout, data, {})
     model, table = layout.model, layout.table
     choices, plan, weights, notes = plan_contents(layout, keep, len(selection.samples))
     notes += [*model.notes(), *cut_sides(asked.model, model), *unseen_pixels(model, table)]
@@ -203,7 +212,7 @@ def plan_store(asked: Request, progress: Progress = SILENT) -> Prepared:
         selfcheck=check.figures,
         left_out={**choices.left_out, **layout.left_out, **without_erf, **table.left_out},
         info={
-            "data": asdict(data),
+            "data": data.record(),
             "data_folder": os.getcwd(),
             "checkpoint": getattr(asked.model, "checkpoint", None),
             "selection": selection.identity,
@@ -228,9 +237,9 @@ def plan_contents(
     """The planned contents of a new store of `n_images` images, and remarks. Raises VitseeError: as
     `choose`, `fit_slab` and `small_weights`."""
     choices = choose_of(layout, keep, {})
-    slab, slab_note = fit_slab(keep.slab, choices, layout.kept, n_images)
+    slab, slab_note = fit_slab(keep.slab, choices, layout.kept, n_images, layout.clip)
     weights = small_weights(layout.model, layout.table, keep.head_weights)
-    plan = build_plan(choices, layout.kept, n_images, slab, layout.canvas)
+    plan = build_plan(choices, layout.kept, n_images, slab, layout.canvas, layout.clip)
     plan = replace(plan, weights=weights.shapes)
     notes = [*layout.notes, *([slab_note] if slab_note else []), *gram_notes(plan), *weights.notes]
     if keep.erf is not None and keep.erf > n_images:
@@ -248,20 +257,55 @@ def choose_of(layout: ImageLayout, keep: KeepOptions, stored: Mapping[str, Any])
         raise VitseeError(f"{error} (--tiles keeps sites with a grid only)") from None
 
 
-def chosen_images(
-    data: DataOptions, stored: Mapping[str, Any], progress: Progress = SILENT
+def as_model_takes(
+    selection: Selection, layout: ImageLayout, data: DataOptions, stored: Mapping[str, Any]
 ) -> Selection:
-    """The images, with an existing store's (`stored`: its identity) seed and order by default."""
+    """The same data as clips, for a model of clips. Raises VitseeError: clips for a model of images
+    without a number of frames."""
+    if layout.clip is None and has_clips(selection.source):
+        raise VitseeError(
+            f"{data.data} has videos, and {layout.model.name} takes images: give --frames N, and "
+            "it sees N frames of each, one by one"
+        )
+    if layout.clip is None or has_clips(selection.source):
+        return selection
+    return chosen_images(data, stored, clips=True)
+
+
+def chosen_images(
+    data: DataOptions,
+    stored: Mapping[str, Any],
+    progress: Progress = SILENT,
+    clips: bool = False,
+) -> Selection:
+    """The images, with an existing store's (`stored`: its identity) seed and order by default;
+    clips where they are asked for, or where there are no images."""
+
+    def opened(as_clips: bool) -> ImageSource:
+        return open_source(
+            data.data,
+            split=data.split,
+            label_key=data.label_key,
+            image_column=data.image_column,
+            label_column=data.label_column,
+            clips=as_clips,
+            progress=progress,
+        )
+
+    def found() -> ImageSource:
+        if clips or data.of_clips or "clip" in stored.get("transform", {}):
+            return opened(True)
+        try:
+            return opened(False)
+        except DataError as error:
+            try:
+                return opened(True)
+            except DataError:
+                raise error from None
+
     with soon_said(f"listing the images of {data.data}"):
         return select(
-            open_source(
-                data.data,
-                split=data.split,
-                label_key=data.label_key,
-                image_column=data.image_column,
-                label_column=data.label_column,
-                progress=progress,
-            ),
+            found(),
             images=data.images,
             per_class=data.per_class,
             seed=data.seed if data.seed is not None else stored.get("seed", 0),
@@ -286,6 +330,8 @@ def run_self_check(
     """
     _, height, width = model.input_size  # of the first tile, where there are several
     pixels = pixels[..., :height, :width]
+    if plan.clip is not None and plan.clip.by_frame:
+        pixels = pixels[:, plan.clip.frames // 2]
     with (
         soon_said(f"checking {model.name} on the first images"),
         torch.inference_mode(),

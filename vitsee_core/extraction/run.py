@@ -26,7 +26,7 @@ from vitsee_core.extraction.image_layout import describe
 from vitsee_core.extraction.loop import SlabLoop
 from vitsee_core.extraction.options import Request, RunOptions
 from vitsee_core.extraction.outcome import Outcome
-from vitsee_core.extraction.plan import slab_bytes
+from vitsee_core.extraction.plan import slab_bytes, times_of
 from vitsee_core.extraction.prepare import Prepared
 from vitsee_core.extraction.sharding import Shard
 from vitsee_core.extraction.signals import Interrupted, StopRequest
@@ -312,7 +312,7 @@ def erf_cost(prepared: Prepared, batch_size: int, spans: Sequence[slice]) -> str
 def strategy_of(prepared: Prepared, run: RunOptions) -> GramStrategy:
     """How this process computes Gram matrices, and its batch size."""
     device = prepared.device
-    default = default_batch(device)
+    default = max(1, default_batch(device) // times_of(prepared.plan))
     return choose_strategy(prepared.plan, prepared.table, device, run.batch_size, default)
 
 

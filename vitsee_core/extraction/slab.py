@@ -79,25 +79,22 @@ class SlabObserver:
         }
         self._sum_dtype = wide
         self._stored = {site.name: site for site in plan.sites}
-        level = plan.attention_level
-        self._groups = [
-            (
-                group,
-                AttentionReducer(
-                    group.layout,
-                    device,
-                    rollout=plan.rollout,
-                    rows=level in ("rows", "full"),
-                    full=level == "full",
-                ),
-            )
-            for group in plan.attention
-        ]
+        self._groups = [(group, self._reducer(group)) for group in plan.attention]
         self._place: dict[str, tuple[AttentionGroup, AttentionReducer, int]] = {
             block: (group, reducer, row)
             for group, reducer in self._groups
             for row, block in enumerate(group.blocks)
         }
+
+    def _reducer(self, group: AttentionGroup) -> AttentionReducer:
+        level = self._plan.attention_level
+        return AttentionReducer(
+            group.layout,
+            self._device,
+            rollout=self._plan.rollout,
+            rows=level in ("rows", "full"),
+            full=level == "full",
+        )
 
     def start(self, buffers: SlabBuffers) -> None:
         buffers.begin()
@@ -122,6 +119,8 @@ class SlabObserver:
         # torch has no arithmetic for uint64, but copies it bit by bit
         self._keep("hash", torch.from_numpy(batch.hash))
         self._keep("size", torch.from_numpy(batch.size))
+        if self._plan.clip is not None:
+            self._keep("seconds", torch.from_numpy(batch.seconds))
 
     def end_batch(self) -> None:
         """Compute what needs all blocks of a batch: the rollout, and numbers with a block axis.
@@ -130,13 +129,16 @@ class SlabObserver:
             if self._plan.rollout:
                 group = self._plan.attention[0]
                 means = [self._head_means[block] for block in group.blocks]
-                self._keep("attention/rollout", rollout(means, group.layout))
+                self._keep("attention/rollout", self._rolled(means, group.layout))
             for path, value in self._staged.items():
                 self._keep(path, value)
         self._head_means, self._staged = {}, {}
         if self._plan.inputs is not None:
             self._keep("input", self._batch.pixels)
         self._copies.end_batch()
+
+    def _rolled(self, means: list[Tensor], layout: TokenLayout) -> Tensor:
+        return rollout(means, layout)
 
     def finish(self) -> None:
         """Send the slab's sums and peaks; the buffers are complete once their `wait` returns."""
@@ -165,7 +167,7 @@ class SlabObserver:
             return
         parts = [body] if prefix is None else [prefix, body]
         self._sums |= self._grams.of_batch(site.name, parts, self._valid)
-        paths = feature_paths(stored) if site.name in self._grams.kept else []
+        paths = self._paths(stored)
         layout = None if stored.kind == "raw" else stored.layout
         if layout is not None and is_by_token(body):
             self._take_tokens(site.name, prefix, body, layout, paths)
@@ -186,6 +188,10 @@ class SlabObserver:
 
         image_bytes = sum(part[:1].numel() for part in parts) * 4
         by_chunks(take, len(body), image_bytes, self._device)
+
+    def _paths(self, site: SiteSpec) -> list[str]:
+        """The arrays of a site's activations that are kept, prefix first."""
+        return feature_paths(site) if site.name in self._grams.kept else []
 
     def _take_tokens(
         self,

@@ -35,6 +35,7 @@ _REASON_LENGTH = 200
 MOST_BYTES = 1 << 30  # of an encoded image
 _ZIP_HEADER, _ZIP_MAGIC = 30, b"PK\x03\x04"
 _TAR_HEADER = 512
+_PIECE_BYTES = 1 << 20  # of a file that is hashed
 _AT_ONCE_FAR = 16  # images that are asked of a server at the same time, and in memory
 
 ZipMember = tuple[int, str, int, int, int, bool, int]
@@ -59,7 +60,7 @@ class Opener(ABC):
             ImageError: missing or truncated; bytes that are not an image have a hash, too.
         """
         with _read_of(location):
-            return hash64(self._bytes(location))
+            return self._hash(location)
 
     def size(self, location: Any) -> Size:
         """(height, width) of the result of `load`, from the image's header if possible.
@@ -69,6 +70,14 @@ class Opener(ABC):
         """
         with _read_of(location):
             return self._size(location)
+
+    def file(self, location: Any) -> IO[bytes]:
+        """The file at a location, open for reading; in memory, where it is a part of another."""
+        return io.BytesIO(self._bytes(location))
+
+    def folder(self, location: Any) -> str | None:
+        """The path at a location that is a folder; None of anything else."""
+        return None
 
     def inherit(self) -> tuple[Opener, tuple[int, ...]]:
         """An opener to send to a worker, and the descriptors that the worker must inherit."""
@@ -87,6 +96,9 @@ class Opener(ABC):
     def _load(self, location: Any) -> tuple[Image.Image, int]:
         return decode(str(location), self._bytes(location))
 
+    def _hash(self, location: Any) -> int:
+        return hash64(self._bytes(location))
+
     @abstractmethod
     def _bytes(self, location: Any) -> bytes:
         """The hashed bytes."""
@@ -100,6 +112,13 @@ class FileOpener(Opener):
     """Image files; a location is a path, relative ones below `root`."""
 
     root: str
+
+    def file(self, location: str) -> IO[bytes]:
+        return open(open_regular(os.path.join(self.root, location)), "rb")
+
+    def folder(self, location: str) -> str | None:
+        path = os.path.join(self.root, location)
+        return path if os.path.isdir(path) else None
 
     def _bytes(self, location: str) -> bytes:
         return read_regular(os.path.join(self.root, location), MOST_BYTES)
@@ -319,18 +338,53 @@ def hash64(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") or 1
 
 
+def hash64_of(file: IO[bytes]) -> int:
+    """`hash64` of a file's bytes, read from its begin in pieces."""
+    file.seek(0)
+    digest = hashlib.blake2b(digest_size=8)
+    while piece := file.read(_PIECE_BYTES):
+        digest.update(piece)
+    return int.from_bytes(digest.digest(), "little") or 1
+
+
+@dataclass
+class Facts:
+    """What is known of loaded images beside their pixels.
+
+    Attributes:
+        valid: (images,) False for an unreadable one, which has zeros, hash 0 and size 0.
+        hash: (images,) of the encoded bytes.
+        size: (images, 2) height and width as decoded.
+        seconds: (images,) between neighbouring sampled frames of a clip, NaN of an image.
+        errors: position and reason of unreadable ones.
+    """
+
+    valid: NDArray[np.bool_]
+    hash: NDArray[np.uint64]
+    size: NDArray[np.int32]
+    seconds: NDArray[np.float32]
+    errors: list[tuple[int, str]]
+
+    @classmethod
+    def none(cls, n: int) -> Facts:
+        """Of `n` images that are not loaded yet."""
+        flags, hashes = np.zeros(n, np.bool_), np.zeros(n, np.uint64)
+        return cls(flags, hashes, np.zeros((n, 2), np.int32), np.full(n, np.nan, np.float32), [])
+
+    def put(self, start: int, some: Facts) -> None:
+        """Take over those of some images, from a position on."""
+        rows = slice(start, start + len(some.valid))
+        for name in ("valid", "hash", "size", "seconds"):
+            getattr(self, name)[rows] = getattr(some, name)
+        self.errors = sorted([*self.errors, *((start + k, why) for k, why in some.errors)])
+
+
 def load_into(
     out: NDArray[np.uint8], opener: Opener, locations: Sequence[Any], recipe: Any
-) -> tuple[NDArray[np.bool_], NDArray[np.uint64], NDArray[np.int32], list[tuple[int, str]]]:
-    """Load images into `out` (images, channels, height, width).
-
-    Returns which are valid, their hashes, their sizes (images, 2) as decoded (height, width), and
-    (position, reason) of invalid ones, which have zeros in `out`, hash 0 and size 0.
-    """
-    valid = np.zeros(len(locations), np.bool_)
-    hashes = np.zeros(len(locations), np.uint64)
-    sizes = np.zeros((len(locations), 2), np.int32)
-    errors: list[tuple[int, str]] = []
+) -> Facts:
+    """Load images into `out` (images, channels, height, width), of clips (clips, frames, channels,
+    height, width); unreadable ones have zeros there."""
+    found = Facts.none(len(locations))
 
     def load(k: int) -> None:
         try:
@@ -338,13 +392,15 @@ def load_into(
             out[k] = recipe.apply(image)
         except ImageError as error:
             out[k] = 0
-            errors.append((k, error.reason))
+            found.errors.append((k, error.reason))
         else:
-            valid[k], hashes[k] = True, value
-            sizes[k] = image.height, image.width
+            found.valid[k], found.hash[k] = True, value
+            found.size[k] = image.height, image.width
+            found.seconds[k] = getattr(image, "seconds", np.nan)
 
     opener.each(load, len(locations))
-    return valid, hashes, sizes, sorted(errors)
+    found.errors.sort()
+    return found
 
 
 def one_line(error: BaseException) -> str:

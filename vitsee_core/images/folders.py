@@ -7,8 +7,7 @@ import itertools
 import json
 import logging
 import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from vitsee_core.images import splits as split_rules
 from vitsee_core.images.decoding import FileOpener
 from vitsee_core.images.errors import DataError
+from vitsee_core.images.file_names import is_image, natural_key
 from vitsee_core.images.image_source import ImageSource
 from vitsee_core.tables.formats import TABLE_ENDINGS
 from vitsee_stores.disk import read_regular
@@ -29,14 +29,6 @@ PICTURES = ("--png", "--table")  # options of commands behind which a picture's 
 STUDY, SIDECARS = "study.json", tuple(f"{ending}.json" for ending in TABLE_ENDINGS)
 
 log = logging.getLogger(__name__)
-
-EXTENSIONS = frozenset(
-    f".{kind}"
-    for kind in (
-        *("avif", "bmp", "gif", "jp2", "jpe", "jpeg", "jpg", "pbm"),
-        *("pgm", "png", "pnm", "ppm", "tif", "tiff", "webp"),
-    )
-)
 
 
 def open_folder(path: Path, name: str) -> ImageSource:
@@ -54,17 +46,6 @@ def open_folder(path: Path, name: str) -> ImageSource:
     return ImageSource(
         name, FileOpener(str(path.absolute())), paths, paths, labels, splits, class_names
     )
-
-
-def is_image(name: str) -> bool:
-    """Whether a file's name ends like an image's and does not start with a dot."""
-    return not name.startswith(".") and os.path.splitext(name)[1].lower() in EXTENSIONS
-
-
-def image_stem(name: str) -> str:
-    """A name without the ending of an image file."""
-    stem, ending = os.path.splitext(name)
-    return stem if ending.lower() in EXTENSIONS else name
 
 
 def classify(paths: Sequence[str]) -> tuple[NDArray[np.int64], list[str], list[str] | None]:
@@ -103,14 +84,9 @@ def class_labels(values: Sequence[str]) -> tuple[NDArray[np.int64], list[str] | 
     return np.array(numbers, np.int64), None
 
 
-def natural_key(text: str) -> tuple[list[int | str], str]:
-    """Sorts digits by their value and letters without case; ties by code point."""
-    pieces = re.split(r"([0-9]+)", text.lower())
-    return [int(p) if k % 2 else p for k, p in enumerate(pieces)], text
-
-
-def walk(root: str) -> list[str]:
-    """Paths of all images below `root`, with forward slashes, sorted by code point.
+def walk(root: str, wanted: Callable[[str], bool] = is_image) -> list[str]:
+    """Paths of all images below `root`, with forward slashes, sorted by code point; wanted: of
+    files whose name it says yes to.
 
     Links are followed unless they lead back to a folder that contains them; names that start with a
     dot are ignored. Left out with a warning: images whose name is not UTF-8, as ids are, folders
@@ -121,14 +97,18 @@ def walk(root: str) -> list[str]:
         DataError: a folder cannot be read.
     """
     left_out: list[str] = []
-    found = sorted(_walk(root, "", frozenset(), left_out))
+    found = sorted(_walk(root, "", frozenset(), left_out, wanted))
     if left_out:
         log.warning("left out of %s: %s", root, few(sorted(left_out)))
     return found
 
 
 def _walk(
-    root: str, below: str, above: frozenset[tuple[int, int]], left_out: list[str]
+    root: str,
+    below: str,
+    above: frozenset[tuple[int, int]],
+    left_out: list[str],
+    wanted: Callable[[str], bool],
 ) -> Iterator[str]:
     folder = os.path.join(root, below)
     try:
@@ -148,8 +128,8 @@ def _walk(
                 continue
             path = f"{below}/{entry.name}" if below else entry.name
             if entry.is_dir():
-                yield from _walk(root, path, above | {here}, left_out)
-            elif is_image(entry.name):
+                yield from _walk(root, path, above | {here}, left_out, wanted)
+            elif wanted(entry.name):
                 try:
                     yield utf8(path)
                 except DataError as error:

@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitsee_core.images.decoding import Opener, load_into
+from vitsee_core.images.clips import clip_recipe
+from vitsee_core.images.decoding import Facts, Opener, load_into
 from vitsee_core.images.errors import DataError, ImageError
 from vitsee_core.images.pool import Loaded, load_with_workers
 from vitsee_core.images.selection import Selection
-from vitsee_core.images.transform import Recipe, make_recipe
+from vitsee_core.images.transform import AnyRecipe, make_recipe
 
 if TYPE_CHECKING:
     import torch
@@ -35,11 +36,13 @@ class Batch:
     """Consecutive rows of a selection.
 
     Attributes:
-        pixels: uint8 (images, channels, height, width) after resize and crop.
+        pixels: uint8 (images, channels, height, width) after resize and crop, of clips (clips,
+            frames, channels, height, width).
         valid: False for an unreadable image, which has zeros, hash 0, size 0 and an entry in
             `errors`.
         errors: row number in the selection, id, reason.
         size: (images, 2) height and width as decoded, EXIF orientation not applied.
+        seconds: (images,) between neighbouring sampled frames of clips, else NaN.
     """
 
     rows: slice
@@ -48,6 +51,7 @@ class Batch:
     hash: NDArray[np.uint64]
     size: NDArray[np.int32]
     errors: list[tuple[int, str, str]]
+    seconds: NDArray[np.float32]
 
 
 def batches(
@@ -74,13 +78,13 @@ def batches(
     if workers < 0:
         raise DataError(f"{workers} workers; expected 0 or more")
     ranges = [_range(part, len(selection)) for part in rows]
-    recipe = make_recipe(transform)
+    recipe = clip_recipe(transform) if "clip" in transform else make_recipe(transform)
     n_images = sum(part.stop - part.start for part in ranges)
     return _batches(selection, recipe, ranges, min(workers, n_images), on_error)
 
 
 def _batches(
-    selection: Selection, recipe: Recipe, ranges: list[slice], workers: int, on_error: str
+    selection: Selection, recipe: AnyRecipe, ranges: list[slice], workers: int, on_error: str
 ) -> Generator[Batch]:
     import torch
 
@@ -94,33 +98,29 @@ def _batches(
         return _load_here(source.opener, places, recipe, stopped)
 
     with closing(_ahead(produce)) as loaded:
-        for part, (pixels, valid, hashes, sizes, errors) in zip(ranges, loaded, strict=True):
-            named = [(part.start + k, ids[part.start + k], reason) for k, reason in errors]
+        for part, (pixels, of) in zip(ranges, loaded, strict=True):
+            named = [(part.start + k, ids[part.start + k], reason) for k, reason in of.errors]
             if named and on_error == "fail":
                 raise ImageError(*named[0][1:])
-            yield Batch(part, torch.from_numpy(pixels), valid, hashes, sizes, named)
+            batch = torch.from_numpy(pixels)
+            yield Batch(part, batch, of.valid, of.hash, of.size, named, of.seconds)
 
 
 def _load_here(
-    opener: Opener, places: Sequence[Sequence[Any]], recipe: Recipe, stopped: threading.Event
+    opener: Opener, places: Sequence[Sequence[Any]], recipe: AnyRecipe, stopped: threading.Event
 ) -> Generator[Loaded]:
     """The batches one after another, in this thread; ends early when `stopped`."""
     # An ImageError that names the image comes instead.
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
     for locations in places:
         pixels = np.empty((len(locations), *recipe.shape), np.uint8)
-        valid = np.empty(len(locations), np.bool_)
-        hashes = np.empty(len(locations), np.uint64)
-        sizes = np.empty((len(locations), 2), np.int32)
-        errors: list[tuple[int, str]] = []
+        facts = Facts.none(len(locations))
         for start in range(0, len(locations), opener.at_once):
             if stopped.is_set():
                 return
             some = slice(start, start + opener.at_once)
-            loaded = load_into(pixels[some], opener, locations[some], recipe)
-            valid[some], hashes[some], sizes[some], wrong = loaded
-            errors += [(start + k, reason) for k, reason in wrong]
-        yield pixels, valid, hashes, sizes, errors
+            facts.put(start, load_into(pixels[some], opener, locations[some], recipe))
+        yield pixels, facts
 
 
 def _ahead(produce: Callable[[threading.Event], Generator[Loaded]]) -> Generator[Loaded]:

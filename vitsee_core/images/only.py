@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.folders import image_stem
+from vitsee_core.images.file_names import image_stem
 from vitsee_stores.errors import reason
 
 MOST_BYTES = 1 << 28

@@ -21,25 +21,19 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.images.decoding import Opener, load_into
+from vitsee_core.images.decoding import Facts, Opener, load_into
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.shared import SharedBlock
-from vitsee_core.images.transform import Recipe
+from vitsee_core.images.transform import AnyRecipe
 
-Loaded = tuple[
-    NDArray[np.uint8],
-    NDArray[np.bool_],
-    NDArray[np.uint64],
-    NDArray[np.int32],
-    list[tuple[int, str]],
-]
+Loaded = tuple[NDArray[np.uint8], Facts]
 
 _TASKS_AHEAD = 2  # a worker finds its next task waiting
 _LARGEST_TASK = 16  # images; small enough that large batches spread evenly
@@ -61,20 +55,17 @@ class _Worker:
 class _Open:
     slot: int
     pixels: NDArray[np.uint8]
-    valid: NDArray[np.bool_]
-    hash: NDArray[np.uint64]
-    size: NDArray[np.int32]
+    facts: Facts
     missing: int
-    errors: list[tuple[int, str]] = field(default_factory=list)
 
     def copy(self) -> Loaded:
-        return self.pixels.copy(), self.valid, self.hash, self.size, sorted(self.errors)
+        return self.pixels.copy(), self.facts
 
 
 def load_with_workers(
     opener: Opener,
     places: Sequence[Sequence[Any]],
-    recipe: Recipe,
+    recipe: AnyRecipe,
     n_workers: int,
     stopped: threading.Event,
 ) -> Generator[Loaded]:
@@ -110,7 +101,7 @@ def load_with_workers(
 def _dispatch(
     workers: list[_Worker],
     places: Sequence[Sequence[Any]],
-    recipe: Recipe,
+    recipe: AnyRecipe,
     ring: SharedBlock,
     n_slots: int,
     task: int,
@@ -136,8 +127,7 @@ def _dispatch(
             if number not in running:
                 slot, n = free.popleft(), len(places[number])
                 view = ring.array((n, *recipe.shape), slot * slot_bytes)
-                flags, hashes = np.zeros(n, np.bool_), np.zeros(n, np.uint64)
-                running[number] = _Open(slot, view, flags, hashes, np.zeros((n, 2), np.int32), n)
+                running[number] = _Open(slot, view, Facts.none(n), n)
             offset = running[number].slot * slot_bytes + start * image_bytes
             _send(worker, (number, start, offset, places[number][start:stop]))
             next_task = next(tasks, None)
@@ -170,13 +160,11 @@ def _receive(workers: list[_Worker], running: dict[int, _Open]) -> None:
             raise _lost(worker) from None
         if isinstance(answer, DataError):
             raise answer
-        number, start, valid, hashes, sizes, errors = answer
+        number, start, facts = answer
         worker.n_tasks -= 1
         batch = running[number]
-        rows = slice(start, start + len(valid))
-        batch.valid[rows], batch.hash[rows], batch.size[rows] = valid, hashes, sizes
-        batch.errors += [(start + k, reason) for k, reason in errors]
-        batch.missing -= len(valid)
+        batch.facts.put(start, facts)
+        batch.missing -= len(facts.valid)
 
 
 def _start(fds: tuple[int, ...]) -> _Worker:
@@ -238,11 +226,11 @@ def serve(fd: int) -> None:
         return
 
 
-def _load_task(socket: Connection, opener: Opener, recipe: Recipe, ring: SharedBlock) -> None:
+def _load_task(socket: Connection, opener: Opener, recipe: AnyRecipe, ring: SharedBlock) -> None:
     number, start, offset, locations = socket.recv()
     out = ring.array((len(locations), *recipe.shape), offset)
     try:
-        answer: Any = (number, start, *load_into(out, opener, locations, recipe))
+        answer: Any = (number, start, load_into(out, opener, locations, recipe))
     except DataError as error:  # of what the images are read from, not of one of them
         answer = error
     socket.send(answer)

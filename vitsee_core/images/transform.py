@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +69,15 @@ class Recipe:
             raise ImageError("image", f"cannot be resized: {error}") from None
         pixels = np.asarray(image)
         return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+
+
+class AnyRecipe(Protocol):
+    """What makes uint8 pixels of `shape` of an image, or of a clip."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def apply(self, image: Any) -> NDArray[np.uint8]: ...
 
 
 def to_mode(image: Image.Image, mode: str) -> Image.Image:
@@ -185,7 +194,8 @@ def steps_of_timm(transform: Mapping[str, Any]) -> tuple[list[Step], Any]:
 def normalise(
     pixels: torch.Tensor, transform: Mapping[str, Any], device: torch.device | str
 ) -> torch.Tensor:
-    """Uint8 pixels (images, channels, height, width) as the model's input: float32, on `device`.
+    """Uint8 pixels (images, channels, height, width), of clips (clips, frames, channels, height,
+    width), as the model's input: float32, on `device`.
 
     (pixels / 255 - mean) / std, bitwise equal on CPU and CUDA to timm's `ToTensor`, `Normalize`.
 
@@ -194,7 +204,7 @@ def normalise(
     """
     import torch
 
-    channels = pixels.shape[1]
+    channels = pixels.shape[-3]
     for name in ("mean", "std"):
         if len(transform[name]) not in (1, channels):
             raise DataError(f"{name} has {len(transform[name])} values for {channels} channels")

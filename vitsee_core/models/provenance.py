@@ -315,7 +315,8 @@ def source_of(store: Store, data: str | None = None) -> ImageSource:
     if Path(text).suffix != Path(str(options["data"])).suffix:
         own = {}  # of files of that kind
     try:
-        return open_source(text, split=options["split"], **own)
+        clips = store.plan.clip is not None
+        return open_source(text, split=options["split"], clips=clips, **own)
     except VitseeError as error:
         raise VitseeError(
             f"the images of {store.label} cannot be read again: {error} (name where they are now "

@@ -56,18 +56,21 @@ def check_reproduced(
     sites = [s for s in store.plan.sites if s.alias_of is None and s.kind != "raw"][-MOST_SITES:]
     if not sites or (canvas is not None and canvas.tiles is not None):
         return
-    pooled = _Pooled()
+    pooled, clip, pixels, n_frames = _Pooled(), store.plan.clip, first.pixels, 1
+    if clip is not None and clip.by_frame:
+        pixels, n_frames = pixels.flatten(0, 1), clip.frames
     with (
         torch.inference_mode(),
         precision_context(device, precision),
         Capture(model, table, sites=sites) as capture,
     ):
-        capture.run(normalise(first.pixels, model.transform, device), pooled)
+        capture.run(normalise(pixels, model.transform, device), pooled)
         tolerance = TOLERANCE[current_precision(device)]
     rows = np.flatnonzero(store.valid[first.row : first.row + len(first.hash)]) + first.row
     for site in sites:
         stored = store.pooled(site.name)[rows]
         here = pooled.found[site.name]
+        here = here.reshape(len(here) // n_frames, n_frames, -1).mean(1)
         if len(here) != len(rows):  # an image that could not be read then, or cannot now
             return
         error = float(np.linalg.norm(here - stored) / max(float(np.linalg.norm(stored)), 1e-12))

@@ -4,15 +4,18 @@ says which, or the ending of the files that it stands for."""
 from __future__ import annotations
 
 import glob
+import logging
 import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from vitsee_core.images.decoding import FilesOpener
+from vitsee_core.images.clips import as_clips
+from vitsee_core.images.decoding import FileOpener, FilesOpener
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.folders import classify, is_image, open_folder, walk
+from vitsee_core.images.file_names import is_video
+from vitsee_core.images.folders import classify, open_folder, walk
 from vitsee_core.images.image_source import ImageSource
 from vitsee_core.images.sources.arrays import open_demo, open_npz
 from vitsee_core.images.sources.base import Asked, Found, found_paths
@@ -29,8 +32,11 @@ from vitsee_core.images.sources.parquet import open_parquet
 from vitsee_core.images.sources.remote import GLOBS, find_remote
 from vitsee_core.images.sources.tars import open_tars
 from vitsee_core.images.sources.zips import open_zips
+from vitsee_core.runtime.machine import counted
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_stores.url import is_url
+
+log = logging.getLogger(__name__)
 
 _EXPECTED = (
     "an image folder, a .csv, .tsv or .txt list, an .npz file, NYU's .mat, .zip, .tar or .parquet "
@@ -38,13 +44,18 @@ _EXPECTED = (
     "https://, hf://datasets/), torch/NAME, hfds/NAME, demo:train or demo:test"
 )
 _UNPACK = {".gz": "gunzip", ".tgz": "gunzip", ".zst": "zstd -d", ".bz2": "bunzip2", ".xz": "unxz"}
+_OF_CLIPS = (
+    "a folder of videos, or of folders of frames, a .csv, .tsv or .txt list of these, or .tar or "
+    ".zip files of videos"
+)
+_CLIPS_BY_ENDING = (".csv", ".tsv", ".txt", ".zip", ".tar")
 _OPENERS: dict[str, Callable[[Asked, Found], ImageSource]] = {
     ".csv": lambda asked, found: open_list(found.path, asked.data),
     ".tsv": lambda asked, found: open_list(found.path, asked.data),
     ".txt": lambda asked, found: open_list(found.path, asked.data),
     ".npz": lambda asked, found: open_npz(found.path, asked.data),
     ".mat": lambda asked, found: open_nyu(found.path, asked.data),
-    ".zip": lambda asked, found: open_zips(found.paths, asked.data),
+    ".zip": lambda asked, found: open_zips(found.paths, asked),
     ".tar": open_tars,
     ".parquet": open_parquet,
 }
@@ -57,6 +68,7 @@ def open_source(
     label_key: str | None = None,
     image_column: str | None = None,
     label_column: str | None = None,
+    clips: bool = False,
     progress: Progress = SILENT,
 ) -> ImageSource:
     """The samples of `data`, or of a split expression of it.
@@ -67,13 +79,17 @@ def open_source(
     `hfds/NAME[:CACHE]`, `demo:train`, `demo:test` or `demo:all`. `split` is a name, a slice of one
     (`train[:45000]`, `test[10%:20%]`), or several joined by '+'. For the other options see `Asked`.
 
+    With `clips` a sample is a video file, or a folder with the frames of one: a folder has videos,
+    or else folders of frames, lists have paths of either, zip and tar files videos.
+
     Raises:
         DataError: there is no such data, or it cannot be read.
     """
-    asked = Asked(data, split, label_key, image_column, label_column, progress)
+    asked = Asked(data, split, label_key, image_column, label_column, progress, clips)
     if not data.strip():
         raise DataError(f"--data is empty (a variable that is not set?); expected {_EXPECTED}")
     if data == "demo" or data.startswith("demo:"):
+        _no_clips(asked)
         asked.check("")
         return open_demo(data, split)
     if data.startswith(ITERABLE[-1]):
@@ -83,10 +99,18 @@ def open_source(
         if prefix in ITERABLE:
             raise refuse_iterable(data)
         if prefix in RANDOM_ACCESS:
+            _no_clips(asked)
             asked.check("")
             return open_library(data, split)
     source = _open(asked)
+    source = as_clips(source) if clips else source
     return source if split is None else source.part(split)
+
+
+def _no_clips(asked: Asked) -> None:
+    """Raises DataError: clips are asked of data that has images only."""
+    if asked.clips:
+        raise DataError(f"{asked.data} has images, no clips; expected {_OF_CLIPS}")
 
 
 def placed(data: str, folder: Path) -> str:
@@ -107,7 +131,7 @@ def _open(asked: Asked) -> ImageSource:
     path = Path(data).expanduser()
     if is_url(data):
         found = find_remote(expand_braces(data))
-        return _by_ending(asked, found if found.given else _of_folder(found))
+        return _by_ending(asked, found if found.given else _of_folder(found, asked))
     if path.is_dir():
         return _open_folder(asked, path)
     if path.exists():
@@ -148,7 +172,7 @@ def _by_ending(asked: Asked, found: Found) -> ImageSource:
             raise DataError(
                 f"{packed} is compressed, without random access; unpack it: {tool} {packed}"
             )
-    if all(is_image(PurePosixPath(name).name) for name in found.names):
+    if all(map(asked.wants, found.names)):
         if found.given and len(found.names) == 1:
             raise DataError(
                 f"{asked.data} is a single file; expected its folder, or a list of paths"
@@ -162,6 +186,8 @@ def _by_ending(asked: Asked, found: Found) -> ImageSource:
         raise DataError(f"{asked.data} has files of several kinds: {', '.join(endings)}")
     if endings[0] not in _OPENERS:
         raise DataError(f"{asked.data} is no data set; expected {_EXPECTED}")
+    if endings[0] not in _CLIPS_BY_ENDING:
+        _no_clips(asked)
     asked.check(endings[0])
     return _OPENERS[endings[0]](asked, found)
 
@@ -170,19 +196,39 @@ def _open_folder(asked: Asked, path: Path) -> ImageSource:
     packed = [*path.glob("*.tar*"), *path.glob("*.tgz"), *path.glob("*.zip")]
     packed += [*path.glob("*.parquet"), *path.glob("*/*.parquet")]
     names = sorted(str(file) for file in packed if file.is_file())
-    if names and not walk(str(path)):
-        return _by_ending(asked, _of_folder(replace(found_paths(names), given=False)))
+    if names and not walk(str(path)) and not (asked.clips and walk(str(path), is_video)):
+        return _by_ending(asked, _of_folder(replace(found_paths(names), given=False), asked))
     asked.check("")
-    return open_folder(path, asked.data)
+    return _folder_of_clips(path, asked) if asked.clips else open_folder(path, asked.data)
 
 
-def _of_folder(found: Found) -> Found:
+def _folder_of_clips(path: Path, asked: Asked) -> ImageSource:
+    """The videos below a folder, or else the folders below it that hold images, their frames.
+    Raises DataError: neither, or images in the folder itself."""
+    paths = walk(str(path), is_video)
+    images = [name for name in walk(str(path)) if not is_video(name)]
+    if paths and images:
+        log.warning("%s beside videos in %s are left out", counted(len(images), "images"), path)
+    if not paths:
+        paths = sorted({name.rpartition("/")[0] for name in images})
+    if not paths:
+        raise DataError(f"no clips in {path}; expected {_OF_CLIPS}")
+    if "" in paths:
+        raise DataError(
+            f"images lie in {path} itself, which is one clip or none; expected a folder for each "
+            "clip below it"
+        )
+    opener = FileOpener(str(path.absolute()))
+    return ImageSource(asked.data, opener, paths, paths, *classify(paths))
+
+
+def _of_folder(found: Found, asked: Asked) -> Found:
     """The images among all files of a folder, or else its archives of one kind."""
     names = [name for name in found.names if not any(p.startswith(".") for p in name.split("/"))]
-    images = [name for name in names if is_image(PurePosixPath(name).name)]
+    images = [name for name in names if asked.wants(name)]
     tars = [name for name in names if re.search(r"\.(tar|tgz)$|\.tar\.", name.lower())]
     zips, parquets = ([n for n in names if n.lower().endswith(e)] for e in (".zip", ".parquet"))
     chosen = images or tars or zips or parquets
     if not chosen:
-        raise DataError(f"no images below {found.root}; expected .jpg, .png or other image files")
+        raise DataError(asked.nothing.replace(" in ", " below ") % found.root)
     return replace(found, names=chosen)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.images.errors import DataError
+from vitsee_core.images.file_names import is_image, is_video
 from vitsee_core.images.folders import class_labels
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_stores.files import Files, NoAnswer
@@ -28,6 +29,7 @@ class Asked:
         data: as the user wrote it.
         label_key: of tars: the member (`cls`, `txt`), or the field of the `.json`, with the label.
         image_column, label_column: of parquet files.
+        clips: whether videos and folders of frames are asked for, not images.
         progress: shown while many files are read for the first time.
     """
 
@@ -37,6 +39,19 @@ class Asked:
     image_column: str | None = None
     label_column: str | None = None
     progress: Progress = SILENT
+    clips: bool = False
+
+    def wants(self, path: str) -> bool:
+        """Whether a file is one of the asked kind by its name."""
+        base = path.rpartition("/")[2]
+        return is_video(base) if self.clips else is_image(base)
+
+    @property
+    def nothing(self) -> str:
+        """What a place without samples lacks, in words: `no images in %s; expected ...`."""
+        if self.clips:
+            return "no videos in %s; expected .mp4, .webm, .mov, .avi, .mkv or .gif files"
+        return "no images in %s; expected .jpg, .png or other image files"
 
     def check(self, kind: str) -> None:
         """Raises DataError: an option that data of this kind (an ending) does not have."""

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.folders import is_image, utf8
+from vitsee_core.images.file_names import VIDEOS, is_image, is_video
+from vitsee_core.images.folders import utf8
 from vitsee_core.images.sources.base import strings
 from vitsee_stores.files import Files
 from vitsee_stores.folder import Folder
@@ -30,6 +31,7 @@ WINDOW, WINDOW_FAR = 1 << 14, 1 << 20
 FLUSH = 1 << 15  # Python objects that become arrays at once
 PACKED = {b"\x1f\x8b": "gunzip", b"(\xb5/\xfd": "zstd -d", b"BZh": "bunzip2", b"\xfd7zX": "unxz"}
 IMAGES = frozenset(("jpg", "jpeg", "png", "webp"))  # endings that make an image of a key
+CLIPS = frozenset(ending.removeprefix(".") for ending in VIDEOS)  # and that make a clip of one
 MEMBERS = ("cls", "txt")  # that are a label themselves
 JSON_FIELDS = ("label", "cls", "class")
 _ZEROS = bytes(BLOCK)
@@ -60,7 +62,9 @@ class TarIndex:
         return TarIndex(self.paths[rows], offset, size, label, self.whole[rows], self.label_texts)
 
 
-def index_tar(files: Files, name: str, size: int, label_key: str | None) -> TarIndex:
+def index_tar(
+    files: Files, name: str, size: int, label_key: str | None, clips: bool = False
+) -> TarIndex:
     """Read the headers of a tar file.
 
     Args:
@@ -68,19 +72,20 @@ def index_tar(files: Files, name: str, size: int, label_key: str | None) -> TarI
         label_key: `cls` or `txt`, the member with an image's label, or else a field of its
             `.json`. By default the first that an image has of `.cls`, the field `label`, `cls` or
             `class` of `.json`, and a `.txt` with a whole number.
+        clips: index videos, not images.
 
     Raises:
         DataError: why it cannot be read as an uncompressed tar, or as a set of labelled images.
     """
     window = _Window(files, name, size)
-    seen = _Seen(label_key)
+    seen, wanted = _Seen(label_key, CLIPS if clips else IMAGES), is_video if clips else is_image
     try:
         if not size:
             raise ValueError("it is empty")
         for path, offset, length in _members(window, 0, size, ""):
             base = path.rpartition("/")[2]
             ending = base.rpartition(".")[2].lower()
-            if is_image(base):
+            if wanted(base):
                 seen.add_image(utf8(path), offset, length)
             elif seen.reads(ending) and length <= LABEL_MOST:
                 seen.add_label(path, ending, window.read(offset, length))
@@ -214,8 +219,8 @@ class _Packed:
 class _Seen:
     """The images that were found in a tar so far, and labels by their keys."""
 
-    def __init__(self, label_key: str | None) -> None:
-        self._label_key = label_key
+    def __init__(self, label_key: str | None, endings: frozenset[str]) -> None:
+        self._label_key, self._kinds = label_key, endings
         # The last wins.
         self._endings: tuple[str, ...] = ("txt", "json", "cls")
         if label_key is not None:
@@ -230,7 +235,7 @@ class _Seen:
 
     def add_image(self, path: str, offset: int, size: int) -> None:
         self._paths.add(path)
-        self._whole.append(path.removeprefix(key_of(path))[1:].lower() in IMAGES)
+        self._whole.append(path.removeprefix(key_of(path))[1:].lower() in self._kinds)
         self._offset.append(offset)
         self._size.append(size)
 
@@ -288,7 +293,7 @@ class _Seen:
         if (label[of_images] < 0).all():
             return
         n_images = np.bincount(of_images[made.whole], minlength=len(both))
-        kinds = ", ".join(f".{ending}" for ending in sorted(IMAGES))
+        kinds = ", ".join(f".{ending}" for ending in sorted(self._kinds))
         if (n_images > 1).any():
             found = made.paths[made.whole & (of_images == np.argmax(n_images > 1))]
             raise ValueError(f"{found[0]} and {found[1]} are images of one key; expected one")

@@ -68,7 +68,7 @@ def open_tars(asked: Asked, found: Found) -> ImageSource:
     tar = np.repeat(np.arange(len(indexes), dtype=np.int32), lengths)
     paths = np.concatenate([index.paths for index in indexes])
     if not len(paths):
-        raise DataError(f"no images in {asked.data}; expected .jpg, .png or other image files")
+        raise DataError(asked.nothing % asked.data)
     order = _in_order(paths)
     if len(indexes) > 1 and (order is None or not (found.given or labelled)):
         paths = np.concatenate(
@@ -140,7 +140,7 @@ def _indexes(asked: Asked, found: Found) -> list[TarIndex]:
             stamp = found.files.stamp(name)
             index = known[name][1] if known.get(name, ((), None))[0] == stamp else None
             if index is None:
-                index = index_tar(found.files, name, stamp[0], asked.label_key)
+                index = index_tar(found.files, name, stamp[0], asked.label_key, asked.clips)
                 read_anew.append(name)
         except NoAnswer as error:
             raise no_answer(found.shown(name), error) from None
@@ -162,7 +162,8 @@ def _indexes(asked: Asked, found: Found) -> list[TarIndex]:
 
 def _cache_file(asked: Asked, found: Found) -> Path:
     place = found.files.place.absolute()
-    names = json.dumps([_VERSION, str(place), asked.label_key, *found.names])
+    kind = ["clips"] if asked.clips else []
+    names = json.dumps([_VERSION, str(place), asked.label_key, *kind, *found.names])
     digest = hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()
     return user_caches() / f"{digest[:24]}{TAR_INDEX}"
 

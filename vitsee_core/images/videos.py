@@ -1,0 +1,225 @@
+"""Frames of video files, by PyAV.
+
+A file is read twice: its packets without decoding, which gives the time of every frame, then from
+the last keyframe before each frame that is wanted. Only the formats below are tried, so that a file
+cannot send the reader to other files or to a server. Loading workers run this module.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import IO, Any
+
+from PIL import Image
+
+from vitsee_core.images.clip_times import Timeline
+from vitsee_core.images.decoding import one_line
+from vitsee_core.images.errors import DataError, ImageError
+from vitsee_stores.errors import reason
+
+FORMATS = "mov,matroska,webm,avi,gif"
+MISSING = "videos are read by PyAV, which is not installed; run: pip install 'vitsee[video]'"
+# A container that says it lasts longer than what it holds by more than this share is cut short.
+_CUT_SHARE = Fraction(1, 20)
+_GIF_END, _GIF_TAIL, _GIF_PADDING = b";", 64, b"\0\r\n"
+_TURNS = {
+    90: Image.Transpose.ROTATE_90,
+    180: Image.Transpose.ROTATE_180,
+    -180: Image.Transpose.ROTATE_180,
+    -90: Image.Transpose.ROTATE_270,
+}
+
+
+class _OtherTimes(Exception):
+    """The decoded frames have other times than the packets said."""
+
+
+@dataclass
+class Video:
+    """One video file.
+
+    Attributes:
+        name: in errors.
+        file: of its bytes; closed with the video.
+        line: when its frames are shown.
+    """
+
+    name: str
+    file: IO[bytes]
+    line: Timeline = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Raises:
+        ImageError: not a video, cut short, or too large.
+        DataError: PyAV is not installed.
+        """
+        if not self.file.seek(0, os.SEEK_END):
+            raise ImageError(self.name, "the file is empty")
+        self._keys: list[int] = []
+        self._counted = False
+        self.line = self._read_line()
+
+    def close(self) -> None:
+        self.file.close()
+
+    def frames(self, places: Sequence[int]) -> Iterator[Image.Image]:
+        """The frames at these places of the timeline, which ascend; upright, 8-bit RGB.
+
+        Raises:
+            ImageError: a frame cannot be decoded.
+        """
+        given = 0
+        if not self._counted:
+            try:
+                for image in self._from_keys(places):
+                    yield image
+                    given += 1
+                return
+            except _OtherTimes:
+                pass  # such a file is decoded from its begin, and its frames counted
+        yield from self._from_begin(places[given:])
+
+    def _read_line(self) -> Timeline:
+        with self._opened() as (container, stream):
+            starts: list[tuple[int, int]] = []
+            n_packets, last, whole = 0, Fraction(0), container.format.name.startswith("matroska")
+            for packet in container.demux() if whole else container.demux(stream):
+                if not packet.size:
+                    continue
+                if packet.pts is not None and packet.time_base is not None:
+                    last = max(last, (packet.pts + (packet.duration or 0)) * packet.time_base)
+                if packet.stream is not stream:
+                    continue
+                n_packets += 1
+                if packet.is_discard:
+                    continue
+                self._counted |= packet.pts is None
+                starts.append((packet.pts or 0, packet.duration or 0))
+                if packet.is_keyframe and packet.pts is not None:
+                    self._keys.append(packet.pts)
+            self._check_whole(container, stream, n_packets, last if whole else None)
+            # Of AVI the times are those of packets, in the order of decoding.
+            self._counted |= container.format.name == "avi"
+            rate = stream.average_rate
+            if self._counted or not starts:
+                return Timeline(range(n_packets), n_packets, float(1 / rate) if rate else None)
+            starts.sort()
+            self._keys.sort()
+            times = [pts for pts, _ in starts]
+            step = starts[-1][1]
+            if not step:
+                step = max(1, (times[-1] - times[0]) // max(1, len(times) - 1))
+            tick = stream.time_base
+            return Timeline(times, times[-1] + step, float(tick) if tick else None)
+
+    def _check_whole(
+        self, container: Any, stream: Any, n_packets: int, last: Fraction | None
+    ) -> None:
+        """Raises ImageError: the file holds fewer frames, or less time, than it says."""
+        if n_packets < stream.frames:
+            raise ImageError(
+                self.name, f"it is cut short: {n_packets} of {stream.frames} frames are there"
+            )
+        if last is not None and container.duration:
+            stated = Fraction(container.duration, 1_000_000)
+            if last < stated * (1 - _CUT_SHARE):
+                text = f"it is cut short: {float(last):.3g} of {float(stated):.3g} s are there"
+                raise ImageError(self.name, text)
+        if container.format.name == "gif":
+            self.file.seek(0, os.SEEK_END)
+            self.file.seek(-min(_GIF_TAIL, self.file.tell()), os.SEEK_CUR)
+            if not self.file.read().rstrip(_GIF_PADDING).endswith(_GIF_END):
+                raise ImageError(self.name, "it is cut short: a GIF without its end")
+
+    def _from_keys(self, places: Sequence[int]) -> Iterator[Image.Image]:
+        """The frames, each from the keyframe before it unless that was decoded already. Raises
+        _OtherTimes: a frame is not where the packets said."""
+        times = self.line.starts
+        with self._opened() as (container, stream):
+            decoded, at, image = container.decode(stream), None, None
+            for place in places:
+                wanted = times[place]
+                if at == wanted and image is not None:
+                    yield image
+                    continue
+                key = bisect_right(self._keys, wanted) - 1
+                if key > 0 and self._keys[key] > (times[0] if at is None else at):
+                    container.seek(self._keys[key], stream=stream)
+                    decoded = container.decode(stream)
+                for frame in decoded:
+                    at = frame.pts
+                    if at is None or at >= wanted:
+                        break
+                if at != wanted:
+                    raise _OtherTimes
+                image = self._upright(frame)
+                yield image
+
+    def _from_begin(self, places: Sequence[int]) -> Iterator[Image.Image]:
+        """The frames, counted from the first one that can be decoded."""
+        wanted = list(places)
+        with self._opened() as (container, stream):
+            for k, frame in enumerate(container.decode(stream)):
+                image = self._upright(frame) if wanted and wanted[0] == k else None
+                while image is not None and wanted and wanted[0] == k:
+                    wanted.pop(0)
+                    yield image
+                if not wanted:
+                    return
+        raise ImageError(self.name, f"frame {wanted[0]} of {len(self.line)} cannot be decoded")
+
+    def _upright(self, frame: Any) -> Image.Image:
+        """A frame as its display matrix turns it."""
+        if frame.is_corrupt:
+            raise ImageError(self.name, "a frame is damaged")
+        image: Image.Image = frame.to_image()
+        turn = _TURNS.get(frame.rotation)
+        return image if turn is None else image.transpose(turn)
+
+    @contextmanager
+    def _opened(self) -> Iterator[tuple[Any, Any]]:
+        """The container and its first stream of moving pictures; what PyAV raises becomes an
+        ImageError."""
+        try:
+            import av
+        except ImportError:
+            raise DataError(MISSING) from None
+        self.file.seek(0)
+        try:
+            with av.open(self.file, "r", options={"format_whitelist": FORMATS}) as container:
+                moving = [
+                    stream
+                    for stream in container.streams.video
+                    if not stream.disposition & stream.disposition.attached_pic
+                ]
+                if not moving:
+                    raise ImageError(self.name, "it has no video stream")
+                stream = moving[0]
+                context, most = stream.codec_context, Image.MAX_IMAGE_PIXELS
+                if context is None:
+                    raise ImageError(self.name, "its codec is not built into PyAV's FFmpeg")
+                context.thread_count = 1  # workers decode beside each other
+                context.options = {"err_detect": "explode"}
+                if most and context.width * context.height > most:
+                    size = f"{context.width} x {context.height}"
+                    raise ImageError(
+                        self.name, f"too many pixels: {size} a frame, expected at most {most}"
+                    )
+                yield container, stream
+        except av.error.FFmpegError as error:
+            if isinstance(error, MemoryError):
+                raise
+            raise ImageError(self.name, _said(error)) from None
+        except OSError as error:
+            raise ImageError(self.name, reason(error)) from None
+
+
+def _said(error: Any) -> str:
+    """What FFmpeg said, without its numbers."""
+    text = error.strerror or one_line(error)
+    return f"not a video that FFmpeg reads ({str(text)[0].lower()}{str(text)[1:]})"
