@@ -84,15 +84,15 @@ def lay_out(asked: Request, selection: Selection, stored: StorePlan | None = Non
     """
     _check_options(asked)
     options, data = asked.model, asked.data
-    kept = None if stored is None else stored.clip
-    frames = data.frames or (None if kept is None else kept.frames)
+    before = None if stored is None else stored.clip
+    frames = data.frames or (None if before is None else before.frames)
     if isinstance(options, LoadedModel):
         model = options
     else:
         model = load_model(**vars(options), frames=frames)
     model.module.cpu()
     table = site_table(model)
-    clip = _clip(data, model, kept)
+    clip = _clip(data, model, before)
     if clip is not None:
         return _of_clips(asked, model, table, clip, selection.identity["seed"])
     if data.short_side is None:

@@ -185,6 +185,7 @@ def loaded(
         name=name,
         ablate_skip=values.get("ablate_skip", ()),
         interventions=parse(*(values.get(key, ()) for key in INTERVENTIONS)),
+        frames=values.get("frames"),
         copied=copied,
     )
 

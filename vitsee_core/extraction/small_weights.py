@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 
 from vitsee_core.models import input_weights
 from vitsee_core.models.classifier import find_classifier
+from vitsee_core.models.clips import frames_of
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.sites import SiteTable
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_stores.errors import VitseeError
 
+OF_CLIPS = "the model takes clips, and its filters, positions and classifier reach over time"
 HEAD_BYTES = 16 << 20  # the largest classifier that is kept without being asked for
 
 
@@ -44,6 +46,12 @@ def small_weights(model: LoadedModel, table: SiteTable, head: bool | None) -> Sm
     Raises:
         VitseeError: `head` is requested and the model's is not a formula over tokens.
     """
+    if frames_of(model.module) is not None:
+        if head:
+            raise VitseeError(f"--head-weights is not supported: {OF_CLIPS}")
+        names = (input_weights.FILTERS, input_weights.POSITIONS)
+        record: dict[str, Any] = {"sites": {}, "kind": "", "absent": dict.fromkeys(names, OF_CLIPS)}
+        return SmallWeights({}, {"input_weights": record, "head_weights": {"absent": OF_CLIPS}})
     own = input_weights.of_model(model)
     classifier = find_classifier(model, table) if head is not False else "not asked for"
     notes: list[str] = []
