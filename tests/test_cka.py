@@ -27,7 +27,7 @@ from vitsee_cli.main import main
 from vitsee_core.analyses.cka import COLUMNS, plot, run
 from vitsee_core.figures.heatmaps import data_limits
 from vitsee_core.similarity import Estimator
-from vitsee_core.similarity.presets import choose_estimator
+from vitsee_core.similarity.options import choose_estimator
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store, open_store

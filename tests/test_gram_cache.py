@@ -37,8 +37,8 @@ from vitsee_core.similarity import (
 from vitsee_core.similarity.cache import SCRATCH, create_owned, gram_cache, owned_by_none
 from vitsee_core.similarity.exact import leave_one_out
 from vitsee_core.similarity.gram_file import GramFile, GramView, Header
-from vitsee_core.similarity.pieces import Partition
 from vitsee_core.similarity.shift import Shift
+from vitsee_core.similarity.whole_tiles import Partition
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput
 
@@ -168,7 +168,7 @@ def test_the_number_of_threads_changes_no_bit(
     monkeypatch.setattr("vitsee_core.features.matrix.FeatureMatrix.chunk_columns", 64)
     monkeypatch.setattr("vitsee_core.similarity.exact.tile_size", lambda n: 16)
     monkeypatch.setattr("vitsee_core.similarity.pair_sums.FEW", 0)
-    monkeypatch.setattr("vitsee_core.similarity.pieces.TERMS", 64)
+    monkeypatch.setattr("vitsee_core.similarity.whole_tiles.TERMS", 64)
     monkeypatch.setattr("vitsee_core.similarity.estimate.is_worth_compiling", lambda work: True)
     found: list[tuple[Any, list[str]]] = []
     for cores in (1, 2, 7):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.stores import write_sites
 from vitsee_core.kernels.backend import Cpu, is_worth_compiling, product_in, product_size
-from vitsee_core.kernels.fused import shift_half
+from vitsee_core.kernels.compiled import shift_half
 from vitsee_core.similarity import GramOptions, Representation, hsic
 from vitsee_core.similarity.products import GramTile, products
 from vitsee_core.similarity.shift import FeatureOffset, raw_gram

@@ -12,8 +12,12 @@ from numpy.typing import NDArray
 
 from tests.stores import write_labelled, write_sites
 from vitsee_core.analyses.spectrum import METRICS, OF_CLASSES, _Classes, plot, run
-from vitsee_core.analyses.spectrum.collapse import collapse, halves, nearest_mean_disagrees
-from vitsee_core.analyses.spectrum.intrinsic_dimension import TwoNearest
+from vitsee_core.analyses.spectrum.measures import (
+    TwoNearest,
+    collapse,
+    halves,
+    nearest_mean_disagrees,
+)
 from vitsee_core.features import choose_features
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.statistics.covariance import sums

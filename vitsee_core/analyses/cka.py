@@ -38,8 +38,8 @@ from vitsee_core.runtime.options import SIMILARITY, Offers
 from vitsee_core.similarity import GramOptions, Representation, hsic, summarise
 from vitsee_core.similarity import options as pairwise
 from vitsee_core.similarity.hsic import without_value
+from vitsee_core.similarity.options import PRESETS, choose_estimator
 from vitsee_core.similarity.pairs import SitePairs, choose_pairs
-from vitsee_core.similarity.presets import PRESETS, choose_estimator
 from vitsee_core.statistics.image_statistics import block_labels
 from vitsee_core.statistics.jackknife import interval, standard_error
 from vitsee_core.tables.columns import PAIR, VALUES, pair_columns

@@ -14,20 +14,19 @@ Gram matrices (`similarity/`, `extraction/slab_grams`) go through the protocol `
 
     strip (float16 in the store) -> float32 less a mean -> product in float32 -> float64 sum
 
-Shifts are loops of `fused` where the work is worth loading numba (`is_worth_compiling`), else
+Shifts are loops of `compiled` where the work is worth loading numba (`is_worth_compiling`), else
 passes of numpy or torch. Products of float64 (`covariance/`, `ridge`) are plain numpy.
 
 | module | what | in |
 |---|---|---|
 | `backend` | `MatmulBackend`, `Cpu`, `Cuda`, choice of both | float32, float64 sums |
 | `staging` | a strip's way to a GPU | as stored |
-| `fused` | cast, shift and sum of float16 and bytes in one loop | float32 |
-| `compiled` | the decorator of all loops that numba compiles at their first call | |
+| `compiled` | the decorator of loops that numba compiles; cast, shift and sum in one | float32 |
 | `neighbours` | the k nearest by cosine: `topk` of float32, ties in float64 | both |
 | `ridge` | one eigendecomposition for every l2; l2 by held-out or left-out images | float64 |
 
 Loops that only one room uses stay there: `reductions/` (attention summaries), `measures/flattened`,
-`features/widened`, `covariance/sums`.
+`features/reader`, `covariance/sums`.
 
 A loop or a kernel of our own stays where it saves 5 % or more of a whole command on a processor
 that CI has; the scripts in `benchmarks/` say how much.

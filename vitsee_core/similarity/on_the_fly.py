@@ -37,8 +37,8 @@ from vitsee_core.similarity.comparison import Estimator
 from vitsee_core.similarity.exact import jackknife_blocks, leave_one_out
 from vitsee_core.similarity.hsic import METHODS, Hsic, assembled, stacked
 from vitsee_core.similarity.pair_sums import bytes_each
-from vitsee_core.similarity.pieces import Partition
 from vitsee_core.similarity.stacks import Runs, Stack, StoredRuns, TokenStack
+from vitsee_core.similarity.whole_tiles import Partition
 from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import VitseeError
 

@@ -1,6 +1,11 @@
-"""Options of the analyses that compare representations."""
+"""Options of the analyses that compare representations, and the estimators of published figures by
+name, with defaults that a user's options override."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from vitsee_core.kernels.backend import PRECISIONS
 from vitsee_core.runtime.options import (
@@ -10,11 +15,116 @@ from vitsee_core.runtime.options import (
     sites_option,
     tokens_option,
 )
-from vitsee_core.similarity import batches
+from vitsee_core.runtime.streaming import choose_rows
+from vitsee_core.similarity import Estimator, batches
 from vitsee_core.similarity.estimate import MOST_EXACT
 from vitsee_core.similarity.pairing import PAIR_BY as WAYS
+from vitsee_core.similarity.pairing import paired_rows
 from vitsee_core.similarity.pairs import PAIRS as CHOICES
-from vitsee_core.similarity.presets import KINDS
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from vitsee_stores import Store
+
+KINDS = ("exact", "minibatch", "biased")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A published estimator and its source."""
+
+    estimator: Estimator  # without `examples`, all images
+    source: str  # in words
+    sites: tuple[str, ...] = ()  # compared by default; () for anything
+    order: str = ""  # required order of the images, "" for any
+
+
+PRESETS = {
+    "raghu": Preset(
+        Estimator("minibatch", 1024, 10240, 20),
+        "Raghu et al. 2021, appendix A: 10 batches of 1024 images without replacement, 20 times",
+    ),
+    "walmer": Preset(
+        Estimator("minibatch", 1024, None, 1),
+        "Walmer et al. 2023, D.1, their text: the last block, unbiased HSIC over shuffled batches, "
+        "whose size they do not say: here all images once, in equal batches of at most 1024",
+        sites=("blocks.-1.out",),
+    ),
+    "vit_analysis": Preset(
+        Estimator("minibatch", 8, None, 1, rescale=True),
+        "the code of Walmer et al. 2023: batches of 8 in the data's order, Gram matrices rescaled "
+        "batch by batch",
+        order="dataset",
+    ),
+}
+
+
+def choose_estimator(
+    stores: Sequence[Store],
+    preset: str | None = None,
+    kind: str | None = None,
+    *,
+    batch: int | None = None,
+    examples: int | None = None,
+    repeats: int | None = None,
+    images: int | None = None,
+    seed: int = 0,
+    pair_by: str = "image",
+) -> Estimator:
+    """The estimator given by user options, with sizes from a preset where none are given.
+
+    Args: as of the commands' options; `kind` is their `--estimator`.
+
+    Raises:
+        VitseeError: an unknown word, sizes of batches for an estimator without batches, a preset
+            beside another estimator, or one that needs its images in another order.
+        StoreMismatch: the stores hold other images.
+    """
+    if kind not in (None, *KINDS):
+        raise VitseeError(f"no estimator {kind!r}; expected {', '.join(KINDS)}")
+    sizes = {"--batch": batch, "--examples": examples, "--repeats": repeats}
+    given = [name for name, value in sizes.items() if value is not None]
+    if given and kind != "minibatch" and (preset is None or kind is not None):
+        instead = f", not to {kind}" if kind else ": give that too"
+        raise VitseeError(f"{given[0]} belongs to --estimator minibatch{instead}")
+    if preset is None:
+        return Estimator(kind or "auto", batch, examples, repeats)
+    if preset not in PRESETS:
+        raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
+    if kind not in (None, "minibatch"):
+        raise VitseeError(
+            f"--preset {preset} is an estimator, minibatches of the paper's sizes: --estimator "
+            f"{kind} excludes it; leave one of them out"
+        )
+    theirs = PRESETS[preset]
+    for store in stores:
+        order = store.manifest.identity.get("order")
+        if theirs.order and order != theirs.order:
+            raise VitseeError(
+                f"--preset {preset} takes the images in the {theirs.order}'s order, {store.label} "
+                f"holds them {order}; extract it with --order {theirs.order}"
+            )
+    size, number = theirs.estimator.batch or 0, theirs.estimator.examples
+    if number is None:
+        number = _count(stores, images, seed, pair_by)
+        if not theirs.estimator.rescale:
+            # Equal batches: a short last one would be left out.
+            size = number // -(-number // size)
+    return Estimator(
+        "minibatch",
+        batch or size,
+        examples or number,
+        repeats or theirs.estimator.repeats,
+        theirs.estimator.rescale,
+    )
+
+
+def _count(stores: Sequence[Store], images: int | None, seed: int, pair_by: str) -> int:
+    """Number of images that all the stores can compare."""
+    distinct = list({store.manifest.store_id: store for store in stores}.values())
+    paired = paired_rows(distinct, choose_rows(stores[0], images, seed), pair_by)
+    return len(paired.rows[distinct[0].manifest.store_id])
+
 
 SITES = sites_option("blocks")
 

@@ -14,17 +14,18 @@ import numpy as np
 
 from vitsee_core.runtime.lanes import lane_pool, n_lanes
 from vitsee_core.similarity.hsic import Hsic, PairSums, self_hsic
-from vitsee_core.similarity.pieces import (
+from vitsee_core.similarity.whole_tiles import (
     OTHERS,
     TERMS,
     BlockSums,
     Labels,
+    Matrix,
     Partition,
     Piece,
+    WholeTiles,
     as_run,
     pieces,
 )
-from vitsee_core.similarity.whole_tiles import Matrix, WholeTiles
 from vitsee_core.types import Float
 
 # Multiplications of a tile below which threads cost more than they save.

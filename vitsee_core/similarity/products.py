@@ -32,7 +32,7 @@ from vitsee_core.kernels.backend import (
     product_in,
     product_size,
 )
-from vitsee_core.kernels.fused import shift_half
+from vitsee_core.kernels.compiled import shift_half
 from vitsee_core.runtime.lanes import Turns, n_lanes, run_lanes
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.similarity.shift import FeatureOffset

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.features import SiteFeatures
 from vitsee_core.kernels.backend import MatmulBackend
-from vitsee_core.kernels.fused import shift_bytes, shift_half
+from vitsee_core.kernels.compiled import shift_bytes, shift_half
 from vitsee_core.runtime.progress import Progress
 from vitsee_core.similarity.patch_pixels import PatchPixels
 from vitsee_core.types import Float32, Integers

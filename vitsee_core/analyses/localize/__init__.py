@@ -81,8 +81,8 @@ from vitsee_core.similarity import Estimator
 from vitsee_core.similarity import options as pairwise
 from vitsee_core.similarity.batches import batch_sizes
 from vitsee_core.similarity.estimate import MOST_EXACT
+from vitsee_core.similarity.options import PRESETS, choose_estimator
 from vitsee_core.similarity.patch_pixels import input_pixels
-from vitsee_core.similarity.presets import PRESETS, choose_estimator
 from vitsee_core.tables.columns import SITE, VALUES, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, measured, number, picked
 from vitsee_core.tables.metrics import asked_for

@@ -30,8 +30,7 @@ from vitsee_core.kernels.ridge import (
     ranks,
     solve,
 )
-from vitsee_core.kernels.ridge.solver import mean_target, targets
-from vitsee_core.kernels.ridge.sufficient_stats import Piece, TrainingSums, n_bytes
+from vitsee_core.kernels.ridge.solver import Piece, TrainingSums, mean_target, n_bytes, targets
 from vitsee_core.labels.labelled_rows import LabelledRows, random_pieces
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.streaming import thread_map

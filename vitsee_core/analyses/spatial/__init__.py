@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import polars as pl
 
-from vitsee_core.analyses.spatial.shares import SHARES, TokenSums
 from vitsee_core.analyses.spatial.structure import (
     COSINES,
+    SHARES,
     ImageStructure,
+    TokenSums,
     frequencies,
     image_structure,
 )

@@ -2,9 +2,8 @@
 
 Of one vector per image (class token, mean over patches, `pooled`), or of all tokens as examples:
 `rankme`, `effective_rank`, `participation_ratio`, `alpha`, `anisotropy` as in
-`covariance.spectra`. Of one vector per image also `twonn`, see `intrinsic_dimension`,
-and, where the images have labels, `nc1`, `cdnv`, `nc2_norms`, `nc2_angles`, `nc4`, see
-`collapse`.
+`covariance.spectra`. Of one vector per image also `twonn` and, where the images have labels, `nc1`,
+`cdnv`, `nc2_norms`, `nc2_angles`, `nc4`, see `measures`.
 
 Each number depends on how many examples it is of, and cannot exceed a `cap`; so each row has the
 cap, and the value of two halves of the images. Halves that are far from the whole say that more
@@ -27,8 +26,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import polars as pl
 
-from vitsee_core.analyses.spectrum import collapse
-from vitsee_core.analyses.spectrum.intrinsic_dimension import TwoNearest
+from vitsee_core.analyses.spectrum import measures
+from vitsee_core.analyses.spectrum.measures import TwoNearest
 from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.depth_marks import DOTS, DOTTED, draw_marks
@@ -90,7 +89,7 @@ READING = (
 SOURCE = "Garrido et al. 2023; Papyan et al. 2020; Facco et al. 2017"
 AT_A_GLANCE = "effective_rank"
 
-OF_CLASSES = (*collapse.METRICS, collapse.FOURTH)
+OF_CLASSES = (*measures.METRICS, measures.FOURTH)
 METRICS = (*spectra.METRICS, "twonn", *OF_CLASSES)
 COLUMNS = (
     *(*SITE, "token", "cap", "half_a", "half_b"),
@@ -194,7 +193,7 @@ class _Store:
     def _predicted(self) -> Integers | None:
         """(images,) class of the model's logits; None if they are not of the labels' classes."""
         classes = max(len(self.store.class_names or ()), int(self.labels.max(initial=-1)) + 1)
-        if collapse.FOURTH not in self.metrics or "logits" not in self.store.sites:
+        if measures.FOURTH not in self.metrics or "logits" not in self.store.sites:
             return None
         if self.store.site("logits").dim != classes:
             return None
@@ -212,7 +211,7 @@ class _Store:
             )
         if {*OF_CLASSES} & self.asked and len(np.unique(self.labels[self.labels >= 0])) < 2:
             raise VitseeError(f"{label} has no labels of two classes: no neural collapse")
-        if collapse.FOURTH in self.asked and self.predicted is None:
+        if measures.FOURTH in self.asked and self.predicted is None:
             raise VitseeError(f"{label} keeps no logits of its labels' classes: no nc4")
         need = 8 * dim * min(dim, n * len(features.tokens)) * (self.blocks.n + 4)
         if not features.several:
@@ -227,8 +226,8 @@ class _Store:
         """The metrics of classes that are possible."""
         if len(np.unique(self.labels[self.labels >= 0])) < 2:
             return []
-        metrics = [metric for metric in collapse.METRICS if metric in self.metrics]
-        return metrics + ([collapse.FOURTH] if self.predicted is not None else [])
+        metrics = [metric for metric in measures.METRICS if metric in self.metrics]
+        return metrics + ([measures.FOURTH] if self.predicted is not None else [])
 
     def __call__(
         self, execution: Execution, of: tuple[SiteSpec, SiteFeatures]
@@ -262,7 +261,7 @@ class _Store:
             }
             limits = UNLIMITED if metric in ("alpha", "anisotropy") else (0.0, np.inf)
             cells = jackknife_cells(whole[metric], replicates, len(self.labels), limits)
-            if metric == collapse.FOURTH:
+            if metric == measures.FOURTH:
                 ends = jackknife_share(whole[metric], replicates, len(self.labels))
                 cells |= dict(zip(("low", "high"), ends, strict=True))
             rows.append(place | about | cells)
@@ -342,16 +341,16 @@ class _Classes:
         keep = among[self.blocks] & (self.labels >= 0)
         x, labels = self.x[keep].astype(np.float64), self.labels[keep]
         values: Measured = {}
-        if {*self.names} & {*collapse.METRICS}:
-            values, left_out = collapse.collapse(x, labels)
+        if {*self.names} & {*measures.METRICS}:
+            values, left_out = measures.collapse(x, labels)
             if among.all():
                 self.left_out = left_out
         if self.predicted is not None:
             # One division into halves, whichever images are left out.
-            predicted, half = self.predicted[keep], collapse.halves(self.labels)[keep]
-            differs = collapse.nearest_mean_disagrees(x, labels, predicted, half)
+            predicted, half = self.predicted[keep], measures.halves(self.labels)[keep]
+            differs = measures.nearest_mean_disagrees(x, labels, predicted, half)
             there = differs[~np.isnan(differs)]
-            values[collapse.FOURTH] = float(there.mean()) if len(there) else math.nan
+            values[measures.FOURTH] = float(there.mean()) if len(there) else math.nan
         return values
 
     def remarks(self, where: str) -> list[str]:
@@ -372,7 +371,7 @@ class _Measure:
 
     def of(self, among: Mask) -> tuple[Measured, Measured]:
         self.whole = self.spectrum(among)
-        return self._values(self.whole, among), self.whole.caps() | {collapse.FOURTH: 1.0}
+        return self._values(self.whole, among), self.whole.caps() | {measures.FOURTH: 1.0}
 
     def values(self, among: Mask) -> Measured:
         """The measures by name, over the blocks in `among` (blocks,); NaN if no image is left."""

@@ -6,8 +6,15 @@ images or by leave-one-out (`l2_choice`). Everything is in float64.
 """
 
 from vitsee_core.kernels.ridge.l2_choice import GRID, HeldOut, LeaveOneOut
-from vitsee_core.kernels.ridge.solver import Algebra, Factors, Linear, from_kernel, ranks, solve
-from vitsee_core.kernels.ridge.sufficient_stats import SufficientStats
+from vitsee_core.kernels.ridge.solver import (
+    Algebra,
+    Factors,
+    Linear,
+    SufficientStats,
+    from_kernel,
+    ranks,
+    solve,
+)
 
 __all__ = [
     "GRID",
