@@ -3,20 +3,24 @@ against each alone, where a bright patch shows, and what is refused."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.models_helpers import captured, redraw
+from tests.models_helpers import captured, redraw, refusal
+from vitsee_core.images.transform import make_recipe, normalise
 from vitsee_core.models.attention_watch import AttentionEvent, KernelCall
 from vitsee_core.models.clip_attention import ClipCalls, window_of
 from vitsee_core.models.clip_orders import ClipCodes, ClipOrder, order_in
-from vitsee_core.models.clips import accept_clips, clip_cells, clips_of, recognise
+from vitsee_core.models.clips import accept_clips, clip_cells, clips_of, frames_of, recognise
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.load import own_model
+from vitsee_core.models.load import load_model, own_model
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sources.transformers_classes import clip_frames
@@ -434,3 +438,79 @@ def test_what_takes_neither_is_refused() -> None:
     assert "\n" not in str(error.value)
     with pytest.raises(ModelError, match="does not run on clips of 4 frames of 30 x 30 pixels"):
         clip_cells(library_model("VideoMAEModel"), 4, (3, 30, 30))
+
+
+SAVED = [
+    ("VideoMAEForVideoClassification", "VideoMAEModel", "VideoMAEImageProcessor"),
+    ("VideoMAEModel", "VideoMAEModel", "VideoMAEVideoProcessor"),
+    ("VJEPA2ForVideoClassification", "VJEPA2Model", "VJEPA2VideoProcessor"),
+    ("VivitModel", "VivitModel", "VivitImageProcessor"),
+    ("VivitForVideoClassification", "VivitModel", "VivitVideoProcessor"),
+    ("TimesformerForVideoClassification", "TimesformerModel", "TimesformerVideoProcessor"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SAVED, ids=lambda case: f"{case[0]} {case[2]}")
+def test_a_folder_with_its_processor(case: tuple[str, str, str], tmp_path: Path) -> None:
+    """What the library's own processor makes of a clip, and its logits or states, through
+    `load_model` alone."""
+    name, configured, processor_name = case
+    kind, processor_kind = (getattr(transformers, n, None) for n in (name, processor_name))
+    if kind is None or processor_kind is None:
+        pytest.skip(f"transformers {transformers.__version__} has not both")
+    torch.manual_seed(0)
+    labels = {0: "left", 1: "right", 2: "up"}
+    library = kind(kind.config_class(**CLASSES[configured][0], id2label=labels)).eval()
+    redraw(library)
+    library.save_pretrained(tmp_path)
+    sizes = {"size": {"shortest_edge": 37}, "crop_size": {"height": SIDE, "width": SIDE}}
+    processor = processor_kind(**sizes)
+    processor.save_pretrained(tmp_path)
+    model = load_model(f"transformers:{tmp_path}")
+    frames = frames_of(model.module)
+    assert frames is not None
+    rng = np.random.default_rng(0)
+    clip = rng.integers(0, 256, (frames, 41, 50, 3), np.uint8)
+    recipe = make_recipe(model.transform)
+    pixels = torch.from_numpy(np.stack([recipe.apply(Image.fromarray(x)) for x in clip]))
+    given = normalise(pixels, model.transform, "cpu").unsqueeze(0)
+    if processor_name.endswith("VideoProcessor"):
+        made = processor(videos=[clip], return_tensors="pt")
+    else:
+        made = processor(images=list(clip), return_tensors="pt")
+    own = next(iter(made.values()))
+    assert close(given, own.reshape(given.shape))
+    with torch.inference_mode():
+        output = library(given)
+        states = getattr(output, "logits", None)
+        states = output.last_hidden_state if states is None else states
+        assert close(model.module(given), states)
+    table = site_table(model)
+    seen = captured(model, table, given)
+    if name.endswith("Classification"):
+        assert model.class_names == list(labels.values())
+        assert close(seen.sites["logits"][1], states)
+    assert len([s for s in table.sites if s.block and s.part == "out"]) == DEPTH
+
+
+def test_frames_other_than_the_configurations_own() -> None:
+    arguments = CLASSES["VideoMAEModel"][0]
+    name = "transformers:VideoMAEModel"
+    model = load_model(name, random_init=0, model_args=arguments, frames=4)
+    layout = site_table(model)["blocks.0.out"].layout
+    assert layout is not None and (layout.body, layout.stride_frames) == ((2, 4, 4), 2.0)
+    model = load_model(name, random_init=0, model_args=arguments, frames=5)
+    with pytest.raises(ModelError, match=r"makes 2 x 4 x 4 tokens of 5 frames .* do not divide"):
+        site_table(model)
+
+
+def test_interventions_are_refused() -> None:
+    arguments = CLASSES["VideoMAEModel"][0]
+    why = refusal(
+        "transformers:VideoMAEModel",
+        random_init=0,
+        model_args=arguments,
+        replace=["all@blocks.0.out=zero"],
+    )
+    assert "takes clips" in why

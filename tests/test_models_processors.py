@@ -156,7 +156,6 @@ def test_points_and_masks_follow_the_corner() -> None:
         ("MobileViTImageProcessor", {}, "does more than resize, crop and normalise"),  # BGR
         ("TextNetImageProcessor", {}, "the transform gives (3, 640, 7"),
         ("SamImageProcessor", {}, "which is no fixed size; give --transform timm"),
-        ("VideoMAEImageProcessor", {}, "the transform gives (1, 3, 224, 224)"),
     ],
 )
 def test_processors_that_do_something_else(

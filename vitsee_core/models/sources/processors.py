@@ -6,6 +6,7 @@ So a store needs neither transformers nor code of a repository to prepare its im
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,7 @@ from vitsee_stores.errors import VitseeError
 
 # Of Pillow's filters, by their numbers.
 _FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
+_ROUNDED_SCALE = 1e-9  # of 255 * (1 / 255)
 TOLERANCE = 1e-5  # of the model's input: float32 in another order
 ROUNDED = (
     "'s image processor resizes floats, which are rounded to 8 bits here: its input differs by up "
@@ -39,9 +41,17 @@ class Processor:
         """The processor's configuration, as transformers writes it."""
         return _plain(self.own.to_dict())
 
+    @property
+    def of_videos(self) -> bool:
+        """Whether it takes videos alone."""
+        return "images" not in inspect.signature(type(self.own).__call__).parameters
+
     @cached_property
     def backend(self) -> str:
-        """The library that resizes: pil or torchvision. transformers 4 says it by the class."""
+        """The library that resizes: pil or torchvision, which those of videos take. transformers 4
+        says it by the class."""
+        if self.of_videos:
+            return "torchvision"
         own = getattr(self.own, "backend", None)
         fast = getattr(self.own, "is_fast", None)
         return str(own) if own in BACKENDS else ("torchvision" if fast else "pil")
@@ -132,7 +142,15 @@ class Processor:
             yield "torchvision-float", 0.5 / 255 / min(numbers["std"])
 
     def _apply(self, image: Any) -> Any:
-        return self.own(images=image, return_tensors="pt")["pixel_values"][0]
+        """(channels, rows, cols) of an image, or of a clip of this one frame."""
+        if self.of_videos:
+            import numpy as np
+
+            made = self.own(videos=[np.asarray(image)[None]], return_tensors="pt")
+        else:
+            made = self.own(images=image, return_tensors="pt")
+        found = next(made[key] for key in ("pixel_values", "pixel_values_videos") if key in made)[0]
+        return found[0] if found.ndim == 4 else found
 
     def _refused(self, why: str) -> ModelError:
         return ModelError(
@@ -169,23 +187,38 @@ def processor_config(
         found["crop_mode"] = "squash"
     if record.get("resample") in _FILTERS:
         found["interpolation"] = _FILTERS[record["resample"]]
-    if record.get("do_normalize", True):
-        for key, own in (("mean", "image_mean"), ("std", "image_std")):
-            if record.get(own) is not None:
-                found[key] = tuple(float(x) for x in record[own])
-    else:
-        found |= {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
-    return found
+    return found | _normalised(record, bool(record.get("offset")))
 
 
 def _variants(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Other readings of a record, beside what it says: some resize a shortest edge to more than it,
-    by `crop_pct` or by LeViT's 256/224, or squash."""
+    by `crop_pct` or by LeViT's 256/224, or squash; some do not say that they offset pixels."""
     yield {}
     if not _is_fixed(record.get("size")):
         shares = [x for x in (record.get("crop_pct"), 224 / 256) if isinstance(x, float)]
         yield from ({"crop_pct": share, "crop_mode": "center"} for share in shares)
         yield {"crop_mode": "squash"}
+    if (offset := _normalised(record, True)) != _normalised(record, False):
+        yield offset
+
+
+def _normalised(record: Mapping[str, Any], offset: bool) -> dict[str, tuple[float, ...]]:
+    """mean and std of pixels from 0 to 1; where the processor first makes them another scale, less
+    1 if they are `offset` (ViViT: from -1 to 1), those that come to the same."""
+    found: dict[str, tuple[float, ...]] = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+    if record.get("do_normalize", True):
+        own = {"mean": record.get("image_mean"), "std": record.get("image_std")}
+        found = {
+            key: DEFAULT[key] if value is None else tuple(float(x) for x in value)
+            for key, value in own.items()
+        }
+    scale = 255 * float(record.get("rescale_factor") or 1 / 255)
+    if not record.get("do_rescale") or abs(scale - 1) < _ROUNDED_SCALE:
+        return found
+    return {
+        "mean": tuple((x + offset) / scale for x in found["mean"]),
+        "std": tuple(x / scale for x in found["std"]),
+    }
 
 
 def _share(crop: int, edge: int) -> float:

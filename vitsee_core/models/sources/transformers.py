@@ -191,7 +191,7 @@ class TransformersSource(Source):
         labels = getattr(getattr(module, "config", None), "id2label", None) or {}
         names = [str(labels[key]) for key in sorted(labels)]
         placeholders = all(re.fullmatch(r"LABEL_\d+", name) for name in names)
-        classifies = type(module).__name__.endswith("ForImageClassification")
+        classifies = type(module).__name__.endswith(_CLASSIFIES)
         return names if classifies and not placeholders else None
 
     def pretrained_record(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
@@ -254,13 +254,17 @@ class TransformersSource(Source):
         place, revision, _ = self.parts
         wanted = self.choices.processor
         found = None
-        if not self._is_class:
+        kinds = [] if self._is_class else [("AutoImageProcessor", backend(wanted))]
+        if kinds and wanted != "pil":
+            kinds.append(("AutoVideoProcessor", {}))
+        for kind, chosen in kinds:
             try:
-                found = library().AutoImageProcessor.from_pretrained(
-                    place, revision=revision, **backend(wanted), **self._access
+                found = getattr(library(), kind).from_pretrained(
+                    place, revision=revision, **chosen, **self._access
                 )
+                break
             except (AttributeError, OSError, ValueError, ImportError, KeyError, TypeError):
-                found = None
+                continue
         processor = None if found is None else Processor(found, self.name)
         if wanted is not None and (processor is None or processor.backend != wanted):
             has = "has none" if processor is None else f"has {type(found).__name__} alone"
@@ -363,7 +367,7 @@ class TransformersSource(Source):
         if self._is_class:
             return getattr(library(), place)
         for name in getattr(config, "architectures", None) or ():
-            if not part and str(name).endswith("ForImageClassification"):
+            if not part and str(name).endswith(_CLASSIFIES):
                 found = getattr(library(), name, None)
                 if found is not None:
                     return found
@@ -504,6 +508,7 @@ class TransformersSource(Source):
 
 
 SOURCE = TransformersSource
+_CLASSIFIES = ("ForImageClassification", "ForVideoClassification")
 _PACKED_SIDE = 448
 ASSUMED = (
     "has no image processor: assumed are ImageNet's mean and standard deviation (for others: "
