@@ -392,6 +392,7 @@ def write_residuals(
     layouts: Mapping[str, TokenLayout] | None = None,
     n_images: int | None = None,
     slab: int = 4,
+    clip: Clip | None = None,
     **more: Any,
 ) -> Store:
     """A store of these sublayers, name -> (images, tokens, 3), in the model's order.
@@ -403,6 +404,7 @@ def write_residuals(
         layouts: of some.
         n_images: needed only without sublayers.
         slab: rows a slab.
+        clip: how the frames were taken, of stores of clips.
         more: of `write`.
     """
     n = n_images or len(next(iter(products.values())))
@@ -410,6 +412,7 @@ def write_residuals(
     plan = StorePlan(
         n, slab, "none", (),
         sublayers=tuple((site, (layouts or {}).get(site, layout)) for site in products),
+        clip=clip,
         places=tuple((site, i, i / last) for i, site in enumerate(products)),
     )  # fmt: skip
     values = {f"residual/{site}": array for site, array in products.items()}

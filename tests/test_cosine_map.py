@@ -112,7 +112,7 @@ def test_spots(text: str, cell: Any, pixel: Any) -> None:
     assert (found.cell, found.pixel) == (cell, pixel)
 
 
-@pytest.mark.parametrize("text", ["", "3", "3,5,7", "-1,2", "3.5,2px", "px", "center"])
+@pytest.mark.parametrize("text", ["", "3", "3,5,7,9", "-1,2", "3.5,2px", "px", "center"])
 def test_no_spots(text: str) -> None:
     with pytest.raises(VitseeError, match=r"no patch .*; expected ROW,COL of the token grid"):
         Spot.parse(text)

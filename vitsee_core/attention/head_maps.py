@@ -1,7 +1,8 @@
 """Mean attention maps of heads, from the sums over slabs in a store.
 
 A map is an array over spatial keys, (rows, cols) of the grid, or for `aligned` over the offsets key
-minus query, (2 rows - 1, 2 cols - 1), starting at -(rows - 1) and -(cols - 1).
+minus query, (2 rows - 1, 2 cols - 1), starting at -(rows - 1) and -(cols - 1). Of clips a map over
+keys is (frames, rows, cols); one over offsets adds those of all times up.
 """
 
 from __future__ import annotations
@@ -95,9 +96,10 @@ def _read(keys: Sequence[Key], slab: Slab) -> tuple[int, list[NDArray[Any]]]:
 
 
 def spatial(per_token: Float, layout: TokenLayout) -> Float:
-    """(..., tokens) as (..., rows, cols): without prefix tokens, not renormalised."""
+    """(..., tokens) without prefix tokens as (..., rows, cols), of clips (..., frames, rows, cols);
+    not renormalised."""
     assert layout.grid is not None
-    return per_token[..., layout.n_prefix :].reshape(*per_token.shape[:-1], *layout.grid)
+    return per_token[..., layout.n_prefix :].reshape(*per_token.shape[:-1], *layout.body)
 
 
 def mean_maps(
@@ -226,17 +228,20 @@ def map_columns(
     n_images: NDArray[np.int64],
     metric: str,
 ) -> dict[str, Any]:
-    """The rows of one block's maps, (heads, height, width), as a block of a table. `aligned` maps
-    have offsets in row and col, the others cells."""
-    n_heads, height, width = maps.shape
+    """The rows of one block's maps, (heads, height, width), of clips (heads, frames, height,
+    width), as a block of a table. `aligned` maps have offsets in row and col, the others cells."""
+    n_heads, *in_time, height, width = maps.shape
     first = (-(height // 2), -(width // 2)) if metric.startswith("aligned") else (0, 0)
-    cells = height * width
+    n_frames = in_time[0] if in_time else 1
+    cells = n_frames * height * width
+    frames = np.tile(np.repeat(np.arange(n_frames), height * width), n_heads)
     return {
         **site_columns(store, block),
         "metric": metric,
         "head": np.repeat(heads, cells),
-        "row": np.tile(np.repeat(np.arange(height) + first[0], width), n_heads),
-        "col": np.tile(np.arange(width) + first[1], n_heads * height),
+        **({"frame": frames} if in_time else {}),
+        "row": np.tile(np.repeat(np.arange(height) + first[0], width), n_heads * n_frames),
+        "col": np.tile(np.arange(width) + first[1], n_heads * n_frames * height),
         "value": maps.ravel(),
         "n_images": np.repeat(n_images, cells),
     }

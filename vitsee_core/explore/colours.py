@@ -67,8 +67,8 @@ def colours_of(scores: Scores, guide: Scores | None) -> NDArray[np.uint8]:
 
 def _pair(scores: Scores, guide: Scores, k: int) -> tuple[Float, Float]:
     """Scores of both in the places of the guide's patches of image k."""
-    places = guide.shown.view.centres(guide.layout, guide.shown.rows[k])
-    at = scores.shown.view.cells_at(scores.layout, scores.shown.rows[k], places)
+    own, lead = scores.shown, guide.shown
+    at = own.view.cells_like(scores.layout, own.rows[k], lead.view, guide.layout, lead.rows[k])
     return matched(scores.of[k], ~np.isnan(scores.of[k, :, 0]), at, guide.of[k])
 
 

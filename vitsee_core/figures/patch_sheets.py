@@ -12,10 +12,8 @@ import numpy as np
 import polars as pl
 
 from vitsee_core.figures.panels import em, evenly, new_figure, room, small
-from vitsee_core.figures.plotting import GREY, styled
+from vitsee_core.figures.plotting import GREY
 from vitsee_core.images.embedded_pictures import decode
-from vitsee_core.patch_maps.colours import Colours
-from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import site_words
 from vitsee_core.types import Float
@@ -45,7 +43,7 @@ class Map:
     title: str
     values: Float
     edges: Sequence[float]
-    cell: tuple[int, int] | None = None
+    cell: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class Sheet:
         size = total, MARGIN + sum(heights) + 1.25 * len(caption) + FOOT
         figure = new_figure(em(size[0]), em(size[1]))
         figure.set_layout_engine("none")
-        box = _Box(figure, size)
+        box = Box(figure, size)
         image, top = None, MARGIN
         for k, (line, tall) in enumerate(zip(self.lines, heights, strict=True)):
             image = self._draw_line(box, line, top, start, first=not k, named=several) or image
@@ -116,11 +114,11 @@ class Sheet:
         return max((text.count("\n") + 1 for text in texts), default=0)
 
     def _tile(self, image: str) -> tuple[float, float]:
-        return _within(TILE, TILE * TALLEST, self._aspect(image))
+        return within(TILE, TILE * TALLEST, self._aspect(image))
 
     def _photo(self, image: str) -> tuple[float, float]:
         width = self._photo_width()
-        return _within(width, width * TALLEST, self._aspect(image))
+        return within(width, width * TALLEST, self._aspect(image))
 
     def _photo_width(self) -> float:
         """The width of a photograph in ems: that of a map beside one store, larger beside
@@ -131,7 +129,7 @@ class Sheet:
         return float(self.about.get(image, {}).get("aspect", 1.0))
 
     def _draw_line(
-        self, box: _Box, line: SheetLine, top: float, start: float, *, first: bool, named: bool
+        self, box: Box, line: SheetLine, top: float, start: float, *, first: bool, named: bool
     ) -> AxesImage | None:
         wide, tall = self._tile(line.image)
         at, last = top + self._head(first), None
@@ -166,7 +164,7 @@ class Sheet:
             loc="center",
             pad=3,
         )
-        _frame(axes, about.get("frame", WHOLE))
+        framed(axes, about.get("frame", WHOLE))
         if "picture" not in about:
             look: dict[str, Any] = {
                 "ha": "center",
@@ -178,27 +176,14 @@ class Sheet:
         else:
             pixels = decode(about["picture"])
             smooth = "nearest" if max(pixels.shape[:2]) < 64 else "antialiased"
-            axes.imshow(pixels, extent=_extent(about["edges"]), interpolation=smooth, **_FLAT)
+            axes.imshow(pixels, extent=extent(about["edges"]), interpolation=smooth, **FLAT)
         if line.mark is not None:
-            y, x = line.mark
-            for colour, size in (("white", 2.6), (MARK, 1.3)):
-                axes.plot([x], [y], "+", color=colour, markersize=9, markeredgewidth=size)
+            draw_cross(axes, *line.mark)
 
     def _draw_tile(self, axes: Axes, image: str, tile: Map) -> AxesImage:
-        from matplotlib.patches import Rectangle
+        return draw_map(axes, self.about.get(image, {}).get("frame", WHOLE), tile, self.look)
 
-        _frame(axes, self.about.get(image, {}).get("frame", WHOLE))
-        drawn = axes.imshow(tile.values, extent=_extent(tile.edges), **_FLAT, **self.look)
-        if tile.cell is not None:
-            top, left, bottom, right = tile.edges
-            rows, cols = tile.values.shape[:2]
-            tall, wide = (bottom - top) / rows, (right - left) / cols
-            corner = left + tile.cell[1] * wide, top + tile.cell[0] * tall
-            look: dict[str, Any] = {"fill": False, "edgecolor": MARK, "linewidth": 1.1}
-            axes.add_patch(Rectangle(corner, wide, tall, **look))
-        return drawn
-
-    def _draw_bar(self, box: _Box, image: AxesImage, left: float, height: float) -> None:
+    def _draw_bar(self, box: Box, image: AxesImage, left: float, height: float) -> None:
         top = MARGIN + self._head(True)
         tall = max(height - self._head(True) - LINE_GAP, 6.0)
         bar = box.figure.colorbar(image, cax=box.axes(left, top, 0.8, tall))
@@ -206,11 +191,33 @@ class Sheet:
         bar.outline.set_linewidth(0.5)  # type: ignore[operator]
 
 
-_FLAT: dict[str, Any] = {"origin": "upper", "aspect": "auto"}
+FLAT: dict[str, Any] = {"origin": "upper", "aspect": "auto"}
+
+
+def draw_map(axes: Axes, frame: Sequence[float], tile: Map, look: Mapping[str, Any]) -> AxesImage:
+    """Draw a map within the shown part of its image; its cell, if it names one, in a red frame."""
+    from matplotlib.patches import Rectangle
+
+    framed(axes, frame)
+    drawn = axes.imshow(tile.values, extent=extent(tile.edges), **FLAT, **look)
+    if tile.cell is not None:
+        top, left, bottom, right = tile.edges
+        rows, cols = tile.values.shape[:2]
+        tall, wide = (bottom - top) / rows, (right - left) / cols
+        corner = left + tile.cell[1] * wide, top + tile.cell[0] * tall
+        edge: dict[str, Any] = {"fill": False, "edgecolor": MARK, "linewidth": 1.1}
+        axes.add_patch(Rectangle(corner, wide, tall, **edge))
+    return drawn
+
+
+def draw_cross(axes: Axes, y: float, x: float) -> None:
+    """A red cross with a white edge, on a photograph."""
+    for colour, size in (("white", 2.6), (MARK, 1.3)):
+        axes.plot([x], [y], "+", color=colour, markersize=9, markeredgewidth=size)
 
 
 @dataclass(frozen=True)
-class _Box:
+class Box:
     """A figure in ems from its upper left corner, were it of the `size` it was laid out for."""
 
     figure: Figure
@@ -226,17 +233,17 @@ class _Box:
         return self.figure.add_axes((x, y, wide / width, tall / height))
 
 
-def _within(width: float, height: float, aspect: float) -> tuple[float, float]:
+def within(width: float, height: float, aspect: float) -> tuple[float, float]:
     """Width and height of the largest picture of this height over width within a box."""
     return (width, width * aspect) if width * aspect <= height else (height / aspect, height)
 
 
-def _extent(edges: Sequence[float]) -> tuple[float, float, float, float]:
+def extent(edges: Sequence[float]) -> tuple[float, float, float, float]:
     top, left, bottom, right = edges
     return left, right, bottom, top
 
 
-def _frame(axes: Axes, edges: Sequence[float]) -> None:
+def framed(axes: Axes, edges: Sequence[float]) -> None:
     top, left, bottom, right = edges
     axes.set(xticks=[], yticks=[])
     axes.set(xlim=(left, right), ylim=(bottom, top), autoscale_on=False)
@@ -256,10 +263,12 @@ def shown_sites(rows: pl.DataFrame, *, bar: bool = True) -> dict[str, list[str]]
 
 
 def grid_of(rows: pl.DataFrame, sheet: Mapping[str, Any], site: str, image: str) -> tuple[Any, Any]:
-    """(rows, cols) and edges of a site's grid on an image, from the notes; else as far as there are
-    cells, over the whole image."""
+    """(rows, cols), of clips (frames, rows, cols), and edges of a site's grid on an image, from the
+    notes; else as far as there are cells, over the whole image."""
     own = sheet.get("grids", {}).get(str(rows["store"][0]), {}).get(site, {})
-    shape = own.get("shape") or [largest + 1 for largest in rows.select("row", "col").max().row(0)]
+    shape = own.get("shape") or [
+        largest + 1 for largest in rows.select(places_in(rows)).max().row(0)
+    ]
     return shape, own.get("edges", {}).get(image, WHOLE)
 
 
@@ -270,93 +279,19 @@ def thinned(rows: pl.DataFrame, sites: Mapping[str, Sequence[str]]) -> list[str]
     return ["evenly spaced layers; the table has all"] if some else []
 
 
+def places_in(rows: pl.DataFrame) -> list[str]:
+    """The columns that say where a cell is: row and col, of clips frame before them."""
+    in_time = "frame" in rows.columns and rows["frame"].null_count() < len(rows)
+    return ["frame", "row", "col"] if in_time else ["row", "col"]
+
+
 def place_values(rows: pl.DataFrame, shape: Sequence[int]) -> Float:
-    """(rows, cols) values of the cells, NaN where there is no row."""
+    """(rows, cols), of clips (frames, rows, cols): values of the cells, NaN where there is none."""
     found = np.full(tuple(shape), np.nan)
-    found[rows["row"].to_numpy(), rows["col"].to_numpy()] = rows["value"].to_numpy()
+    found[tuple(rows[name].to_numpy() for name in places_in(rows))] = rows["value"].to_numpy()
     return found
 
 
 def layer_name(site: str) -> str:
     """A site as a short title."""
     return shorten(site_words(site), int(TILE / 0.56))
-
-
-# ---------------------------------------------------------------- principal components
-
-
-@styled
-def draw_colours(table: Table) -> Figure:
-    """One line per image: the photograph, and each layer's patches in the colours of the first
-    three principal components, models below one another; above them the layer and how much of the
-    variance these three explain. Patches left out as background are black."""
-    scores = table.frame.filter(metric="score")
-    sheet = table.notes.get("sheet", {})
-    of_object = table.notes.get("foreground", "none") != "none"
-    explained = _explained(table.frame)
-    sites = shown_sites(scores, bar=False)
-    by_site = scores.partition_by("store", "site", as_dict=True)
-    colours = {
-        (store, site): _colours(table.notes, by_site[store, site], store, site)
-        for store in sites
-        for site in sites[store]
-    }
-    cells = scores.partition_by("store", "site", "image", as_dict=True)
-    lines = []
-    for image in scores["image"].unique(maintain_order=True):
-        maps = []
-        for store in sites:
-            tiles = []
-            for site in sites[store]:
-                of_site = by_site[store, site]
-                own = cells.get((store, site, image), of_site.clear())
-                title = layer_name(site)
-                if share := explained.get((store, site)):
-                    title += f"\n{100 * share:.0f} %"
-                # An image without a patch of the foreground has an empty tile.
-                shape, edges = grid_of(own if len(own) else of_site, sheet, site, image)
-                values = _rgb(own, shape, colours[store, site], of_object)
-                tiles.append(Map(title, values, edges))
-            maps.append((store, tiles))
-        lines.append(SheetLine(image, image, maps))
-    return Sheet(lines, sheet.get("images", {}), _caption(table, sites)).draw()
-
-
-def _colours(notes: Mapping[str, Any], rows: pl.DataFrame, store: str, site: str) -> Colours:
-    """The colours of a layer: from the notes, else from the scores in the table."""
-    own = notes.get("colours", {}).get(store, {}).get(site)
-    if own is not None:
-        return Colours.read(own)
-    by_channel = [rows.filter(component=c)["value"].to_numpy() for c in (1, 2, 3)]
-    return Colours.of(np.stack(by_channel, 1))
-
-
-def _rgb(rows: pl.DataFrame, shape: Sequence[int], colours: Colours, of_object: bool) -> Float:
-    """(rows, cols, 4): what does not count is black, or nothing where all patches should."""
-    scores = np.stack([place_values(rows.filter(component=c), shape) for c in (1, 2, 3)], -1)
-    there = ~np.isnan(scores[..., 0])
-    found = np.zeros((*shape, 4))
-    found[..., 3] = there | of_object
-    found[there, :3] = colours(scores[there])
-    return found
-
-
-def _explained(rows: pl.DataFrame) -> dict[tuple[str, str], float]:
-    """(store, site) -> share of the variance of the first three axes."""
-    first = rows.filter(pl.col("component") <= 3, metric="explained_variance")
-    shares = first.group_by("store", "site").agg(pl.col("value").sum())
-    return {(store, site): value for store, site, value in shares.rows()}
-
-
-def _caption(table: Table, sites: Mapping[str, Sequence[str]]) -> list[str]:
-    notes = table.notes
-    text = "red, green, blue: the first three principal components of each layer's patches"
-    if notes.get("normalise"):
-        text += ", normalised"
-    lines = [f"{text}; %: their share of the variance"]
-    if aligned := notes.get("aligned_to"):
-        of = f"{shorten(aligned['store'], 20)} {layer_name(aligned['site'])}"
-        lines.append(f"turned to be nearest to {of}")
-    if notes.get("foreground", "none") != "none":
-        lines.append("black: background, on the other side of the first component of all patches")
-    return lines + thinned(table.frame, sites)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.colors import Normalize
     from matplotlib.image import AxesImage
 
-Column = tuple[str, Mapping[Any, float]]  # sublayer; token's name or (row, col) -> value
+# Sublayer; token's name or (row, col), of clips (frame, row, col) -> value.
+Column = tuple[str, Mapping[Any, float]]
 
 NO_VALUE = "#C9C9C9"
 SEQUENTIAL, DIVERGING = "viridis", "RdBu_r"
@@ -33,8 +34,8 @@ MEANS = ("patches", "registers", "flat")  # are means over several tokens
 @dataclass(frozen=True)
 class MapPanel:
     """One store's map of one kind of sublayer. sites: the columns. prefix: names and (prefix
-    tokens, columns). bodies: each column's other tokens in order; cells: their (row, col), empty
-    where the columns differ."""
+    tokens, columns). bodies: each column's other tokens in order; cells: their (row, col), of
+    clips (frame, row, col), empty where the columns differ."""
 
     title: str
     store: str
@@ -154,11 +155,11 @@ def _label_tokens(axes: Axes, panel: MapPanel, tops: Sequence[float]) -> None:
     places = [top + PREFIX_SHARE / 2 for top in tops]
     texts = ["CLS" if name == "cls" else token_words(name) for name in panel.prefix]
     if panel.cells:
-        starts = [k for k, (_, col) in enumerate(panel.cells) if col == panel.cells[0][1]]
+        starts = [k for k, place in enumerate(panel.cells) if place[1:] == panel.cells[0][1:]]
         shown = starts[:: -(-len(starts) // 6)]
         places += [(k + 0.5) / len(panel.cells) for k in shown]
         texts += [str(panel.cells[k][0]) for k in shown]
-        word = "patches, by row of the grid"
+        word = f"patches, by {'row of the grid' if len(panel.cells[0]) == 2 else 'frame'}"
     else:
         places += [0, 1]
         texts += ["first", "last"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from vitsee_stores import SiteSpec, Store
+    from vitsee_stores.layout import TokenLayout
 
 log = logging.getLogger(__name__)
 
 SHOWN = 4  # images, where none is named
 MOST_PIXELS = 640  # along a photograph's longer side in a sidecar
+FRAME_PIXELS = 160  # the same of a frame of a clip
+MOST_FRAMES = 13  # of a clip that are shown
 
 
 @dataclass(frozen=True)
@@ -62,23 +65,36 @@ def shown_rows(
     return list(dict.fromkeys(find_rows(store, list(dict.fromkeys(names))).tolist()))
 
 
-def describe_sheet(parts: Sequence[Shown], data: str | None) -> dict[str, Any]:
+def describe_sheet(
+    parts: Sequence[Shown], data: str | None, times: Sequence[float] = ()
+) -> dict[str, Any]:
     """The notes that a sheet of maps needs beside its table.
 
     `images`: name -> `frame` (the part of the image that is drawn, what any of the models saw of
     it), `aspect` (the frame's height over its width), `picture` and the `edges` it lies at;
     `grids`: store -> site -> `shape` and, by image, the `edges` of the grid. All edges are top,
-    left, bottom, right as shares of an image.
+    left, bottom, right as shares of an image. Of clips see `describe_clips`, too.
     """
     first = parts[0]
     names = [str(name) for name in first.store.samples.id[first.rows]]
     frames = frames_of(parts)
+    if first.store.plan.clip is not None:
+        layouts = [part.store.site(site.name).layout for part in parts for site in part.sites]
+        clips = describe_clips(first.store, first.rows, layouts, data, times)
+        for name, row, frame in zip(names, first.rows, frames, strict=True):
+            about = {"frame": list(frame), "aspect": aspect_of(first.view, row, frame)}
+            clips["images"][name] |= about | {"edges": list(first.view.input_edges(row))}
+        return {**clips, "grids": _grids(parts, names)}
     photos = photographs(first, frames, data)
     images = {}
     for name, row, frame in zip(names, first.rows, frames, strict=True):
         images[name] = {"frame": list(frame), "aspect": aspect_of(first.view, row, frame)}
         if photo := photos.get(row):
             images[name] |= {"picture": encode(photo.pixels), "edges": list(photo.edges)}
+    return {"images": images, "grids": _grids(parts, names)}
+
+
+def _grids(parts: Sequence[Shown], names: Sequence[str]) -> dict[str, dict[str, Any]]:
     grids: dict[str, dict[str, Any]] = {}
     for part in parts:
         own = grids[part.store.label] = {}
@@ -87,8 +103,79 @@ def describe_sheet(parts: Sequence[Shown], data: str | None) -> dict[str, Any]:
             assert layout is not None and layout.grid is not None
             edges = [list(part.view.grid_edges(layout, row)) for row in part.rows]
             places = dict(zip(names, edges, strict=True))
-            own[site.name] = {"shape": list(layout.grid), "edges": places}
-    return {"images": images, "grids": grids}
+            own[site.name] = {"shape": list(layout.body), "edges": places}
+    return grids
+
+
+def describe_clips(
+    store: Store,
+    rows: Sequence[int],
+    layouts: Sequence[TokenLayout | None],
+    data: str | None,
+    times: Sequence[float] = (),
+) -> dict[str, Any]:
+    """The notes that strips of clips need beside their table: `clip` and `images`.
+
+    `clip`: how many `frames` were sampled and in which `time`; `shown`: places in time of the
+    coarsest of the grids, `of` them. `images`: clip -> `pictures`, sampled frame -> PNG in base64,
+    those in the middle of the places shown, as the model saw them (none where they cannot be had
+    any more, which is logged); `seconds` between sampled frames, where the store knows them.
+
+    Args:
+        store: of clips.
+        rows: of it.
+        layouts: of all that is drawn.
+        data: where the clips are now, by default where extract read them.
+        times: shares of the sampled frames whose places are shown in any case.
+    """
+    clip = store.plan.clip
+    assert clip is not None
+    of = min(layout.frames for layout in layouts if layout is not None and layout.frames)
+    kept = {min(int(share * of), of - 1) for share in times}
+    shown = evenly_with(range(of), MOST_FRAMES, kept)
+    frames = {(2 * cell + 1) * clip.frames // (2 * of) for cell in shown}
+    inputs = model_inputs(store, rows, data)
+    seconds = store.array("seconds") if store.has("seconds") else None
+    images: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        own = images[str(store.samples.id[row])] = {}
+        if row in inputs:
+            pictures = {str(k): encode(_small(inputs[row][k])) for k in sorted(frames)}
+            own["pictures"] = pictures
+        if seconds is not None and np.isfinite(step := float(seconds[row])):
+            own["seconds"] = step
+    return {"clip": {**frames_seen(store), "shown": shown, "of": of}, "images": images}
+
+
+def frames_seen(store: Store) -> dict[str, Any]:
+    """The number of `frames` that a store of clips samples, and in which `time`: for the notes of
+    tables with a column `frame`; nothing of images."""
+    clip = store.plan.clip
+    return {} if clip is None else {"frames": clip.frames, "time": clip.time}
+
+
+def evenly_with(items: Sequence[int], most: int, kept: Collection[int]) -> list[int]:
+    """At most so many of the items, evenly spaced with the first and the last, and those that must
+    be kept in place of their nearest ones."""
+    places = np.linspace(0, len(items) - 1, min(len(items), most)).round().astype(int)
+    chosen = [items[k] for k in places]
+    for item in sorted(kept):
+        if item in items and item not in chosen:
+            free = [k for k, other in enumerate(chosen) if other not in kept]
+            if free:
+                chosen[min(free, key=lambda k: abs(chosen[k] - item))] = item
+    return sorted(chosen)
+
+
+def _small(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """A frame with at most `FRAME_PIXELS` along its longer side."""
+    from PIL import Image
+
+    if max(pixels.shape[:2]) <= FRAME_PIXELS:
+        return pixels
+    image = Image.fromarray(pixels)
+    image.thumbnail((FRAME_PIXELS, FRAME_PIXELS))
+    return np.asarray(image)
 
 
 def frames_of(parts: Sequence[Shown]) -> list[Edges]:
@@ -159,12 +246,13 @@ def _cut(image: Image.Image, frame: Edges, most_pixels: int) -> Photograph:
 def model_inputs(
     store: Store, rows: Sequence[int], data: str | None
 ) -> dict[int, NDArray[np.uint8]]:
-    """Row -> (height, width, 3), or without the last axis: the pixels that the model saw; empty
-    where these cannot be had any more, which is logged. data: where the images are now."""
+    """Row -> (height, width, 3), or without the last axis, of clips (frames, height, width, 3): the
+    pixels that the model saw; empty where these cannot be had any more, which is logged. data:
+    where the images are now."""
     try:
         pixels = Pictures(store, data)(np.array(rows, np.int64))
     except VitseeError as error:
         log.warning("the figure will lack the pictures: %s", error)
         return {}
-    last = [one[0] if len(one) == 1 else one.transpose(1, 2, 0) for one in pixels]
+    last = [one[..., 0, :, :] if one.shape[-3] == 1 else np.moveaxis(one, -3, -1) for one in pixels]
     return dict(zip(rows, last, strict=True))

@@ -84,7 +84,8 @@ class View:
         return place(self.transform, self.size(row))
 
     def on_image(self, layout: TokenLayout, rows: Integers) -> Mask:
-        """(rows, cells) which cells of a grid have their middle on the image, not beside it."""
+        """(rows, cells) which cells of a grid have their middle on the image, not beside it; of
+        clips those of every frame."""
         assert layout.grid is not None
         found = np.ones((len(rows), layout.n_body), bool)
         if self.sizes is None or not len(rows):
@@ -93,11 +94,12 @@ class View:
             self.sizes[rows], axis=0, return_index=True, return_inverse=True
         )
         for k, row in enumerate(rows[first].tolist()):
-            found[which.ravel() == k] = self.placement(row).on_image(layout).ravel()
+            of_frame = self.placement(row).on_image(layout).ravel()
+            found[which.ravel() == k] = np.tile(of_frame, layout.frames or 1)
         return found
 
     def centres(self, layout: TokenLayout, row: int) -> Float:
-        """(cells, 2) y and x of the middle of each cell."""
+        """(cells, 2) y and x of the middle of each cell; of clips those of one frame."""
         top, left, bottom, right = self.grid_edges(layout, row)
         assert layout.grid is not None
         rows, cols = layout.grid
@@ -106,7 +108,8 @@ class View:
         return np.stack([np.repeat(y, cols), np.tile(x, rows)], 1)
 
     def cells_at(self, layout: TokenLayout, row: int, places: Float) -> Integers:
-        """(places,) the cell that contains each place (y, x), counted row by row; -1 for none."""
+        """(places,) the cell that contains each place (y, x), counted row by row; -1 for none. Of
+        clips the cells of the first frame."""
         top, left, bottom, right = self.grid_edges(layout, row)
         assert layout.grid is not None
         rows, cols = layout.grid
@@ -115,6 +118,17 @@ class View:
         x = np.floor((places[:, 1] - left) / (right - left) * cols + 1e-9).astype(np.int64)
         inside = (y >= 0) & (y < rows) & (x >= 0) & (x < cols)
         return np.where(inside, y * cols + x, -1)
+
+    def cells_like(
+        self, layout: TokenLayout, row: int, guide: View, of_guide: TokenLayout, guide_row: int
+    ) -> Integers:
+        """(cells of the guide,) the cell of an image, or of a clip, at the place and the time of
+        each cell of the same one in another grid; -1 for none. The time of a cell is its middle as
+        a share of the sampled frames."""
+        at = self.cells_at(layout, row, guide.centres(of_guide, guide_row))
+        n, n_guide = layout.frames or 1, of_guide.frames or 1
+        first = (2 * np.arange(n_guide) + 1) * n // (2 * n_guide) * (layout.n_body // n)
+        return np.where(at < 0, -1, first[:, np.newaxis] + at).ravel()
 
     def grid_edges(self, layout: TokenLayout, row: int) -> Edges:
         """The edges of a site's grid on an image; beyond 0 and 1 outside it."""

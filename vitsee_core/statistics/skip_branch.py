@@ -56,6 +56,7 @@ class TokenPlace:
     row: int | None  # of a cell
     col: int | None  # of a cell
     members: tuple[int, ...]  # indices of the tokens, or `FLAT`
+    frame: int | None = None  # of a cell of a clip
 
 
 def quantities(
@@ -202,9 +203,18 @@ def places_of(layout: TokenLayout, words: Iterable[str]) -> list[TokenPlace]:
 def _singles(layout: TokenLayout) -> list[TokenPlace]:
     """Each token by itself."""
     return [
-        TokenPlace(token.name if token.row is None else None, token.row, token.col, (i,))
+        TokenPlace(
+            token.name if token.row is None else None, token.row, token.col, (i,), token.frame
+        )
         for i, token in enumerate(layout_tokens(layout))
     ]
+
+
+def place_columns(places: Sequence[TokenPlace]) -> dict[str, list[str | int | None]]:
+    """The columns `token`, `row` and `col` of rows about these places, of clips `frame`, too."""
+    in_time = any(place.frame is not None for place in places)
+    names = ("token", *(("frame",) if in_time else ()), "row", "col")
+    return {name: [getattr(place, name) for place in places] for name in names}
 
 
 def _prefix_kinds(layout: TokenLayout) -> list[TokenPlace]:

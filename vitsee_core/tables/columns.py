@@ -15,6 +15,7 @@ the tables of different analyses join on store and block.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +23,7 @@ import numpy as np
 import polars as pl
 
 from vitsee_core.tables.text import visible
+from vitsee_core.types import Integers
 from vitsee_stores.plan import SiteSpec
 from vitsee_stores.weights_names import weights_name
 
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 SITE = ("store", "model", "weights", "site", "block", "depth", "rel_depth")
 PAIR = tuple(f"{name}_{side}" for side in "ab" for name in SITE)
-ABOUT = ("token", "row", "col", "head", "class", "query", "video", "object", "segment")
+ABOUT = ("token", "frame", "row", "col", "head", "class", "query", "video", "object", "segment")
 VALUES = ("metric", "value", "std", "low", "high", "spread")
 NULL = ("null_mean", "tau", "p", "p_family", "calibrated")
 # Columns whose rows are about part of the images.
@@ -56,7 +58,7 @@ NUMBERS = frozenset(
 INTEGERS = frozenset(
     (
         *(name for name in (*SITE, *PAIR) if name.startswith("depth")),
-        *("row", "col", "head", "channel", "component", "concept", "filter", "k", "shots"),
+        *("frame", "row", "col", "head", "channel", "component", "concept", "filter", "k", "shots"),
     )
 )
 
@@ -188,6 +190,22 @@ def site_columns(store: Store, site: Measured, side: str = "") -> dict[str, Any]
     )
     end = f"_{side}" if side else ""
     return {f"{name}{end}": cell for name, cell in zip(SITE, cells, strict=True)}
+
+
+def in_time(columns: Sequence[str], layouts: Iterable[TokenLayout | None]) -> tuple[str, ...]:
+    """The columns of a table about cells, with `frame` (the cell's place in time) before `row`
+    where any of the layouts is a clip's."""
+    if not any(layout is not None and layout.frames is not None for layout in layouts):
+        return tuple(columns)
+    at = columns.index("row")
+    return (*columns[:at], "frame", *columns[at:])
+
+
+def cell_columns(layout: TokenLayout, cells: Integers) -> dict[str, Integers]:
+    """The columns `row` and `col`, of clips `frame` before them, of a grid's cells. cells: (n,)
+    counted row by row, of clips frame by frame."""
+    names = ("frame", "row", "col")[-len(layout.body) :]
+    return dict(zip(names, np.unravel_index(cells, layout.body), strict=True))
 
 
 def pair_columns(a: tuple[Store, Measured], b: tuple[Store, Measured]) -> dict[str, Any]:

@@ -235,12 +235,15 @@ def block_words(block: str) -> str:
 
 
 def token_words(token: str) -> str:
-    """A token: `class token`, `register 0`, `patch 2,3`."""
+    """A token: `class token`, `register 0`, `patch 2,3`; of clips `class token 0`, of a frame, and
+    `patch 1,2,3`, of a frame, a row and a column."""
     if token in TOKENS:
         return TOKENS[token]
     if match := re.fullmatch(r"reg(\d+)", token):
         return f"register {match[1]}"
-    return f"patch {token}" if re.fullmatch(r"\d+,\d+", token) else token
+    if match := re.fullmatch(r"(\w+)\.(\d+)", token):
+        return f"{token_words(match[1])} {match[2]}"
+    return f"patch {token}" if re.fullmatch(r"(\d+,)?\d+,\d+", token) else token
 
 
 def baseline_words(name: str, metric: str = "") -> str:

@@ -16,7 +16,7 @@ from vitsee_cli.values import WholeNumber
 from vitsee_core.analyses import attn_map
 from vitsee_core.figures.head_tiles import SCALES
 from vitsee_core.models.provenance import Provenance
-from vitsee_stores.token_selection import parse_cell
+from vitsee_stores.token_selection import parse_place
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
@@ -26,9 +26,9 @@ QUESTION = ATTENTION
 CURVES = (*attn_map.NUMBERS, "sink")
 
 
-def parse_query(text: str | tuple[int, int]) -> tuple[int, int]:
-    """`ROW,COL` of the token grid."""
-    cell = text if isinstance(text, tuple) else parse_cell(text)
+def parse_query(text: str | tuple[int, ...]) -> tuple[int, ...]:
+    """`ROW,COL` of the token grid, or `FRAME,ROW,COL`."""
+    cell = text if isinstance(text, tuple) else parse_place(text)
     if cell is None:
         raise click.BadParameter(f"{text!r}; expected ROW,COL of the token grid, e.g. 3,5")
     return cell
@@ -51,7 +51,8 @@ def parse_query(text: str | tuple[int, int]) -> tuple[int, int]:
     multiple=True,
     type=parse_query,
     show_default="none",
-    help="With --image: map what this patch of the token grid attends to, too. Repeatable.",
+    help="With --image: map what this patch of the token grid (of clips FRAME,ROW,COL) attends to, "
+    "too. Repeatable.",
 )
 @options.blocks_option("every block with attention; the last one with --image")
 @click.option(
@@ -119,7 +120,8 @@ def command(
     the 95 % interval low, high over images where there are numbers per head, or a rollout. Sinks
     have the metrics sink_max, sink_median (with --attention rows), sink_share (token: all kinds
     where empty) and qk_nmi. Single images have columns image and token (the query: cls, mean or
-    ROW,COL) in place of n_images.
+    ROW,COL) in place of n_images. Of clips maps have a column frame, the key's place in time, and
+    the figure has a strip over time for each head.
     """
     if (parameters["kind"] is None) == (not parameters["image"]):
         raise click.UsageError("give either --kind or --image")

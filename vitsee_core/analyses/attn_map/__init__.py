@@ -21,6 +21,10 @@ For A (queries by keys) of one image and one head, over spatial keys k; means go
 - `sink`: keys that draw far more attention than their share, of which kind they are, and whether
   all queries attend alike; see `vitsee_core.analyses.attn_map.sinks`.
 
+Of clips a key has a place in time, too, and maps are over all spatial keys of all frames; `aligned`
+adds up the keys of all times. Of an image model frame by frame the class token's row is the mean of
+those of all frames, each of mass 1 / frames in its own.
+
 Single images: see `vitsee_core.analyses.attn_map.image_maps`.
 """
 
@@ -36,6 +40,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from vitsee_core.analyses.attn_map import sinks
+from vitsee_core.analyses.attn_map.clip_figure import draw_clips
 from vitsee_core.analyses.attn_map.head_numbers import draw_numbers
 from vitsee_core.analyses.attn_map.image_figure import draw_images, draw_models_of_images
 from vitsee_core.analyses.attn_map.image_maps import map_images, mean_rollout
@@ -57,17 +62,19 @@ from vitsee_core.attention.heads import (
     read_heads,
     with_windows,
 )
+from vitsee_core.figures.clip_strips import of_clips
 from vitsee_core.figures.head_tiles import draw_grid
 from vitsee_core.figures.model_tiles import draw_models
 from vitsee_core.figures.plotting import styled
 from vitsee_core.models.provenance import Provenance
+from vitsee_core.patch_maps.photos import frames_seen
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.streaming import Rows
 from vitsee_core.statistics.moments import INTERVAL_METHOD, SlabMoments, Summary
 from vitsee_core.statistics.shares import METHOD as SHARES
-from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.columns import SITE, in_time, site_columns
 from vitsee_core.tables.glances import some_of
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured, number, picked
 from vitsee_core.tables.results import Table
@@ -148,7 +155,7 @@ def run(
     coverage: bool = False,
     residual: bool = True,
     image: Sequence[str] = (),
-    query: Sequence[tuple[int, int]] = (),
+    query: Sequence[tuple[int, ...]] = (),
     origin: Provenance | None = None,
     execution: Execution = DEFAULT,
 ) -> Table:
@@ -156,8 +163,9 @@ def run(
 
     Columns: `MAP_COLUMNS`, `ROLLOUT_COLUMNS` or `NUMBER_COLUMNS`; `sinks.COLUMNS` for `sink`, which
     has several metrics; `image_maps.COLUMNS` for single images. `row`, `col`: the key's cell, for
-    `aligned` the signed offset; `metric`: the kind, with `_coverage` or `_no_residual`. The `site`
-    of a rollout is the block it starts from. NaN: no image is left.
+    `aligned` the signed offset; of clips `frame` before them, the key's place in time; `metric`:
+    the kind, with `_coverage` or `_no_residual`. The `site` of a rollout is the block it starts
+    from. NaN: no image is left.
 
     Args:
         stores: with attention summaries; those without are left out where others have them.
@@ -168,7 +176,8 @@ def run(
         residual: of `rollout`; without it the full attention of every image is read (extract
             --attention full) or recomputed.
         image: ids or row numbers of single images, in place of a kind.
-        query: cells of the grid whose maps of the single images are wanted.
+        query: cells of the grid whose maps of the single images are wanted, (row, col), of clips
+            (frame, row, col).
         origin: where data and weights are now, for recomputing.
         execution: which images, and what the work may use; see `Execution`.
 
@@ -231,12 +240,14 @@ def _of_store(
 ) -> Table:
     chosen = execution.rows(store, whole_slabs=kind in SUMS)
     notes: dict[str, Any] = {"kind": kind, "seed": execution.seed, "images": chosen.describe()}
+    if seen := frames_seen(store):
+        notes["clip"] = seen
     if kind == "rollout":
         summary, block = _rollout(store, chosen, residual, origin, execution)
         metric = "rollout" if residual else "rollout_no_residual"
         notes["interval"] = INTERVAL_METHOD
         rows = _rollout_columns(store, block, summary, metric)
-        return Table.concat([rows], ROLLOUT_COLUMNS, notes)
+        return Table.concat([rows], in_time(ROLLOUT_COLUMNS, [block.layout]), notes)
     picked = check_heads(store, blocks, heads)
     if kind == "sink":
         notes |= {"interval": INTERVAL_METHOD, "sink_share_interval": SHARES}
@@ -247,11 +258,13 @@ def _of_store(
         notes["interval"] = INTERVAL_METHOD
         return _numbers(store, blocks, picked, NUMBERS[kind], chosen, execution, notes)
     if kind == "mean-cls":
-        check_class_token(store, blocks, "take --kind mean-spatial")
+        without = [block for block in blocks if not block.layout.cls_tokens]
+        check_class_token(store, without, "take --kind mean-spatial")
     maps = _means(store, blocks, picked, kind, coverage, chosen, execution)
     metric = kind.replace("-", "_") + ("_coverage" if coverage else "")
     blocks_of_rows = [map_columns(store, *entry, metric) for entry in maps]
-    return Table.concat(blocks_of_rows, MAP_COLUMNS, notes)
+    layouts = [] if kind == "aligned" else [block.layout for block in blocks]
+    return Table.concat(blocks_of_rows, in_time(MAP_COLUMNS, layouts), notes)
 
 
 def _means(
@@ -336,8 +349,8 @@ def at_a_glance(table: Table) -> Table:
 def plot(table: Table, scale: str = "shared", coverage: bool = True) -> Figure:
     """A grid of maps, layers in rows and heads in columns, each token grid of a model separately,
     several models side by side; for single images their pictures, maps and rollouts; for one number
-    per head, or sinks, the heads against depth. From the table alone (a single image's picture is
-    in its notes).
+    per head, or sinks, the heads against depth. Of clips a strip over time per head, see
+    `clip_figure`. From the table alone (a single image's picture is in its notes).
 
     Args:
         table: from `run`.
@@ -347,6 +360,8 @@ def plot(table: Table, scale: str = "shared", coverage: bool = True) -> Figure:
             attention shows a bright centre, the number of pairs of patches at each offset.
     """
     columns, several = table.frame.columns, table.frame["store"].n_unique() > 1
+    if of_clips(table.frame):
+        return draw_clips(table, scale, TITLES)
     if "image" in columns:
         return draw_models_of_images(table, scale) if several else draw_images(table, scale)
     if "token" in columns:

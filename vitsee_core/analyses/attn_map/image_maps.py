@@ -20,10 +20,10 @@ from vitsee_core.attention.heads import StoredAttention, attention_blocks
 from vitsee_core.attention.recompute import attention_of_images, find_rows, has_full
 from vitsee_core.images.embedded_pictures import encode
 from vitsee_core.models.provenance import Provenance
-from vitsee_core.patch_maps.photos import model_inputs
+from vitsee_core.patch_maps.photos import describe_clips, model_inputs
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.statistics.moments import Moments, Summary
-from vitsee_core.tables.columns import SITE
+from vitsee_core.tables.columns import SITE, in_time
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float
 from vitsee_stores.token_selection import TokenSelection
@@ -48,7 +48,7 @@ def map_images(
     names: Sequence[str],
     shown: Sequence[StoredAttention],
     heads: Sequence[int],
-    query: Sequence[tuple[int, int]],
+    query: Sequence[tuple[int, ...]],
     origin: Provenance | None,
     execution: Execution,
 ) -> Table:
@@ -58,14 +58,15 @@ def map_images(
     a class token `mean`, the mean over spatial queries, or ROW,COL), `rollout` or
     `rollout_no_residual` (of the whole model; `token` `cls` or `mean`). Values are not
     renormalised; prefix keys are left out. The notes hold the pictures, as PNG in base64, under
-    `pictures`.
+    `pictures`. Of clips there is a column `frame`, a query is FRAME,ROW,COL, and the notes hold
+    what `describe_clips` says under `sheet`.
 
     Args:
         store: with attention summaries.
         names: images by id or row.
         shown: the blocks whose heads are shown.
         heads: of each block; by default all.
-        query: cells (row, col) of the grid.
+        query: cells (row, col) of the grid, of clips (frame, row, col).
         origin: where data and weights are now, to compute what the store lacks.
         execution: on which device, and the progress.
 
@@ -81,7 +82,7 @@ def map_images(
     if not rolled:
         reason = store.manifest.left_out.get("rollout", "the store has none")
         log.info("%s: no rollout: %s", store.label, reason)
-    if any(block.layout.cls is None for block in shown):
+    if any(not block.layout.cls_tokens for block in shown):
         log.info("%s has no class token: mean over spatial queries instead", store.label)
     wanted = {block.site for block in shown}
 
@@ -108,7 +109,7 @@ def map_images(
             if rolled:
                 means = [some.values[block.site][HEAD_MEAN][i : i + 1] for block in every]
                 last = every[-1]
-                token = "mean" if last.layout.cls is None else "cls"
+                token = "cls" if last.layout.cls_tokens else "mean"
                 for metric, residual in ROLLOUTS.items():
                     values = roll(means, last.layout, residual)
                     own.append(_columns(store, name, last, token, None, values, metric))
@@ -117,12 +118,26 @@ def map_images(
     notes = {
         "images": [str(store.samples.id[row]) for row in rows],
         "attention": "stored (float16)" if has_full(store, blocks) else "recomputed",
-        "pictures": {
-            str(store.samples.id[row]): encode(pixels)
-            for row, pixels in model_inputs(store, rows.tolist(), origin.data).items()
-        },
+        **_pictures(store, rows.tolist(), blocks, query, origin.data),
     }
-    return Table.concat(parts, COLUMNS, notes)
+    return Table.concat(parts, in_time(COLUMNS, [block.layout for block in shown]), notes)
+
+
+def _pictures(
+    store: Store,
+    rows: Sequence[int],
+    blocks: Sequence[StoredAttention],
+    query: Sequence[tuple[int, ...]],
+    data: str | None,
+) -> dict[str, Any]:
+    """The pictures of images, or what strips of clips need, for the notes."""
+    if store.plan.clip is not None:
+        layouts = [block.layout for block in blocks]
+        n = layouts[0].frames or 1
+        times = [(cell[0] + 0.5) / n for cell in query]
+        return {"sheet": describe_clips(store, rows, layouts, data, times)}
+    inputs = model_inputs(store, rows, data)
+    return {"pictures": {str(store.samples.id[row]): encode(own) for row, own in inputs.items()}}
 
 
 def mean_rollout(
@@ -160,15 +175,14 @@ def roll(head_means: Sequence[Array], layout: TokenLayout, residual: bool) -> Fl
 
 
 def _tokens(
-    block: StoredAttention, a: Tensor, query: Sequence[tuple[int, int]]
+    block: StoredAttention, a: Tensor, query: Sequence[tuple[int, ...]]
 ) -> list[tuple[str, Tensor]]:
     """The rows of attention of the class token (or the mean) and of each query: the token's name
     with (images, heads, keys)."""
     layout = block.layout
-    if layout.cls is None:
-        found = [("mean", a[:, :, layout.n_prefix :].mean(2))]
-    else:
-        found = [("cls", a[:, :, layout.cls])]
+    tokens = layout.cls_tokens  # of clips frame by frame there is one a frame
+    name, queries = ("cls", tokens) if tokens else ("mean", range(layout.n_prefix, layout.n_tokens))
+    found = [(name, a[:, :, queries.start : queries.stop].mean(2))]
     for cell in map(TokenSelection.parse, query):
         (token,) = cell.members(layout)
         found.append((str(cell), a[:, :, token]))

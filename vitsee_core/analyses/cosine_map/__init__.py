@@ -13,6 +13,9 @@ patch t of that image, and of other images where these are asked for (the maps o
 `offsets` in place of single images: the mean over all pairs of patches at the same offset key minus
 query of an image, then over images (`cosine_offset`).
 
+Of clips a patch lies in a frame, too, and its cosines are with the patches of all frames of its
+clip; its neighbours are those in its own frame, and offsets are within a frame.
+
 Cosines are of the features as they are, no mean taken off: where all patches share a large part,
 all cosines are near 1. Patches of length 0 and cells beside an image (padding) have none.
 """
@@ -46,7 +49,7 @@ from vitsee_core.runtime.options import KNOWLEDGE, SITES, Gather, Offers, Option
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.store_selection import StoreSelection, select_each
 from vitsee_core.statistics.moments import INTERVAL_METHOD, SlabMoments, Summary
-from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.columns import SITE, cell_columns, in_time, site_columns
 from vitsee_core.tables.glances import most_varied, some_of
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float
@@ -74,7 +77,7 @@ by layer and model by model, beside the photograph with the patch marked.
 Metrics: cosine; of each chosen patch cosine_mean over the others of its image, cosine_neighbours,
 and cosine_area, the share of patches above the middle between that mean and 1. With --offsets the
 columns are row, col (signed, key minus query), value, std and the 95 % interval low, high over
-images, n_images.
+images, n_images. Of clips the maps have a column frame, the patch's place in time.
 """
 MEANING = {"token": "the chosen patch in the site's grid", "query": "its image", "image": "mapped"}
 NEEDS = ("grid",)
@@ -98,7 +101,8 @@ def run(
         Sequence[str],
         Option(
             "The patch at ROW,COL of the token grid (3,5), at X,Ypx of the original image "
-            "(120,80px: the same place in every grid), or in the middle.",
+            "(120,80px: the same place in every grid), or in the middle; of clips in the middle "
+            "frame, or at FRAME,ROW,COL.",
             metavar="PATCH",
             default=MIDDLE,
             parse=lambda text: Spot.parse(text).text,
@@ -169,14 +173,17 @@ def run(
     ]
     notes = {
         "marks": [
-            {"query": str(lead.store.samples.id[row]), "at": spot.text, "place": list(place)}
+            {
+                **{"query": str(lead.store.samples.id[row]), "at": spot.text},
+                **{"place": list(place), **lead.time_of(spot)},
+            }
             for (row, spot), place in lead.places().items()
         ],
         "images": {
             part.store.label: [str(name) for name in part.store.samples.id[part.queries.rows]]
             for part in parts
         },
-        "sheet": describe_sheet(everything, None if origin is None else origin.data),
+        "sheet": describe_sheet(everything, None if origin is None else origin.data, lead.times()),
         **selected.notes(),
     }
     return Table.concat(tables, notes=notes)
@@ -256,6 +263,20 @@ class _Store:
             for one in self.chosen
         }
 
+    def time_of(self, spot: Spot) -> dict[str, float]:
+        """`time`, the middle of a selected patch's place in time in the first site's grid, as a
+        share of the sampled frames; nothing of images."""
+        layout = self.features[self.sites[0].name].site.layout
+        assert layout is not None
+        if layout.frames is None:
+            return {}
+        return {"time": (spot.frame(layout) + 0.5) / layout.frames}
+
+    def times(self) -> list[float]:
+        """The times of all selected patches, see `time_of`."""
+        spots = dict.fromkeys(one.spot for one in self.chosen)
+        return [time for spot in spots for time in self.time_of(spot).values()]
+
     def table(self, site: SiteSpec) -> Table:
         """The maps of one site, then the statistics."""
         layout = self.features[site.name].site.layout
@@ -264,9 +285,9 @@ class _Store:
         maps, numbers = [], []
         for query in self.chosen:
             cell = query.cell[site.name]
-            row, col = divmod(cell, layout.grid[1])
+            token = ",".join(str(int(i)) for i in np.unravel_index(cell, layout.body))
             about = {
-                **{**place, "token": f"{row},{col}", "query": str(ids[query.row])},
+                **{**place, "token": token, "query": str(ids[query.row])},
                 "at": query.spot.text,
             }
             own = self._units(site, query.row)
@@ -276,7 +297,7 @@ class _Store:
                 units = own if other == query.row else self._units(site, other)
                 cosines = np.clip(units @ own[cell], -1, 1)
                 if other == query.row:
-                    found = map_statistics(cosines, cell, layout.grid)
+                    found = map_statistics(cosines, cell, layout.body)
                     numbers += [
                         {**about, "image": about["query"], "metric": name, "value": found[name]}
                         for name in STATISTICS
@@ -284,11 +305,12 @@ class _Store:
                 # Where the query has no length every patch that counts has an empty value.
                 counts = self.view.on_image(layout, np.array([other]))[0]
                 cells = np.flatnonzero(counts)
-                on_grid = dict(zip(("row", "col"), np.divmod(cells, layout.grid[1]), strict=True))
+                on_grid = cell_columns(layout, cells)
                 of_map = {"image": str(ids[other]), "metric": "cosine", "value": cosines[cells]}
                 maps.append({**about, **on_grid, **of_map})
             self.execution.progress.advance(1 + len(self.targets.rows))
-        return Table.concat([*maps, Table.from_rows(numbers)], COLUMNS)
+        columns = in_time(COLUMNS, [layout])
+        return Table.concat([*maps, Table.from_rows(numbers)], columns)
 
     def _units(self, site: SiteSpec, row: int) -> Float:
         features = self.features[site.name]

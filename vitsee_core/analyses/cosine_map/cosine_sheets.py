@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
+from vitsee_core.figures.clip_strips import ClipLine, ClipSheet, Strip, of_clips, shown_layers
 from vitsee_core.figures.patch_sheets import (
     Map,
     Sheet,
@@ -22,7 +23,7 @@ from vitsee_core.figures.plotting import styled
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.types import Float
-from vitsee_stores.token_selection import parse_cell
+from vitsee_stores.token_selection import parse_place
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,6 +39,8 @@ def draw_cosines(table: Table, scale: str) -> Figure:
     if "token" not in table.frame.columns:
         return _draw_offsets(table.frame, scale)
     cosines = table.frame.filter(metric="cosine")
+    if of_clips(cosines):
+        return _draw_clips(table, cosines, scale)
     sheet = table.notes.get("sheet", {})
     places = {(m["query"], m["at"]): m["place"] for m in table.notes.get("marks", ())}
     sites = shown_sites(cosines)
@@ -56,7 +59,7 @@ def draw_cosines(table: Table, scale: str) -> Figure:
                         continue
                     shape, edges = grid_of(own, sheet, site, image)
                     values = place_values(own, shape)
-                    cell = parse_cell(own["token"][0]) if image == query else None
+                    cell = parse_place(own["token"][0]) if image == query else None
                     if scale == "map":
                         values = _stretched(values, cell)
                     tiles.append(Map(layer_name(site), values, edges, cell))
@@ -64,8 +67,38 @@ def draw_cosines(table: Table, scale: str) -> Figure:
                     maps.append((store, tiles))
             lines.append(SheetLine(image, title, maps, mark))
     return Sheet(
-        lines, sheet.get("images", {}), _caption(table.frame, sites), *_look(lines, scale)
+        lines, sheet.get("images", {}), _caption(table.frame, sites), *_look(_values(lines), scale)
     ).draw()
+
+
+def _draw_clips(table: Table, cosines: pl.DataFrame, scale: str) -> Figure:
+    """One strip per chosen patch and layer: the cosines with the patches of each frame of its clip,
+    below the frames; then the same patch in the other clips."""
+    sheet = table.notes.get("sheet", {})
+    marks = {
+        (m["query"], m["at"]): (m["time"], *m["place"])
+        for m in table.notes.get("marks", ())
+        if "time" in m
+    }
+    sites = shown_layers(cosines)
+    lines = []
+    for (query, at, image), shown in cosines.group_by("query", "at", "image", maintain_order=True):
+        strips = []
+        for (store, site), own in shown.group_by("store", "site", maintain_order=True):
+            if site not in sites[store]:
+                continue
+            shape, edges = grid_of(own, sheet, site, image)
+            values = place_values(own, shape)
+            cell = parse_place(own["token"][0]) if image == query else None
+            if scale == "map":
+                values = _stretched(values, cell)
+            strips.append(Strip(store, layer_name(site), values, edges, cell))
+        mark = marks.get((query, at)) if image == query else None
+        title = f"{query}, patch {at}" if image == query else f"in {image}"
+        lines.append(ClipLine(image, title, strips, mark))
+    every = [strip.values for line in lines for strip in line.strips]
+    caption = _caption(table.frame, sites)
+    return ClipSheet(lines, sheet, caption, *_look(every, scale)).draw()
 
 
 def _draw_offsets(rows: pl.DataFrame, scale: str) -> Figure:
@@ -91,10 +124,10 @@ def _draw_offsets(rows: pl.DataFrame, scale: str) -> Figure:
     lines = [SheetLine("", "", maps)]
     about: dict[str, Any] = {"": {"aspect": shape[0] / shape[1]}}
     caption += _caption(rows, sites)[1:]
-    return Sheet(lines, about, caption, *_look(lines, scale), photos=False).draw()
+    return Sheet(lines, about, caption, *_look(_values(lines), scale), photos=False).draw()
 
 
-def _stretched(values: Float, cell: tuple[int, int] | None) -> Float:
+def _stretched(values: Float, cell: tuple[int, ...] | None) -> Float:
     """A map over its own range, 0 to 1, excluding that of the patch itself."""
     others = values.copy()
     if cell is not None:
@@ -105,10 +138,13 @@ def _stretched(values: Float, cell: tuple[int, int] | None) -> Float:
     return np.clip((values - low) / (high - low if high > low else 1), 0, 1)
 
 
-def _look(lines: Sequence[SheetLine], scale: str) -> tuple[dict[str, Any], str]:
+def _values(lines: Sequence[SheetLine]) -> list[Float]:
+    return [tile.values for line in lines for _, tiles in line.maps for tile in tiles]
+
+
+def _look(values: Sequence[Float], scale: str) -> tuple[dict[str, Any], str]:
     if scale == "map":
         return {"vmin": 0.0, "vmax": 1.0, "cmap": "viridis"}, "each map over its own range"
-    values = [tile.values for line in lines for _, tiles in line.maps for tile in tiles]
     there = np.concatenate([v[~np.isnan(v)].ravel() for v in values])
     low = float(there.min()) if len(there) else 0.0
     return {"vmin": min(low, 0.99), "vmax": 1.0, "cmap": "viridis"}, "cosine"
@@ -117,7 +153,8 @@ def _look(lines: Sequence[SheetLine], scale: str) -> tuple[dict[str, Any], str]:
 def _caption(rows: pl.DataFrame, sites: dict[str, list[str]]) -> list[str]:
     lines = ["cosine of the framed patch with every patch"]
     if "query" in rows.columns and (rows["query"] != rows["image"]).any():
-        lines.append("in ...: the patch above with those of another image")
+        other = "clip" if of_clips(rows) else "image"
+        lines.append(f"in ...: the patch above with those of another {other}")
     lines += thinned(rows, sites)
     names = list(sites)
     return lines if len(names) > 1 else [f"{shorten(names[0], 24)}: {lines[0]}", *lines[1:]]

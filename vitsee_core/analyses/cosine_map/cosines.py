@@ -34,22 +34,26 @@ def unit_vectors(x: NDArray[np.floating], keep: Mask) -> Float:
     )
 
 
-def map_statistics(cosines: Float, query: int, grid: tuple[int, int]) -> dict[str, float]:
-    """How far one patch's similarity extends over the other patches of its image.
+def map_statistics(cosines: Float, query: int, body: tuple[int, ...]) -> dict[str, float]:
+    """How far one patch's similarity extends over the other patches of its image, or its clip.
 
-    `cosine_mean`: mean over them. `cosine_neighbours`: mean over its up to eight neighbours.
+    `cosine_mean`: mean over them. `cosine_neighbours`: mean over its up to eight neighbours, in its
+    own frame.
     `cosine_area`: share of them whose cosine is above the midpoint between that mean and 1. NaN
     where there is none.
 
     Args:
         cosines: (cells,) with the query, NaN where a patch does not count.
         query: its place.
-        grid: (rows, cols).
+        body: (rows, cols), of clips (frames, rows, cols).
     """
     there = ~np.isnan(cosines)
     there[query] = False
-    rows, cols = np.divmod(np.arange(len(cosines)), grid[1])
-    near = there & (np.maximum(abs(rows - query // grid[1]), abs(cols - query % grid[1])) == 1)
+    places = np.stack(np.unravel_index(np.arange(len(cosines)), body))
+    *other_time, down, across = np.abs(places - places[:, query : query + 1])
+    near = there & (np.maximum(down, across) == 1)
+    for apart in other_time:
+        near &= apart == 0
     found = dict.fromkeys(STATISTICS, np.nan)
     if there.any():
         mean = float(cosines[there].mean())
@@ -64,21 +68,28 @@ def offset_means(units: Float, grid: tuple[int, int]) -> Float:
     """(2 rows - 1, 2 cols - 1) mean cosine of the pairs of patches at each offset (dy, dx),
     starting at -(rows - 1), -(cols - 1); NaN without a pair.
 
-    By autocorrelation over the grid: T log T instead of T^2 for all pairs.
+    By autocorrelation over the grid: T log T instead of T^2 for all pairs. Of clips pairs within
+    one frame.
 
     Args:
-        units: (cells, dim), NaN where a patch does not count.
+        units: (cells, dim), NaN where a patch does not count; of clips frame by frame.
         grid: (rows, cols).
     """
-    rows, cols = grid
-    there = ~np.isnan(units[:, 0])
-    known = np.where(there[:, np.newaxis], units, 0).reshape(rows, cols, -1)
-    pairs = np.rint(autocorrelation(there.astype(np.float64).reshape(rows, cols, 1)))
-    sums = autocorrelation(known)
+    frames = units.reshape(-1, grid[0] * grid[1], units.shape[-1])
+    sums, pairs = (sum(parts) for parts in zip(*(_sums(one, grid) for one in frames), strict=True))
     with np.errstate(invalid="ignore", divide="ignore"):
         means = np.where(pairs > 0, sums / pairs, np.nan)
     at = [np.arange(-n + 1, n) for n in grid]
     return means[np.ix_(*at)]
+
+
+def _sums(units: Float, grid: tuple[int, int]) -> tuple[Float, Float]:
+    """The sums of cosines at each offset within one frame, and the numbers of pairs."""
+    rows, cols = grid
+    there = ~np.isnan(units[:, 0])
+    known = np.where(there[:, np.newaxis], units, 0).reshape(rows, cols, -1)
+    pairs = np.rint(autocorrelation(there.astype(np.float64).reshape(rows, cols, 1)))
+    return autocorrelation(known), pairs
 
 
 @dataclass(frozen=True)

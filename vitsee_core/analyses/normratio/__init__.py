@@ -51,10 +51,11 @@ from vitsee_core.statistics.skip_branch import (
     TokenPlace,
     choose_sublayers,
     missing_tokens,
+    place_columns,
     places_of,
 )
 from vitsee_core.statistics.value_columns import columns_of
-from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.columns import SITE, in_time, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import stacked
@@ -85,7 +86,8 @@ activations are not needed.
 patches: the mean over patches (locations of a CNN); all: prefix and patches; flat: all tokens
 of an image as one vector (Walmer et al. 2023).
 
-The figure shows tokens against sublayers, and means against depth.
+The figure shows tokens against sublayers, and means against depth. Of clips patches have a column
+frame, their place in time.
 """
 MEANING = {
     "site": "the sublayer",
@@ -180,10 +182,7 @@ def run(
                 places = places_of(sublayer.layout, tokens)
                 if places:
                     statistics, counts[sublayer.site] = measure(sublayer, places, wanted)
-                    at = {
-                        name: [getattr(place, name) for place in places]
-                        for name in ("token", "row", "col")
-                    }
+                    at = place_columns(places)
                     blocks += [
                         {**site_columns(store, sublayer), **at, "metric": metric, **columns_of(of)}
                         for metric, of in statistics.items()
@@ -201,7 +200,8 @@ def run(
         "images": {s.label: r.describe() for s, r in zip(stores, chosen, strict=True)},
         **selected.notes(),
     }
-    return Table.concat(blocks, COLUMNS, notes)
+    columns = in_time(COLUMNS, [sublayer.layout for plan in plans for sublayer in plan])
+    return Table.concat(blocks, columns, notes)
 
 
 def _check_tokens(

@@ -23,6 +23,7 @@ from vitsee_core.figures.panels import (
     note_count,
     stack,
 )
+from vitsee_core.figures.patch_sheets import places_in
 from vitsee_core.figures.plotting import (
     COLOURS,
     MARKERS,
@@ -110,7 +111,7 @@ def _placed(rows: pl.DataFrame) -> pl.DataFrame:
     kind of token whose curve it belongs to; and `kind`, of its sublayer."""
     token = pl.col("token").cast(pl.String)
     rows = with_kinds(rows).with_columns(
-        name=pl.coalesce(token, pl.format("{},{}", "row", "col")),
+        name=pl.coalesce(token, pl.concat_str(places_in(rows), separator=",")),
         cell=token.is_null() | token.str.contains(r"^\d+$"),
     )
     several = pl.col("name").filter("cell").n_unique().over("store") > FEW_CELLS
@@ -160,8 +161,8 @@ def _map_panels(of_store: pl.DataFrame, metric: str) -> list[MapPanel]:
     for (kind,), of_kind in rows.group_by("kind", maintain_order=True):
         columns = []
         for (site,), one in of_kind.group_by("site", maintain_order=True):
-            cells = one.select("token", "row", "col", "value").rows()
-            columns.append((site, {token or (row, col): value for token, row, col, value in cells}))
+            cells = one.select("token", "value", *places_in(rows)).rows()
+            columns.append((site, {token or tuple(at): value for token, value, *at in cells}))
         title = f"{shorten(store, 20)}, {PARTS.get(kind, kind)} (n = {count})"
         panels.append(MapPanel.of(title, store, columns))
     return panels

@@ -20,7 +20,7 @@ Of the tokens of a site, x_t (channels), mean over images unless said otherwise:
   `massive_token_share`: images whose largest lies in the commonest `channel`, at the commonest
   token (`at`).
 - `neighbour_cos`: cosine of a patch with its two to four neighbours, mean over patches (Darcet et
-  al., Fig. 5a, who measure it after the patch embedding).
+  al., Fig. 5a, who measure it after the patch embedding); of clips those in its own frame.
 
 Norms are those of the site: of the stream before any final norm in `blocks`, which is where
 outliers are; the released features of DINOv2 are normalised (`--sites norm`) and have none.
@@ -31,7 +31,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -50,6 +49,7 @@ from vitsee_core.analyses.norms.stream_norms import (
     TokenStatistics,
     norm_source,
 )
+from vitsee_core.patch_maps.photos import frames_seen
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.machine import human_bytes
@@ -60,9 +60,9 @@ from vitsee_core.runtime.streaming import Rows, each_slab
 from vitsee_core.statistics.image_statistics import METHODS, block_labels, statistic
 from vitsee_core.statistics.shares import METHOD as SHARES
 from vitsee_core.statistics.shares import as_share
-from vitsee_core.statistics.skip_branch import TokenPlace, places_of
+from vitsee_core.statistics.skip_branch import TokenPlace, place_columns, places_of
 from vitsee_core.statistics.value_columns import Cells, columns_of, jackknife_cells, mean_cells
-from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.columns import SITE, in_time, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.results import Table
@@ -93,7 +93,7 @@ stores by default, also with --tokens pooled; activations are read for the rest.
 --tokens all: cls, registers and patches as kinds, with the median, the shares of outliers (above
 --threshold; above median + 6 x 1.4826 MAD) and the histogram; each: every token, with the share of
 images in which it is an outlier. The figure shows the histogram over depth, where the outliers lie,
-and their share over depth.
+and their share over depth. Of clips patches have a column frame, their place in time.
 """
 MEANING = {
     "at": "where the largest activation of most images lies",
@@ -199,9 +199,11 @@ def run(
         "stream": "blocks: the residual stream before any final norm",
         "seed": execution.seed,
         "images": {s.label: r.describe() for s, r in zip(selected.stores, chosen, strict=True)},
+        **({"clip": seen} if (seen := frames_seen(selected.stores[0])) else {}),
         **selected.notes(),
     }
-    return Table.concat(parts, COLUMNS, notes)
+    layouts = [store.site(site.name).layout for store, own in selected.members for site in own]
+    return Table.concat(parts, in_time(COLUMNS, layouts), notes)
 
 
 def _sites(store: Store, patterns: Sequence[str], metrics: Sequence[str]) -> list[SiteSpec]:
@@ -282,7 +284,8 @@ class _Site:
     def _read(
         self, spec: SiteSpec, layout: TokenLayout, source: NormSource, with_acts: bool
     ) -> TokenStatistics:
-        work = ReadTokens(spec.name, source, with_acts, layout.n_prefix, layout.grid)
+        body = None if layout.grid is None else layout.body
+        work = ReadTokens(spec.name, source, with_acts, layout.n_prefix, body)
         use = self.execution
         options: dict[str, Any] = {"jobs": use.jobs, "map": use.map, "progress": use.progress}
         parts = each_slab(self.store, work, rows=self.rows, **options)
@@ -367,8 +370,7 @@ def _of_tokens(
         columns = [place.members[0] for place in some]
         x = np.ascontiguousarray(values[:, columns].T, dtype=np.float64)
         estimates = statistic(x, "mean", labels).estimates()
-        about = {name: [*map(attrgetter(name), some)] for name in ("token", "row", "col")}
-        blocks.append(about | {"metric": metric} | columns_of(estimates))
+        blocks.append({**place_columns(some), "metric": metric, **columns_of(estimates)})
     return blocks
 
 

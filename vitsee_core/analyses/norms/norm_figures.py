@@ -9,23 +9,28 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
+from vitsee_core.figures.clip_strips import Moment, of_clips
 from vitsee_core.figures.curve_panels import CurveGrid, Panel
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
+from vitsee_core.figures.head_tiles import Tiles, draw_tiles, tile_grid
 from vitsee_core.figures.log_ticks import DECADES, FINE, plain_log_ticks
 from vitsee_core.figures.panels import (
     Grid,
     bars_at_ends,
+    colour_bar,
     count,
+    evenly,
     handles_of,
     legend_below,
     map_axes,
     map_title,
     name_part,
     note_count,
+    room,
     small_maps,
     stack,
 )
-from vitsee_core.figures.patch_sheets import place_values
+from vitsee_core.figures.patch_sheets import place_values, places_in
 from vitsee_core.figures.plotting import styled
 from vitsee_core.figures.site_axes import SiteAxis
 from vitsee_core.tables.results import Table
@@ -73,7 +78,11 @@ def draw_norms(table: Table) -> Figure:
         return _draw_kinds(rows)
     tiles = [_tiles(own) for own in stores] if with_maps else []
     histograms = [Grid(len(stores), width=28, widest=44, height=17)] if with_histogram else []
-    maps = [small_maps(len(sites), 3) if sites else Grid(1, height=2.5) for *_, sites in tiles]
+    maps = [
+        _strips_grid(cells, sites) if of_clips(cells)
+        else small_maps(len(sites), 3) if sites else Grid(1, height=2.5)
+        for _, cells, sites in tiles
+    ]  # fmt: skip
     below = [CurveGrid.of(len(curves), rows)] if curves else []
     figure, parts = stack(*histograms, *maps, *below)
     left, of_histograms, curves_of = iter(parts), {}, {}
@@ -82,7 +91,8 @@ def draw_norms(table: Table) -> Figure:
         _draw_histograms(histograms[0], every, stores)
         of_histograms = handles_of(every)
     for own, grid, (metric, cells, sites) in zip(stores, maps, tiles, strict=False):
-        _draw_maps(grid, next(left), own, metric, cells, sites)
+        n_frames = table.notes.get("clip", {}).get("frames")
+        _draw_maps(grid, next(left), own, metric, cells, sites, n_frames)
     if curves:
         panels = below[0].panels(next(left), [(m, of_sites[m]) for m in curves])
         among = pl.concat([of_sites[metric] for metric in of_sites])
@@ -181,7 +191,13 @@ def _tiles(own: pl.DataFrame) -> tuple[str, pl.DataFrame, list[str]]:
 
 
 def _draw_maps(
-    grid: Grid, part: Any, own: pl.DataFrame, metric: str, cells: pl.DataFrame, sites: list[str]
+    grid: Grid,
+    part: Any,
+    own: pl.DataFrame,
+    metric: str,
+    cells: pl.DataFrame,
+    sites: list[str],
+    n_frames: int | None,
 ) -> None:
     name = f"{shorten(own['store'][0], 28)}, n = {count(own)}"
     if not sites:
@@ -191,6 +207,9 @@ def _draw_maps(
     text = f"{name}: patches whose {above}, in the layers with most"
     name_part(part, text)
     top: Any = cells["value"].max()
+    if of_clips(cells):
+        _draw_strips(grid, part, cells, sites, top, n_frames)
+        return
     every = grid.axes(part)
     for axes, site in zip(every, sites, strict=True):
         of_site = cells.filter(site=site)
@@ -200,6 +219,44 @@ def _draw_maps(
         image = axes.imshow(place_values(of_site, (rows + 1, cols + 1)), **look)
         map_title(axes, grid, site_words(site))
     bars_at_ends(grid, every, image, "share of images")
+
+
+def _strips(cells: pl.DataFrame, sites: Sequence[str], n_frames: int | None = None) -> Tiles:
+    """The maps of clips: a line per site, a column per place in time, as many as there is room
+    for. n_frames: sampled of a clip, as many as there are places where None."""
+    maps = {}
+    of_time = evenly(sorted(cells["frame"].unique()), max(2, int((room() - 14) / 4)))
+    n = cells["frame"].n_unique()
+    for i, site in enumerate(sites):
+        own = cells.filter(site=site)
+        shape = [n + 1 for n in own.select(places_in(own)).max().row(0)]
+        values = place_values(own, shape)
+        maps |= {(i, k): values[frame] for k, frame in enumerate(of_time)}
+    return Tiles(
+        maps,
+        [shorten(site_words(s), 18) for s in sites],
+        [Moment(t, n).frames(n_frames or n) for t in of_time],
+    )
+
+
+def _strips_grid(cells: pl.DataFrame, sites: Sequence[str]) -> Grid:
+    return tile_grid(_strips(cells, sites)) if sites else Grid(1, height=2.5)
+
+
+def _draw_strips(
+    grid: Grid,
+    part: Any,
+    cells: pl.DataFrame,
+    sites: Sequence[str],
+    top: float,
+    n_frames: int | None,
+) -> None:
+    (axes,) = grid.axes(part)
+    tiles = _strips(cells, sites, n_frames)
+    image = draw_tiles(axes, tiles, scale="plain", limits=(0.0, top))
+    image.set_cmap("magma")
+    axes.set_xlabel("frame")
+    colour_bar(axes, image, "share of clips")
 
 
 # ----------------------------------------------------------------------------------------- curves

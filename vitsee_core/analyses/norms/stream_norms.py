@@ -119,7 +119,7 @@ class ReadTokens:
     source: NormSource
     activations: bool  # whether to read these, for what is not a norm
     n_prefix: int  # of its layout
-    grid: tuple[int, int] | None  # of its layout
+    body: tuple[int, ...] | None  # (rows, cols) of its grid, of clips (frames, rows, cols)
 
     def __call__(self, slab: Slab) -> TokenStatistics:
         """For the images that count. Raises VitseeError: a number is not finite."""
@@ -157,8 +157,8 @@ class ReadTokens:
         largest = np.take_along_axis(size, at[:, np.newaxis], 1)[:, 0].astype(np.float64)
         median = np.median(size, axis=1, overwrite_input=True).astype(np.float64)
         near = np.full(len(acts), np.nan)
-        if self.grid is not None:
-            cells = acts[:, self.n_prefix :].reshape(len(acts), *self.grid, -1)
+        if self.body is not None:
+            cells = acts[:, self.n_prefix :].reshape(len(acts), *self.body, -1)
             near = neighbour_cosines(cells)
         token, channel = np.divmod(at, acts.shape[-1])
         return norms, largest, median, near, channel, token
@@ -181,7 +181,8 @@ def neighbour_cosines(cells: Float32) -> Float:
     A cell of length 0 has no cosines and is not a neighbour; NaN if no cell has one.
 
     Args:
-        cells: (images, rows, cols, dim).
+        cells: (images, rows, cols, dim), of clips (clips, frames, rows, cols, dim): neighbours are
+            in one frame.
     """
     x = cells.astype(np.float64)
     length = np.linalg.norm(x, axis=-1, keepdims=True)
@@ -189,14 +190,15 @@ def neighbour_cosines(cells: Float32) -> Float:
     x /= np.where(length > 0, length, 1)
     total, count = np.zeros(there.shape), np.zeros(there.shape)
     for a, b in (
-        ((slice(None), slice(1, None)), (slice(None), slice(None, -1))),
-        ((slice(None), slice(None), slice(1, None)), (slice(None), slice(None), slice(None, -1))),
+        ((..., slice(1, None), slice(None)), (..., slice(None, -1), slice(None))),
+        ((..., slice(1, None)), (..., slice(None, -1))),
     ):
         both = there[a] & there[b]
-        cosine = np.where(both, np.einsum("...d,...d->...", x[a], x[b]), 0)
+        cosine = np.where(both, np.einsum("...d,...d->...", x[*a, :], x[*b, :]), 0)
         for side in (a, b):
             total[side] += cosine
             count[side] += both
     with np.errstate(invalid="ignore", divide="ignore"):
-        found: Float = np.nansum(total / count, axis=(1, 2)) / (count > 0).sum((1, 2))
+        over = tuple(range(1, count.ndim))
+        found: Float = np.nansum(total / count, axis=over) / (count > 0).sum(over)
     return found

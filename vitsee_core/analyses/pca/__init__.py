@@ -30,6 +30,7 @@ import numpy as np
 import polars as pl
 
 from vitsee_core.analyses.pca.axis_rows import OF_AXES, axis_rows
+from vitsee_core.analyses.pca.colour_sheets import draw_colours
 from vitsee_core.analyses.pca.projection import (
     FOREGROUND,
     SIDES,
@@ -39,7 +40,6 @@ from vitsee_core.analyses.pca.projection import (
     project,
 )
 from vitsee_core.features import SiteFeatures, choose_features
-from vitsee_core.figures.patch_sheets import draw_colours
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.patch_maps.colours import CHANNELS, FEWEST, Colours, matched, rotation_to
 from vitsee_core.patch_maps.photos import SHOWN, Shown, describe_sheet, shown_rows
@@ -55,7 +55,7 @@ from vitsee_core.statistics.covariance.spectra import PrincipalAxes, principal_a
 from vitsee_core.statistics.covariance.sums import CovarianceSums, block_sums, say_cost, total
 from vitsee_core.statistics.image_statistics import METHODS
 from vitsee_core.statistics.jackknife import Blocks
-from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.columns import SITE, cell_columns, in_time, site_columns
 from vitsee_core.tables.glances import most_varied, some_of
 from vitsee_core.tables.headlines import Answer, by_store, first_and_last
 from vitsee_core.tables.results import Table
@@ -84,7 +84,7 @@ One pass over all patches (n D^2 multiply-adds a site) and one over some images;
 grow with the images. --fit-shown: as in demonstrations of DINOv2, of a few images only.
 
 Metrics: explained_variance; axis_agreement: absolute cosine of the halves' axes; score. What makes
-colours of scores is in the sidecar.
+colours of scores is in the sidecar. Of clips scores have a column frame, the patch's place in time.
 """
 MEANING = {"half_b": "explained variance of two halves of the images"}
 NEEDS = ("grid",)
@@ -357,8 +357,8 @@ class _Site:
         for name, other in zip(guide.ids, guide.found.rows.tolist(), strict=True):
             if name not in rows:
                 continue
-            places = guide.part.shown.view.centres(guide.layout, other)
-            at = self.part.shown.view.cells_at(self.layout, rows[name], places)
+            view, guides = self.part.shown.view, guide.part.shown.view
+            at = view.cells_like(self.layout, rows[name], guides, guide.layout, other)
             own = self.found.of(rows[name])[:, :CHANNELS]
             keep = ~np.isnan(own[:, 0])
             pairs.append(matched(own, keep, at, guide.found.of(other)[:, :CHANNELS]))
@@ -385,12 +385,12 @@ class _Site:
             scores = self.found.of(image)
             cells = np.flatnonzero(~np.isnan(scores[:, 0]))
             n, k = len(cells), scores.shape[1]
-            row, col = np.divmod(np.tile(cells, k), self.layout.grid[1])
-            about = {"image": str(self.part.store.samples.id[image]), "row": row, "col": col}
+            about: dict[str, Any] = {"image": str(self.part.store.samples.id[image])}
+            about |= cell_columns(self.layout, np.tile(cells, k))
             component = np.repeat(np.arange(1, k + 1), n)
             of_patches = {"component": component, "metric": METRICS[-1]}
             parts.append({**place, **about, **of_patches, "value": scores[cells].T.ravel()})
-        return Table.concat(parts, COLUMNS)
+        return Table.concat(parts, in_time(COLUMNS, [self.layout]))
 
 
 def at_a_glance(table: Table) -> Table:

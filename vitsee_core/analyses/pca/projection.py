@@ -105,7 +105,7 @@ def centre_side(found: Projected, view: View, layout: TokenLayout) -> int:
     low, high = CENTRE
     for row, scores in zip(found.rows.tolist(), found.scores[..., 0], strict=True):
         at = view.centres(layout, row)
-        within = ((at >= low) & (at <= high)).all(1)
+        within = np.tile(((at >= low) & (at <= high)).all(1), layout.frames or 1)
         for k, part in enumerate((within, ~within)):
             there = part & ~np.isnan(scores)
             sums[k] += scores[there].sum()

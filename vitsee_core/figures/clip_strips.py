@@ -1,0 +1,276 @@
+"""Strips of clips: a line of maps over time for each layer, below the frames of the clip. Drawn
+from the column `frame` of tables of clips and from their notes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from vitsee_core.figures.panels import em, evenly, medium, new_figure, room, small
+from vitsee_core.figures.patch_sheets import (
+    FLAT,
+    LETTERS,
+    WHOLE,
+    Box,
+    Map,
+    draw_cross,
+    draw_map,
+    extent,
+    framed,
+    within,
+)
+from vitsee_core.figures.plotting import GREY
+from vitsee_core.images.embedded_pictures import decode
+from vitsee_core.patch_maps.photos import evenly_with
+from vitsee_core.tables.text import shorten
+from vitsee_core.types import Float
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
+SMALLEST, LARGEST = 3.9, 6.5  # ems of a tile's width
+TALLEST = 1.5  # of a tile's height over its width, before it gets narrower
+MARGIN, GAP, LINE_GAP, TITLE = 0.8, 0.35, 1.2, 1.3  # ems
+NAMES = 6.2  # ems of the names of layers, at the left
+STORE = 1.5  # ems of the name of a store, where there are several
+MOST_LAYERS = 6  # of a store
+FOOT, BAR = 1.8, 7.0  # ems
+TIMES = {
+    "shuffled": "frames in random order, as the model saw them",
+    "still": "one frame repeated, as the model saw it",
+}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A column: one of the places in time of the coarsest grid, of so many."""
+
+    cell: int
+    of: int
+
+    def at(self, n: int) -> int:
+        """The place that contains its middle, of n."""
+        return (2 * self.cell + 1) * n // (2 * self.of)
+
+    def frames(self, n: int) -> str:
+        """Those of n sampled frames that lie in it, as `0` or `2–3`."""
+        first, last = self.cell * n // self.of, max((self.cell + 1) * n // self.of - 1, 0)
+        return str(first) if last <= first else f"{first}–{last}"
+
+
+@dataclass(frozen=True)
+class Strip:
+    """The maps of one layer: (frames, rows, cols) or (frames, rows, cols, 4). edges: top, left,
+    bottom, right of the grid on the frames. cell: (frame, row, col) to frame in red."""
+
+    store: str
+    title: str
+    values: Float
+    edges: Sequence[float] = WHOLE
+    cell: Sequence[int] | None = None
+
+
+@dataclass(frozen=True)
+class ClipLine:
+    """One clip and what is mapped of it. mark: a place on its frames, (share of the time, y, x)."""
+
+    image: str
+    title: str
+    strips: Sequence[Strip]
+    mark: tuple[float, float, float] | None = None
+
+
+@dataclass
+class ClipSheet:
+    """Clips below one another, laid out in ems from the upper left corner. notes: what
+    `describe_clips` says, or of `clip` alone. look: colours of the maps; bar: what the colour bar
+    says; photos: whether frames stand above the maps."""
+
+    lines: Sequence[ClipLine]
+    notes: Mapping[str, Any]
+    caption: Sequence[str]
+    look: Mapping[str, Any] = field(default_factory=dict)
+    bar: str | None = None
+    photos: bool = True
+
+    def draw(self) -> Figure:
+        """The figure; call it inside a function decorated with `styled`."""
+        several = len({strip.store for line in self.lines for strip in line.strips}) > 1
+        start = MARGIN + NAMES + STORE * several
+        fixed = start + MARGIN + (BAR if self.bar else 0.0)
+        columns = self._columns(int((room() - fixed + GAP) / (SMALLEST + GAP)))
+        self._side = min((room() - fixed + GAP) / len(columns) - GAP, LARGEST)
+        width = start + len(columns) * (self._side + GAP) - GAP + MARGIN
+        total = max(width + (BAR if self.bar else 0.0), 26.0)
+        texts = [*self.caption, *self._said(columns)]
+        caption = [part for text in texts for part in wrap(text, int(total * LETTERS))]
+        heights = [self._height(line) for line in self.lines]
+        size = total, MARGIN + sum(heights) + 1.25 * len(caption) + FOOT
+        figure = new_figure(em(size[0]), em(size[1]))
+        figure.set_layout_engine("none")
+        box = Box(figure, size)
+        image, top = None, MARGIN
+        for line, tall in zip(self.lines, heights, strict=True):
+            image = self._draw_line(box, line, columns, top, start, several) or image
+            top += tall
+        if self.bar and image is not None:
+            self._draw_bar(box, image, width, sum(heights))
+        for k, text in enumerate(caption):
+            x, y = box.at(MARGIN, top + 0.6 + 1.25 * k)
+            figure.text(x, y, text, fontsize=small(), color=GREY, va="center")
+        return figure
+
+    def _columns(self, most: int) -> list[Moment]:
+        """The times that are drawn: those of the notes, or as many evenly spaced ones as fit, with
+        those that are marked."""
+        sizes = [len(strip.values) for line in self.lines for strip in line.strips]
+        said = self.notes.get("clip", {})
+        of = said.get("of", min(sizes))
+        there = said.get("shown", range(of))
+        marked = {int(line.mark[0] * of) for line in self.lines if line.mark is not None}
+        return [Moment(cell, of) for cell in evenly_with(there, max(most, 1), marked)]
+
+    def _said(self, columns: Sequence[Moment]) -> list[str]:
+        """What the caption says of the times."""
+        said = []
+        if time := TIMES.get(self.notes.get("clip", {}).get("time", "")):
+            said.append(time)
+        if len(columns) < columns[0].of:
+            said.append("evenly spaced times; the table has all")
+        return said
+
+    def _n_frames(self, columns: Sequence[Moment]) -> int:
+        return int(self.notes.get("clip", {}).get("frames", columns[0].of))
+
+    def _about(self, image: str) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.notes.get("images", {}).get(image, {}) if image else {}
+        return found
+
+    def _tile(self, image: str) -> tuple[float, float]:
+        aspect = float(self._about(image).get("aspect", 1.0))
+        return within(self._side, self._side * TALLEST, aspect)
+
+    def _head(self, line: ClipLine) -> float:
+        """Ems of the clip's name and of the times above its columns."""
+        return TITLE * (1 + bool(line.title) + ("seconds" in self._about(line.image)))
+
+    def _height(self, line: ClipLine) -> float:
+        each = self._tile(line.image)[1] + GAP
+        return self._head(line) + (len(line.strips) + self.photos) * each - GAP + LINE_GAP
+
+    def _draw_line(
+        self,
+        box: Box,
+        line: ClipLine,
+        columns: Sequence[Moment],
+        top: float,
+        start: float,
+        several: bool,
+    ) -> AxesImage | None:
+        about, (wide, tall) = self._about(line.image), self._tile(line.image)
+        at, last = top + TITLE / 2, None
+        text = _Text(box)
+        if line.title:
+            letters = int((len(columns) * (self._side + GAP) + NAMES) / 0.56)
+            text(MARGIN, at, shorten(line.title, letters), size=medium().font)
+            at += TITLE
+        n, step = self._n_frames(columns), about.get("seconds")
+        for name in ("frame", "seconds") if step else ("frame",):
+            text(start - 0.6, at, name, ha="right", color=GREY)
+            for k, moment in enumerate(columns):
+                said = moment.frames(n)
+                if name == "seconds" and step:
+                    said = f"{moment.cell * n / moment.of * float(step):.2f}"
+                text(start + k * (self._side + GAP) + self._side / 2, at, said, ha="center")
+            at += TITLE
+        at, lefts = at - TITLE / 2, self._lefts(columns, start, wide)
+        if self.photos:
+            for left, moment in zip(lefts, columns, strict=True):
+                axes = box.axes(left, at, wide, tall)
+                marked = line.mark and Moment(int(line.mark[0] * moment.of), moment.of) == moment
+                self._draw_frame(axes, about, moment.at(n), line.mark if marked else None)
+            at += tall + GAP
+        before = None
+        for strip in line.strips:
+            name = "\n".join(shorten(part, int(NAMES / 0.56)) for part in strip.title.split("\n"))
+            text(start - 0.6, at + tall / 2, name, ha="right")
+            if several and strip.store != before:
+                below = sum(other.store == strip.store for other in line.strips)
+                middle = at + (below * (tall + GAP) - GAP) / 2
+                letters = max(6, int(below * tall * 1.6))
+                text(MARGIN + 0.4, middle, shorten(strip.store, letters), ha="center", rotation=90)
+            before = strip.store
+            for left, moment in zip(lefts, columns, strict=True):
+                place = moment.at(len(strip.values))
+                cell = strip.cell
+                marked = cell is not None and cell[0] == place
+                tile = Map(
+                    "", strip.values[place], strip.edges,
+                    (cell[1], cell[2]) if cell is not None and marked else None,
+                )  # fmt: skip
+                axes = box.axes(left, at, wide, tall)
+                last = draw_map(axes, about.get("frame", WHOLE), tile, self.look)
+            at += tall + GAP
+        return last
+
+    def _lefts(self, columns: Sequence[Moment], start: float, wide: float) -> list[float]:
+        each = self._side + GAP
+        return [start + k * each + (self._side - wide) / 2 for k in range(len(columns))]
+
+    def _draw_frame(
+        self,
+        axes: Axes,
+        about: Mapping[str, Any],
+        frame: int,
+        mark: tuple[float, float, float] | None,
+    ) -> None:
+        framed(axes, about.get("frame", WHOLE))
+        picture = about.get("pictures", {}).get(str(frame))
+        if picture is None:
+            look: dict[str, Any] = {"ha": "center", "va": "center", "color": GREY}
+            axes.text(0.5, 0.5, "no\npicture", transform=axes.transAxes, fontsize=small(), **look)
+        else:
+            pixels = decode(picture)
+            smooth = "nearest" if max(pixels.shape[:2]) < 64 else "antialiased"
+            where = extent(about.get("edges", WHOLE))
+            axes.imshow(pixels, extent=where, interpolation=smooth, **FLAT)
+        if mark is not None:
+            draw_cross(axes, *mark[1:])
+
+    def _draw_bar(self, box: Box, image: AxesImage, left: float, height: float) -> None:
+        top = MARGIN + self._head(self.lines[0])
+        tall = min(max(height - self._head(self.lines[0]) - LINE_GAP, 6.0), 26.0)
+        bar = box.figure.colorbar(image, cax=box.axes(left, top, 0.8, tall))
+        bar.set_label(str(self.bar))
+        bar.outline.set_linewidth(0.5)  # type: ignore[operator]
+
+
+@dataclass(frozen=True)
+class _Text:
+    """Writes small letters into a figure, at a place in ems."""
+
+    box: Box
+
+    def __call__(self, left: float, top: float, text: str, size: float = 0.0, **look: Any) -> None:
+        x, y = self.box.at(left, top)
+        self.box.figure.text(x, y, text, fontsize=size or small(), va="center", **look)
+
+
+def shown_layers(rows: pl.DataFrame, most: int = MOST_LAYERS) -> dict[str, list[str]]:
+    """The sites of each store that are drawn below one another: all, or evenly spaced ones with the
+    first and the last."""
+    return {
+        store: evenly(own["site"].unique(maintain_order=True).to_list(), most)
+        for (store,), own in rows.group_by("store", maintain_order=True)
+    }
+
+
+def of_clips(rows: pl.DataFrame) -> bool:
+    """Whether the cells of a table are those of clips."""
+    return "frame" in rows.columns and rows["frame"].null_count() < len(rows)
