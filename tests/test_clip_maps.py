@@ -297,8 +297,14 @@ def test_strips_from_the_table_alone(tmp_path: Path) -> None:
     table = cosine_map.run(store, image=["0"], at=["1,0,1"])
     table.write(tmp_path / "t.csv")
     again = Table.read(tmp_path / "t.csv")
-    images = [axes.images[0].get_array() for axes in cosine_map.plot(again).axes if axes.images]
-    before = [axes.images[0].get_array() for axes in cosine_map.plot(table).axes if axes.images]
+    images, before = (
+        [
+            np.asarray(axes.images[0].get_array())
+            for axes in cosine_map.plot(one).axes
+            if axes.images
+        ]
+        for one in (again, table)
+    )
     assert len(images) == len(before) and all(
         np.allclose(a, b) for a, b in zip(images, before, strict=True)
     )

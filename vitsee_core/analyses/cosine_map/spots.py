@@ -41,8 +41,9 @@ class Spot:
         Raises:
             VitseeError: none of them.
         """
-        cell = text if isinstance(text, tuple) else parse_place(text)
-        if cell is not None:
+        if isinstance(text, tuple):
+            return cls(",".join(map(str, text)), cell=text)
+        if (cell := parse_place(text)) is not None:
             return cls(",".join(map(str, cell)), cell=cell)
         if match := _PIXEL.fullmatch(text):
             x, y = int(match[1]), int(match[2])

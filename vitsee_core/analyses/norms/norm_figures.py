@@ -36,6 +36,7 @@ from vitsee_core.figures.site_axes import SiteAxis
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import site_words, token_words
+from vitsee_core.types import Float
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -224,7 +225,7 @@ def _draw_maps(
 def _strips(cells: pl.DataFrame, sites: Sequence[str], n_frames: int | None = None) -> Tiles:
     """The maps of clips: a line per site, a column per place in time, as many as there is room
     for. n_frames: sampled of a clip, as many as there are places where None."""
-    maps = {}
+    maps: dict[tuple[int, int], Float] = {}
     of_time = evenly(sorted(cells["frame"].unique()), max(2, int((room() - 14) / 4)))
     n = cells["frame"].n_unique()
     for i, site in enumerate(sites):
