@@ -54,6 +54,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="a finished study")
     parser.add_argument("--pair", type=Path, help="another checkout, in turn with this one")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--study-rounds", type=int, default=1, help="of the whole study, which takes minutes"
+    )
     parser.add_argument("--only", action="append", default=[], help="steps, or commands")
     add_record_option(parser)
     args = parser.parse_args()
@@ -67,7 +70,7 @@ def main() -> None:
             rows = [*steps(sides[OURS], args.only)]
             name = "last-mile-steps"
         else:
-            rows = [*commands(sides, args.rounds, args.only)]
+            rows = [*commands(sides, args.rounds, args.study_rounds, args.only)]
             name = "last-mile"
             title += ": whole commands" + (", against the commit before" if args.pair else "")
     if args.record:
@@ -377,7 +380,9 @@ def clock(into: dict[str, Any], name: str) -> Iterator[None]:
 # --- whole commands -----------------------------------------------------------------------------
 
 
-def commands(sides: Mapping[str, Side], rounds: int, only: Sequence[str]) -> Iterator[Result]:
+def commands(
+    sides: Mapping[str, Side], rounds: int, study_rounds: int, only: Sequence[str]
+) -> Iterator[Result]:
     """A line for each command, and for the peak of its memory."""
     first = sides[OURS]
     there = done_steps(first.study)
@@ -389,7 +394,8 @@ def commands(sides: Mapping[str, Side], rounds: int, only: Sequence[str]) -> Ite
         if not asked(what):
             return
         runs = {name: lambda side=side: of(side) for name, side in sides.items()}
-        seconds = interleaved(runs, rounds, warmup=0)
+        n = study_rounds if what == STUDY else rounds
+        seconds = interleaved(runs, n, warmup=0)
         if len(sides) > 1:
             yield said(Result.of(what, seconds, OURS, OTHER))
         else:
