@@ -64,8 +64,18 @@ class Maps:
 
     @cached_property
     def metrics(self) -> tuple[Float, Float]:
-        """`_all_metrics` of the maps, and of their replicates."""
-        return _all_metrics(self, self.cka), _all_metrics(self, self.replicates)
+        """`_all_metrics` of the maps, and of their replicates: of one after the other, as all
+        replicates of a large grid take much longer to go through memory than to compute."""
+        if (each := self.h.replicates) is None:
+            return (own := _all_metrics(self, self.cka)), np.zeros((len(own), 0, own.shape[-1]))
+        parts = zip(each.cross, each.rows, each.cols, strict=True)
+        of_each = [_all_metrics(self, centred_alignment(*part)) for part in parts]
+        return _all_metrics(self, self.cka), np.stack(of_each, 1)
+
+    @property
+    def n_replicates(self) -> int:
+        """m, 0 without a spread."""
+        return 0 if self.h.replicates is None else len(self.h.replicates.cross)
 
     @property
     def n_cols(self) -> int:
@@ -122,7 +132,7 @@ def site_summary(maps: Maps) -> tuple[int, dict[str, Float]]:
 def replicates_of(maps: Maps, summary: str | None) -> Float | None:
     """(rows, blocks) the jackknife's, of the rows that `localize` makes of these maps: tokens by
     patches, tokens by TOKEN_METRICS, or SITE_METRICS. NaN without a jackknife."""
-    m = len(maps.replicates)
+    m = maps.n_replicates
     if m < 2 or maps.h.spread == "repeats":
         return None
     if summary is None:
