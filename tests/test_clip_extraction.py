@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from click.testing import CliRunner
 from numpy.testing import assert_allclose, assert_array_equal
 from numpy.typing import NDArray
 
 import vitsee
 from tests.clip_files import write_frames, write_video
 from tests.extractions import RESNET, VIT, array_bytes, extract, extracted
+from vitsee_cli.main import main
 from vitsee_core.extraction.by_frame import clip_layout, frame_layout
 from vitsee_stores import Store, describe, open_store, validate
 from vitsee_stores.layout import TokenLayout
@@ -190,6 +193,56 @@ def test_layouts_go_both_ways() -> None:
     assert frame_layout(clip_layout(rows, 3), 3) == rows
 
 
+# models of clips ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "frames"), [("VideoMAEModel", 6), ("TimesformerModel", 3)])
+def test_models_of_clips_against_the_library(
+    videos: Path, tmp_path: Path, name: str, frames: int
+) -> None:
+    """Tokens as the library's own states have them, those of TimeSformer with frames fastest;
+    frames, times and attention as the configuration says."""
+    transformers = pytest.importorskip("transformers", minversion="5.20")
+    from tests.test_models_clips import library_model
+
+    library_model(name).save_pretrained(tmp_path / "model")
+    path = tmp_path / "a.zarr"
+    options = ("--sites", "embed,blocks", "--dtype", "float32", "--inputs", "--data", videos)
+    extracted(f"transformers:{tmp_path / 'model'}", *options, "-o", path)
+    assert validate(path, deep=True) == []
+    store = open_store(path)
+    assert store.plan.clip == Clip(frames)
+    layout = store.layout("blocks.0.out")
+    assert layout is not None
+    assert (layout.frames, layout.grid) == (3, (4, 4))
+    assert layout.stride_frames == frames / 3
+    model = getattr(transformers, name).from_pretrained(tmp_path / "model").eval()
+    with torch.inference_mode():
+        states = model(torch.from_numpy(store.inputs()[:]), output_hidden_states=True)
+    for site, state in (("embed", 0), ("blocks.1.out", 2)):
+        wanted, found = states.hidden_states[state].numpy(), store.acts(site)[:]
+        if name == "TimesformerModel":
+            body = wanted[:, 1:].reshape(len(wanted), 4, 4, 3, -1).transpose(0, 3, 1, 2, 4)
+            wanted = np.concatenate([wanted[:, :1], body.reshape(len(wanted), 48, -1)], 1)
+        assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    groups = store.attention_blocks
+    assert [group.window for group in groups] == (
+        [None] if name == "VideoMAEModel" else [(3, 1, 1), (1, 4, 4)]
+    )
+    for group in groups:
+        share = store.attention("frame_mass", group.prefix)[:]
+        alone = group.window == (1, 4, 4)
+        assert_allclose(share, 1, rtol=1e-5) if alone else np.testing.assert_array_less(share, 1)
+
+
+def invoked(*words: object) -> str:
+    """What `vitsee WORDS` prints."""
+    result = CliRunner().invoke(main, [*map(str, words)])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
 # a store of clips as a store -------------------------------------------------------------------
 
 
@@ -217,6 +270,9 @@ def test_what_a_store_says_of_its_clips(videos: Path, tmp_path: Path) -> None:
     assert store.manifest.info["data"]["frames"] == 2
     assert_allclose(store.array("seconds")[:], 0.3, rtol=1e-6)
     assert store.samples.label.tolist() == [int(name[5]) for name in store.samples.id]
+    said = invoked("info", path)
+    assert "clips      2 frames of each, every 3, shuffled, one by one" in said
+    assert "2x4x6  cls x 2" in said
     # Repeated, with its choices left out, and with others.
     again = extract(*SMALL[:-2], "--data", videos, "-o", path, "--device", "cpu")
     assert again.exit_code == 0, again.output

@@ -60,6 +60,7 @@ class Video:
         """
         if not self.file.seek(0, os.SEEK_END):
             raise ImageError(self.name, "the file is empty")
+        self._scaler: Any = None
         self._keys: list[int] = []
         self._counted = False
         self.line = self._read_line()
@@ -177,7 +178,9 @@ class Video:
         """A frame as its display matrix turns it."""
         if frame.is_corrupt:
             raise ImageError(self.name, "a frame is damaged")
-        image: Image.Image = frame.to_image()
+        # One thread: others would cost each frame more time than they save, and workers decode
+        # beside each other.
+        image: Image.Image = self._scaler.reformat(frame, format="rgb24", threads=1).to_image()
         turn = _TURNS.get(frame.rotation)
         return image if turn is None else image.transpose(turn)
 
@@ -200,10 +203,11 @@ class Video:
                 if not moving:
                     raise ImageError(self.name, "it has no video stream")
                 stream = moving[0]
+                self._scaler = av.video.reformatter.VideoReformatter()
                 context, most = stream.codec_context, Image.MAX_IMAGE_PIXELS
                 if context is None:
                     raise ImageError(self.name, "its codec is not built into PyAV's FFmpeg")
-                context.thread_count = 1  # workers decode beside each other
+                context.thread_count = 1
                 context.options = {"err_detect": "explode"}
                 if most and context.width * context.height > most:
                     size = f"{context.width} x {context.height}"

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from vitsee_core.images import ImageError, Selection, batches
+from vitsee_core.images.clips import has_clips
 from vitsee_core.runtime.versions import DECODERS, store_versions
 from vitsee_stores import Store, StoreWriter
 from vitsee_stores.errors import IdentityMismatch, StoreError, VitseeError
@@ -73,7 +74,8 @@ def first_images(
         _, name, reason = batch.errors[-1]
         raise VitseeError(
             f"none of the first {batch.rows.stop} images can be read (the last: {name}: {reason}); "
-            "expected image files that Pillow opens"
+            f"expected {'videos or frames' if has_clips(selection.source) else 'image files'} that "
+            f"{'FFmpeg and Pillow open' if has_clips(selection.source) else 'Pillow opens'}"
         )
     wanted = batch.valid
     if recorded:

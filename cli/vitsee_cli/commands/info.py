@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -186,11 +188,12 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("no skip in", ", ".join(model.get("ablate_skip", ()))),
         ("changed", "; ".join(model.get("interventions", ()))),
         ("loaded", _listed(weights, LOADED)),
-        ("transform", _listed(record["transform"], tuple(record["transform"]))),
+        ("transform", _listed(record["transform"], _shown_of_transform(record["transform"]))),
         ("precision", str(identity.get("precision", ""))),
         ("attention", _attention(record["attention"])),
         ("residual", _count(record["residual"], "sublayers")),
         ("canvas", _listed(record["canvas"] or {}, ("size", "tiles"))),
+        ("clips", _clips(record.get("clip"))),
         ("inputs", "x".join(map(str, record["inputs"] or ()))),
         ("grams", _grams(record)),
         ("erf", _erf(record)),
@@ -205,6 +208,20 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
             ("made by", f"{command} ({counted(maker['n_slabs'], 'slabs')}{where and ', ' + where})")
         )
     return [(name, text) for name, text in facts if text]
+
+
+def _shown_of_transform(transform: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields without those of clips, which have a line."""
+    return tuple(key for key in transform if key != "clip")
+
+
+def _clips(clip: Mapping[str, Any] | None) -> str:
+    """`16 frames of each, every 4, shuffled, one by one`."""
+    if clip is None:
+        return ""
+    every = "evenly spread" if clip["every"] is None else f"every {clip['every']}"
+    one_by_one = ", one by one" if clip["by_frame"] else ""
+    return f"{counted(clip['frames'], 'frames')} of each, {every}, {clip['time']}{one_by_one}"
 
 
 def _missing(runs: Sequence[Sequence[int]]) -> str:
@@ -265,13 +282,25 @@ def _site_cells(name: str, site: Mapping[str, Any], arrays: Mapping[str, Any]) -
     return [
         name,
         shape,
-        "x".join(map(str, site.get("grid") or ())),
-        " ".join(site.get("prefix", ())),
+        _grid(site),
+        _prefix(site.get("prefix", ())),
         site["dtype"],
         site["tokens"],
         str(site["depth"]),
         console.human_bytes(size),
     ]
+
+
+def _grid(layout: Mapping[str, Any]) -> str:
+    """`14x14`, of clips with the cells in time before it: `8x14x14`."""
+    times = [layout["frames"]] if "frames" in layout else []
+    return "x".join(map(str, [*times, *(layout.get("grid") or ())]))
+
+
+def _prefix(names: Sequence[str]) -> str:
+    """`cls reg0`; of frames one by one `cls x 16`, with their number."""
+    kinds = Counter(re.sub(r"\.[0-9]+$", "", name) for name in names)
+    return " ".join(kind if n == 1 else f"{kind} x {n}" for kind, n in kinds.items())
 
 
 def _attention(attention: Mapping[str, Any]) -> str:
@@ -280,12 +309,10 @@ def _attention(attention: Mapping[str, Any]) -> str:
     parts = [attention["level"]]
     for group in attention["groups"]:
         heads = "/".join(str(n) for n in dict.fromkeys(group["n_heads"]))
-        grid = "x".join(map(str, group["grid"]))
-        within = (
-            ", within windows of {} x {} cells".format(*w) if (w := group.get("window")) else ""
-        )
+        window = " x ".join(map(str, group.get("window", ())))
+        within = f", within windows of {window} cells" if window else ""
         blocks = _count(group["blocks"], "blocks")
-        parts.append(f"{blocks} of {heads} heads on a {grid} grid{within}")
+        parts.append(f"{blocks} of {heads} heads on a {_grid(group)} grid{within}")
     return ", ".join([*parts, *(["rollout"] if attention["rollout"] else [])])
 
 
