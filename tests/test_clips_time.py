@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.stores import write_attention
-from vitsee_core.analyses import attn_dist
+from tests.stores import write_attention, write_sites
+from vitsee_core.analyses import attn_dist, spatial
 from vitsee_core.attention.heads import attention_blocks, keys_seen, uniform_in_time
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput
@@ -168,3 +168,120 @@ def test_stores_of_images_have_no_columns_of_time(tmp_path: Path) -> None:
     with pytest.raises(MissingInput, match="do not say their frame rate; expected distance_frames"):
         attn_dist.run(clips, metrics=["distance_seconds"])
     attn_dist.plot(attn_dist.run(clips, metrics=["frame_mass"]))
+
+
+# ---------------------------------------------------------------- slowness
+
+
+def moving(n: int, times: int, rows: int, cols: int, dim: int = 5, seed: int = 0) -> Array:
+    """Tokens that stay much the same from time to time, some of length 0."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, 1, rows, cols, dim)) + 0.5 * rng.normal(
+        size=(n, times, rows, cols, dim)
+    )
+    x[0, 1, 0, 0] = 0
+    return np.asarray(x + 0.3, np.float32).astype(np.float64)
+
+
+def written(path: Path, x: Array, **more: Any) -> Store:
+    """A store of one site with these tokens, (clips, times, rows, cols, dim)."""
+    n, times, rows, cols, dim = x.shape
+    layout = TokenLayout((), (rows, cols), stride_px=(8.0, 8.0), frames=times, stride_frames=1.0)
+    flat = x.reshape(n, -1, dim)
+    return write_sites(path, {"blocks.0.out": flat}, layout=layout, clip=Clip(times), **more)
+
+
+def cosine(a: Array, b: Array) -> float | None:
+    length = math.sqrt(a @ a) * math.sqrt(b @ b)
+    return float(a @ b) / length if length else None
+
+
+def loop_in_time(x: Array) -> dict[str, float]:
+    """Means over clips of means over pairs, by loops over all pairs of tokens."""
+    n, times, rows, cols, _ = x.shape
+    places = [(r, c) for r in range(rows) for c in range(cols)]
+    found: dict[str, list[float]] = {"next_cos": [], "next_other_cos": [], "any_frame_cos": []}
+    others = []
+    for i in range(n):
+        own: dict[str, list[float | None]] = {name: [] for name in found}
+        for t in range(times):
+            for p in places:
+                for s in range(times):
+                    if s != t:
+                        own["any_frame_cos"].append(cosine(x[i, t][p], x[i, s][p]))
+                for q in places if t + 1 < times else []:
+                    name = "next_cos" if p == q else "next_other_cos"
+                    own[name].append(cosine(x[i, t][p], x[i, t + 1][q]))
+                for j in range(n) if t + 1 < times else []:
+                    others.append(cosine(x[i, t][p], x[j, t + 1][p]) if j != i else None)
+        for name, values in own.items():
+            found[name].append(float(np.mean([v for v in values if v is not None])))
+    means = {name: float(np.mean(values)) for name, values in found.items()}
+    means["slowness"] = means["next_cos"] - means["next_other_cos"]
+    means["other_clip_cos"] = float(np.mean([v for v in others if v is not None]))
+    return means
+
+
+def test_slowness_against_loops_over_all_pairs(tmp_path: Path) -> None:
+    x = moving(5, 3, 2, 2)
+    store = written(tmp_path / "a.zarr", x, slab=2)
+    table = spatial.run(store)
+    for metric, value in loop_in_time(x).items():
+        (row,) = rows_of(table, metric=metric)
+        assert row["value"] == pytest.approx(value, abs=1e-12), metric
+        assert row["n_images"] == 5
+        assert row["low"] < row["value"] < row["high"]
+    (row,) = rows_of(table, metric="next_cos")
+    assert row["null"] == rows_of(table, metric="any_frame_cos")[0]["value"]
+    # Structure in space is that of the frames, as of images.
+    image = written(tmp_path / "one.zarr", x[:, :1])
+    frames = [spatial.run(written(tmp_path / f"{t}.zarr", x[:, t : t + 1])) for t in range(3)]
+    for metric in ("rmsc", "mean_cos"):
+        each = [rows_of(of, metric=metric)[0]["value"] for of in frames]
+        (whole,) = rows_of(table, metric=metric)
+        assert whole["value"] == pytest.approx(np.mean(each), abs=1e-12)
+    (none,) = rows_of(spatial.run(image), metric="slowness")
+    assert none["value"] is None and none["n_images"] == 0
+    answers = [text for _, text in spatial.headline(table)]
+    assert any("with itself in the next frame" in text for text in answers)
+    spatial.plot(table)
+
+
+def test_a_square_that_moves_by_hand(tmp_path: Path) -> None:
+    """One row of four places; a square e1 on a ground e2 steps to the right at each of three times.
+    Of four places two are what they were before, two are not: next_cos = 1/2. Of the 12 pairs of
+    other places the square's token meets three places, one of them the square: the sums of cosines
+    are 10 of all 16 pairs (3 x 3 of the ground, 1 of the square) less 2 = 8 of 12."""
+    x = np.zeros((2, 3, 1, 4, 2))
+    x[..., 1] = 1
+    for t in range(3):
+        x[:, t, 0, t] = (1, 0)
+    table = spatial.run(written(tmp_path / "a.zarr", x, slab=1))
+    value = {row["metric"]: row["value"] for row in table.frame.iter_rows(named=True)}
+    assert value["next_cos"] == pytest.approx(1 / 2)
+    assert value["next_other_cos"] == pytest.approx(8 / 12)
+    assert value["slowness"] == pytest.approx(-1 / 6)
+    # Places 0, 1 and 2 are alike in 1 of 3 pairs of times, place 3 in all.
+    assert value["any_frame_cos"] == pytest.approx((3 * 1 / 3 + 1) / 4)
+    assert value["other_clip_cos"] == pytest.approx(1 / 2)  # both clips are the same
+
+
+def test_frames_in_random_order_have_no_next_frame(tmp_path: Path) -> None:
+    """Over all orders of the frames the mean of next_cos is any_frame_cos."""
+    from itertools import permutations
+
+    x = moving(1, 3, 2, 2, seed=3)
+    orders = np.concatenate([x[:, list(order)] for order in permutations(range(3))])
+    table = spatial.run(written(tmp_path / "a.zarr", orders))
+    (row,) = rows_of(table, metric="next_cos")
+    # The token of length 0 takes two pairs out of orders in which it is in the middle.
+    assert row["value"] == pytest.approx(row["null"], abs=0.02)
+
+
+def test_images_have_no_slowness(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(size=(4, 4, 3))
+    layout = TokenLayout((), (2, 2), stride_px=(8.0, 8.0))
+    store = write_sites(tmp_path / "image.zarr", {"blocks.0.out": x}, layout=layout)
+    assert not {*spatial.IN_TIME} & {*spatial.run(store)["metric"]}
+    with pytest.raises(MissingInput, match="image holds images, which have no slowness; expected"):
+        spatial.run(store, metrics=["slowness"])

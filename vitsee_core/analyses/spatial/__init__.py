@@ -3,7 +3,9 @@
 Per image, then means over images, as in `spatial.structure`: `lds`, `cds`, `lds_scaled`,
 `cds_scaled`, `rmsc`, `mean_cos`, with masks `srss`, `fourier_high`, `fourier_radial`. Over all
 images, as in `spatial.shares`: `share_image`, `share_position`, `share_rest` with what
-noise would give (`null`).
+noise would give (`null`). Of clips all that is per image is the mean over the clip's frames, and
+time comes beside it, as in `spatial.slowness`: `next_cos`, `next_other_cos`, `slowness`,
+`any_frame_cos`, and over all clips `other_clip_cos`.
 
 How well a model's features guide image generation follows LDS, CDS, SRSS and RMSC (|r| > 0.85) and
 not its accuracy (Singh et al. 2025, arXiv 2512.10794); models trained by masking keep high
@@ -20,7 +22,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
+from vitsee_core.analyses.spatial.slowness import (
+    IN_TIME,
+    NEXT,
+    OF_ALL,
+    PER_CLIP,
+    ClipSums,
+    clip_cosines,
+    units_of,
+)
 from vitsee_core.analyses.spatial.structure import (
     COSINES,
     SHARES,
@@ -55,7 +67,7 @@ from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words
 from vitsee_core.types import Float, Integers
-from vitsee_stores.errors import SiteError, VitseeError
+from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 from vitsee_stores.manifest import few
 
 if TYPE_CHECKING:
@@ -83,28 +95,38 @@ features guide image generation (Singh et al. 2025).
 
 lds and cds use distances of a 16 x 16 grid as published; lds_scaled and cds_scaled distances in
 proportion to the grid.
+
+Of clips also slowness: whether a place is more like itself in the next frame than like other
+places, beside what it is like in any other frame, and in other clips.
+
+  $ vitsee spatial videomae.zarr shuffled=shuffled.zarr still=still.zarr --png slow.png
 """
 MEANING = {
     "frequency": "of fourier_radial, in units of pi per cell",
-    "null": "of the shares: what noise would give",
+    "null": "of the shares: what noise would give; of next_cos: any_frame_cos, which frames in "
+    "random order would give",
 }
 NEEDS = ("grid",)
 READING = (
     "Whether patches resemble their neighbours more than distant ones, whether all become alike, "
     "which spatial frequencies stay, and how much of the variance is the image's, the position's, "
-    "or both. All patches alike (a mean cosine near 1) is oversmoothing."
+    "or both. All patches alike (a mean cosine near 1) is oversmoothing. Of clips slowness is how "
+    "much more a place is like itself in the next frame than like other places; dotted: the same "
+    "in any other frame."
 )
-SOURCE = "Singh et al. 2025; Park et al. 2023"
+SOURCE = "Singh et al. 2025; Park et al. 2023; Wiskott and Sejnowski 2002"
 
 OF_MASKS = "srss"
-METRICS = (*COSINES, OF_MASKS, "fourier_high", "fourier_radial", *SHARES)
+METRICS = (*COSINES, OF_MASKS, "fourier_high", "fourier_radial", *SHARES, *IN_TIME)
 COLUMNS = (*(*SITE, "frequency", "null"), *("metric", "value", "std", "low", "high", "n_images"))
 
 
 @analysis
 def run(
     *stores: Store,
-    metrics: Annotated[Sequence[str], metrics_option(METRICS, "all, srss with --masks")] = (),
+    metrics: Annotated[
+        Sequence[str], metrics_option(METRICS, "all, srss with --masks, those in time of clips")
+    ] = (),
     sites: Annotated[Sequence[str], SITES] = ("blocks",),
     masks: Annotated[Path | Sequence[Path], objects(": adds srss", "no srss")] = (),
     background: Annotated[Sequence[int], BACKGROUND] = (),
@@ -136,6 +158,17 @@ def run(
     if OF_MASKS in metrics and not masks:
         raise VitseeError("srss compares foreground with background: give --masks too")
     selected = select_each(stores, sites, _sites)
+    of_images = [store for store in selected.stores if store.plan.clip is None]
+    if of_images and {*wanted} <= {*IN_TIME}:
+        raise MissingInput(
+            f"{of_images[0].label} holds images, which have no {', '.join(wanted)}; expected "
+            "stores of clips"
+        )
+    if masks and len(of_images) < len(selected.stores):
+        raise MissingInput(
+            "srss compares masks with images, and there are stores of clips; expected the frames "
+            "extracted as images"
+        )
     for store, chosen in selected.members:
         for site in chosen:
             store.acts(site.name, "patches")
@@ -219,15 +252,20 @@ class _Store:
         options: dict[str, Any] = {"jobs": use.jobs, "map": use.map, "progress": use.progress}
         parts: list[ImageStructure] = []
         sums: dict[int, TokenSums] = {}
-        for structure, of_blocks in each_slab(self.store, work, rows=self.rows, **options):
+        in_time: dict[int, ClipSums] = {}
+        slabs = each_slab(self.store, work, rows=self.rows, **options)
+        for structure, of_blocks, of_clips in slabs:
             parts.append(structure)
             for b, own in of_blocks.items():
                 sums[b] = sums[b].plus(own) if b in sums else own
+            for b, clips in of_clips.items():
+                in_time[b] = in_time[b].plus(clips) if b in in_time else clips
         if n_zero := sum(part.n_zero for part in parts):
             self.zeros[site.name] = n_zero
         place = site_columns(self.store, site)
         with one_blas_thread():
             rows = self._of_images(parts, spec.layout.grid) + self._of_all(sums)
+            rows += self._of_clips(in_time)
         return [place | row for row in rows if row["metric"] in self.metrics]
 
     def _of_images(
@@ -239,6 +277,9 @@ class _Store:
             if metric in parts[0].values:
                 values = np.concatenate([part.values[metric] for part in parts])
                 rows.append({"metric": metric} | mean_cells(values, labels))
+                if metric == NEXT:  # whose frames in random order would give that
+                    any_frame = np.concatenate([part.values["any_frame_cos"] for part in parts])
+                    rows[-1]["null"] = mean_cells(any_frame, labels)["value"]
         profile = np.concatenate([part.profile for part in parts])
         for frequency, values in zip(frequencies(grid).tolist(), profile.T, strict=True):
             about = {"metric": "fourier_radial", "frequency": frequency}
@@ -259,6 +300,18 @@ class _Store:
             rows.append({"metric": metric, "null": nulls[metric]} | cells)
         return rows
 
+    def _of_clips(self, sums: Mapping[int, ClipSums]) -> list[dict[str, Any]]:
+        """The row over all clips; none of images."""
+        parts = [sums[b] for b in sorted(sums)]
+        if not parts:
+            return []
+        whole = parts[0]
+        for part in parts[1:]:
+            whole = whole.plus(part)
+        left = [whole.plus(part, -1).cosine() for part in parts] if len(parts) > 1 else []
+        cells = jackknife_cells(whole.cosine(), np.array(left), whole.n, (-1.0, 1.0))
+        return [{"metric": OF_ALL} | cells]
+
 
 @dataclass(frozen=True)
 class _ReadSpatial:
@@ -268,8 +321,11 @@ class _ReadSpatial:
     labels: Integers
     foreground: Labels | None
 
-    def __call__(self, slab: Slab) -> tuple[ImageStructure, dict[int, TokenSums]]:
-        """The structure of each image that counts, and the sums of each block of images."""
+    def __call__(
+        self, slab: Slab
+    ) -> tuple[ImageStructure, dict[int, TokenSums], dict[int, ClipSums]]:
+        """The structure of each image that counts, and the sums of each block of images, of clips
+        also those in time."""
         cells = slab.acts(self.site, "patches")[slab.valid]
         if not np.isfinite(cells).all():
             raise VitseeError(
@@ -279,12 +335,35 @@ class _ReadSpatial:
         cells = cells.astype(np.float32, copy=False)
         on = None if self.foreground is None else self.foreground[slab.rows][slab.valid]
         of_rows = self.labels[slab.rows][slab.valid]
-        sums = {}
+        sums, in_time = {}, {}
         for b in np.unique(of_rows).tolist():
             own = cells[of_rows == b]
             whole: Float = own.reshape(len(own), -1, own.shape[-1]).astype(np.float64)
             sums[b] = TokenSums.of(whole)
-        return image_structure(cells, on), sums
+        if cells.ndim < 5:
+            return image_structure(cells, on), sums, {}
+        units = np.stack([units_of(clip) for clip in cells])
+        for b in sums:
+            in_time[b] = ClipSums.of(units[of_rows == b])
+        return _clip_structure(cells, units), sums, in_time
+
+
+def _clip_structure(cells: NDArray[np.floating], units: Float) -> ImageStructure:
+    """The structure of clips (clips, times, rows, cols, dim): that of their frames, means over
+    those that have a value, and cosines in time. units: as of `units_of`."""
+    shape = cells.shape[:2]
+    frames = image_structure(cells.reshape(-1, *cells.shape[2:]))
+    values = {name: _over_frames(of.reshape(shape)) for name, of in frames.values.items()}
+    cosines = [clip_cosines(clip) for clip in units]
+    values |= {name: np.array([own[name] for own in cosines]) for name in PER_CLIP}
+    return ImageStructure(values, frames.profile.reshape(*shape, -1).mean(1), frames.n_zero)
+
+
+def _over_frames(values: Float) -> Float:
+    """(clips,) means over the frames with a value, NaN without any. values: (clips, frames)."""
+    there = np.isfinite(values)
+    total, n = np.where(there, values, 0).sum(1), there.sum(1)
+    return np.divide(total, n, out=np.full(len(values), np.nan), where=n > 0)
 
 
 def headline(table: Table) -> list[Answer]:
@@ -297,12 +376,20 @@ def headline(table: Table) -> list[Answer]:
             all_of_them = last[store]
             text += f"; all patches {measured(all_of_them, -1)} at {all_of_them['site'][-1]}"
         answers.append((store, text))
+    chance = dict(by_store(table, metric="any_frame_cos"))
+    for store, rows in by_store(table, metric="next_cos"):
+        text = f"cosine of a place with itself in the next frame {first_and_last(rows)}"
+        if store in chance:
+            last = chance[store]
+            text += f"; in any other frame {measured(last, -1)} at {last['site'][-1]}"
+        answers.append((store, text))
     return answers
 
 
 DRAWN = (
     *("lds", "lds_scaled", "cds", "cds_scaled", "srss", "rmsc", "mean_cos", "fourier_high"),
     *("share_image", "share_position", "share_rest"),
+    *(name for name in IN_TIME if name != "any_frame_cos"),
 )
 PROFILES = "fourier_radial"
 MOST_STORES = 6  # with a panel of spectra each
@@ -311,7 +398,8 @@ MOST_STORES = 6  # with a panel of spectra each
 @styled
 def plot(table: Table) -> Figure:
     """One panel per metric over depth, one curve per store with the 95 % interval as a band, the
-    shares of variance with what noise would give dotted; below, for each store (up to
+    shares of variance with what noise would give dotted, a place's cosine with itself in the next
+    frame with that in any other; below, for each store (up to
     `MOST_STORES`), the log amplitude against the frequency, layers from dark to bright (Park et al.
     2023)."""
     frame = table.frame
@@ -330,7 +418,7 @@ def plot(table: Table) -> Figure:
     for axes, metric, rows in panels:
         draw_depth_curves(axes, rows, among=among)
         axes.set_xlim(-0.04, max(1.04, axes.get_xlim()[1]))
-        if metric in ("share_image", "share_position"):
+        if metric in ("share_image", "share_position", NEXT):
             draw_marks(axes, rows, frame, "null", DOTTED, "by chance")
     curves.finish(panels)
     every = below[0].axes(parts[1]) if stores else []
