@@ -12,8 +12,16 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.stores import write_attention, write_sites
-from vitsee_core.analyses import attn_dist, spatial
-from vitsee_core.attention.heads import attention_blocks, keys_seen, uniform_in_time
+from vitsee_core.analyses import attn_dist, head_types, spatial
+from vitsee_core.analyses.head_types.head_geometry import Thresholds
+from vitsee_core.analyses.head_types.in_time import classify_time, measure_time
+from vitsee_core.analyses.spatial.slowness import IN_TIME
+from vitsee_core.attention.heads import (
+    StoredAttention,
+    attention_blocks,
+    keys_seen,
+    uniform_in_time,
+)
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput
 from vitsee_stores.layout import AttentionGroup, TokenLayout
@@ -282,6 +290,98 @@ def test_images_have_no_slowness(tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(4, 4, 3))
     layout = TokenLayout((), (2, 2), stride_px=(8.0, 8.0))
     store = write_sites(tmp_path / "image.zarr", {"blocks.0.out": x}, layout=layout)
-    assert not {*spatial.IN_TIME} & {*spatial.run(store)["metric"]}
+    assert not {*IN_TIME} & {*spatial.run(store)["metric"]}
     with pytest.raises(MissingInput, match="image holds images, which have no slowness; expected"):
         spatial.run(store, metrics=["slowness"])
+
+
+# ---------------------------------------------------------------- head types
+
+
+def offset(dt: int, dy: int = 0, dx: int = 0, *, place: bool = True) -> See:
+    """Queries attend to the cell so many times and places away (`place` false: to all places of
+    that time), or where there is none to themselves."""
+
+    def see(q: tuple[int, int, int], k: tuple[int, int, int]) -> bool:
+        at = (q[0] + dt, q[1] + dy, q[2] + dx)
+        if place:
+            return k == (at if at in CELLS else q)
+        return k[0] == (at[0] if 0 <= at[0] < TIMES else q[0])
+
+    return see
+
+
+TEMPORAL: dict[str, tuple[See, str, str]] = {
+    "before": (offset(-1), "previous frame", "strict local"),
+    "after, all places": (offset(1, place=False), "next frame", "global"),
+    "two before": (
+        offset(-2),
+        "all frames",
+        "strict local",
+    ),  # half have no such key
+    "itself": (lambda q, k: q == k, "same frame", "strict local"),
+    "own frame": (lambda q, k: q[0] == k[0], "same frame", "global"),
+    "place elsewhere": (lambda q, k: q[1:] == k[1:] and q[0] != k[0], "same place", "strict local"),
+    "near": (lambda q, k: abs(q[0] - k[0]) <= 1, "near frames", "global"),
+    "everything": (lambda q, k: True, "all frames", "global"),
+}
+
+
+def test_heads_of_known_type_in_time(tmp_path: Path) -> None:
+    heads = [attention_of(see) for see, _, _ in TEMPORAL.values()]
+    table = head_types.run(store_of(tmp_path / "a.zarr", {"joint": heads}, n=12), radius=1)
+    assert tuple(table.written.columns) == head_types.CLIP_COLUMNS
+    for head, (name, (_, time, kind)) in enumerate(TEMPORAL.items()):
+        rows = {row["metric"]: row for row in rows_of(table, head=head)}
+        assert (rows["self_mass"]["time"], rows["self_mass"]["type"]) == (time, kind), name
+        a = heads[head]
+        # By loops over queries and keys.
+        pairs = [(a[i, j], q, k) for i, q in enumerate(CELLS) for j, k in enumerate(CELLS)]
+        elsewhere = sum(x for x, q, k in pairs if q[1:] == k[1:] and q[0] != k[0]) / len(CELLS)
+        near = sum(x for x, q, k in pairs if abs(k[0] - q[0]) <= 1) / len(CELLS)
+        assert rows["near_frames_mass"]["value"] == pytest.approx(near, abs=1e-6)
+        assert rows["place_elsewhere"]["value"] <= elsewhere + 1e-6  # a bound
+        assert rows["same_time_slabs"]["value"] == 1
+    shares = rows_of(table, metric="aligned_frames", time="previous frame")
+    assert [row["frame"] for row in shares] == [-3, -2, -1, 0, 1, 2, 3]
+    values = [row["value"] for row in shares]
+    assert values == pytest.approx([0, 0, 3 / 4, 1 / 4, 0, 0, 0], abs=1e-6)
+    answers = [text for _, text in head_types.headline(table)]
+    assert any("3 of 8 heads are temporal" in text for text in answers)
+    head_types.plot(table)
+
+
+def test_an_offset_that_most_queries_have_is_one() -> None:
+    """Of eight times six have one that is two before: 6/8 of the attention, where uniform attention
+    has 6/64."""
+    layout = TokenLayout((), (2, 3), stride_px=(16.0, 8.0), frames=8, stride_frames=2.0)
+    block = StoredAttention("blocks.0", 0, 0.0, layout, "", 0, 1)
+    shares = np.zeros(15)
+    shares[[5, 7]] = 6 / 8, 2 / 8
+    scores = measure_time(shares, 1.0, block)
+    assert scores.values["offset_frames"] == -4
+    assert scores.over["offset"] == pytest.approx((6 / 8 - 6 / 64) / (1 - 6 / 64))
+    assert scores.values["place_elsewhere"] == 6 / 8
+    # At the same place in other frames uniform attention has 7/8 of a sixth.
+    assert scores.over["place"] == pytest.approx((6 / 8 - 7 / 48) / (1 - 7 / 48))
+    assert classify_time(scores, Thresholds(), block) == "frame offset"
+    nothing = measure_time(np.full(15, np.nan), math.nan, block)
+    assert classify_time(nothing, Thresholds(), block) == "undefined"
+
+
+@pytest.mark.parametrize(("name", "type_", "time"), [("within", "global", "same frame"),
+                         ("over", "strict local", "all frames")])  # fmt: skip
+def test_what_a_window_decides_is_said_so(tmp_path: Path, name: str, type_: str, time: str) -> None:
+    """Within a frame all heads are of the same frame, over time at a place all are strict local."""
+    store = store_of(tmp_path / "a.zarr", {name: [attention_of(same_window(WINDOWS[name]))]})
+    (row,) = rows_of(head_types.run(store, radius=1), metric="self_mass")
+    assert (row["type"], row["time"], row["window"]) == (
+        *(type_, time), " x ".join(map(str, WINDOWS[name] or ()))
+    )  # fmt: skip
+
+
+def test_over_time_at_a_place_a_head_may_look_away_from_itself(tmp_path: Path) -> None:
+    others: See = lambda q, k: q[1:] == k[1:] and q[0] != k[0]  # noqa: E731
+    table = head_types.run(store_of(tmp_path / "a.zarr", {"over": [attention_of(others)]}))
+    (row,) = rows_of(table, metric="place_elsewhere")
+    assert (row["time"], row["value"]) == ("same place", pytest.approx(1))

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 LEFT_OUT = " attention"  # follows a block's name in the manifest's list of what was left out
 SUMS = {"mean-cls": "cls_map", "mean-spatial": "received", "aligned": "aligned"}
+ALIGNED_FRAMES = "aligned_frames"  # of clips, by the offset in time
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def sum_slabs(
 def _read(keys: Sequence[Key], slab: Slab) -> tuple[int, list[NDArray[Any]]]:
     sums = []
     for name, group in keys:
-        if name in SUMS.values():
+        if name in (*SUMS.values(), ALIGNED_FRAMES):
             sums.append(slab.attention_sums(name, group))
         else:
             sums.append(slab.attention(name, group)[slab.valid].sum(0, dtype=np.float64))

@@ -44,7 +44,19 @@ REPLICATES = "replicates"  # of a frame in memory: list of the value without eac
 CATEGORIES = frozenset(
     (
         *(name for name in (*SITE, *PAIR) if "depth" not in name),
-        *("token", "at", "class", "query", "video", "image", "group", "part", "type", "task"),
+        *(
+            "token",
+            "at",
+            "class",
+            "query",
+            "video",
+            "image",
+            "group",
+            "part",
+            "type",
+            "time",
+            "task",
+        ),
         *("metric", "spread", "window", BASELINE),
     )
 )

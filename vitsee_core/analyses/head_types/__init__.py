@@ -2,7 +2,9 @@
 
 Walmer et al. 2023 name strict, soft, axial and offset local heads (section 4.2, Figs. 3, 14) and
 sparse repeating patterns (section 4.1) from looking at maps, and list heads by hand. Here stated
-and varied thresholds on measured scores decide; see `attention.head_geometry` for both. Every class
+and varied thresholds on measured scores decide; see `attention.head_geometry` for both. Of clips
+these are classes by the places in the image, and `time` is the class in time, see `in_time`: heads
+of the previous and the next frame, of the same place in other frames, of all frames. Every class
 is a statement about the mean over images: a head may attend locally in some images and globally in
 others.
 
@@ -35,7 +37,16 @@ from vitsee_core.analyses.head_types.head_geometry import (
     measure,
     repetition,
 )
+from vitsee_core.analyses.head_types.in_time import (
+    TEMPORAL,
+    TIME_AGREEMENT,
+    TIME_TYPES,
+    TimeScores,
+    classify_time,
+    measure_time,
+)
 from vitsee_core.attention.head_maps import (
+    ALIGNED_FRAMES,
     SlabSums,
     blocks_of_each,
     mean_maps,
@@ -66,6 +77,7 @@ if TYPE_CHECKING:
 
     from vitsee_core.tables.results import Table
     from vitsee_stores import Store
+    from vitsee_stores.plan import Clip
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +100,11 @@ One row per head and score; same_type_thresholds is the share of other threshold
 images without one slab) that do. Rows of the metric aligned are the map of one head of each type,
 row and col the offset from the query. The figure shows counts by block and these maps.
 """
-MEANING = {"detail": "the direction of an offset head; row, column or cross of an axial one"}
+MEANING = {
+    "detail": "the direction of an offset head; row, column or cross of an axial one",
+    "time": "of clips: what the head attends to in time",
+    "frame": "of clips, metric aligned_frames: cells in time from the query, key minus query",
+}
 NEEDS = ("attention",)
 READING = (
     "How many heads of each block are local, axial, offset, global or otherwise, by stated "
@@ -109,6 +125,7 @@ COLUMNS = (
     *(*SITE, "row", "col", "head", "type", "detail"),
     *("metric", "value", "std", "low", "high", "n_images"),
 )
+CLIP_COLUMNS = (*COLUMNS[:7], "frame", *COLUMNS[7:12], "time", *COLUMNS[12:])
 SCORES = (
     *SHAPE_SCORES[:5],
     "offset_px",
@@ -181,11 +198,13 @@ def run(
             )
         chosen = execution.rows(store, whole_slabs=True)
         groups = dict.fromkeys(block.group for block in blocks)
-        keys = [(name, group) for group in groups for name in ("aligned", *PER_IMAGE)]
+        of_clips = store.plan.clip is not None
+        summed = ("aligned", *PER_IMAGE, *([ALIGNED_FRAMES] if of_clips else []))
+        keys = [(name, group) for group in groups for name in summed]
         with counting(execution.progress, chosen.n):
             sums = sum_slabs(store, keys, chosen, execution, parts=BLOCKS)
         heads = [
-            Head(block, head, sums, thresholds, radius)
+            Head(block, head, sums, thresholds, radius, clip=store.plan.clip)
             for block in blocks
             for head in range(block.n_heads)
         ]
@@ -193,11 +212,15 @@ def run(
             rows += [_place(store, head) | score for score in head.scores()]
         for example in _examples(heads):
             rows += _map_rows(store, example)
+        for example in _examples_in_time(heads):
+            rows += _time_rows(store, example)
         notes["images"][store.label] = chosen.describe()
         notes["blocks"][store.label] = len(sums.n_images)
         notes["changed"][store.label] = changed = _changed(heads)
         log.info("%s: %s", store.label, _sensitivity(heads, changed))
-    return with_windows(Table.from_rows(rows, COLUMNS, notes), selected.members)
+    in_time = any(store.plan.clip is not None for store in selected.stores)
+    columns = CLIP_COLUMNS if in_time else COLUMNS
+    return with_windows(Table.from_rows(rows, columns, notes), selected.members)
 
 
 class Head:
@@ -205,25 +228,68 @@ class Head:
     them left out, and under other thresholds."""
 
     def __init__(
-        self, block: StoredAttention, head: int, sums: SlabSums, thresholds: Thresholds, radius: int
+        self,
+        block: StoredAttention,
+        head: int,
+        sums: SlabSums,
+        thresholds: Thresholds,
+        radius: int,
+        clip: Clip | None = None,
     ) -> None:
-        self.block, self.head, self._radius = block, head, radius
+        self.block, self.head, self._radius, self._clip = block, head, radius, clip
         parts = len(sums.n_images)
         everything = np.ones(parts, bool)
         self.map, self.n_images, shape, self.values = self._measure(sums, everything)
         self.shape = shape
-        self.type, self.detail = classify(shape, self.values, thresholds)
+        self.type, self.detail = self._classify(shape, self.values, thresholds)
         self.variants = {
-            name: classify(shape, self.values, other)[0] for name, other in thresholds.varied()
+            name: self._classify(shape, self.values, other)[0]
+            for name, other in thresholds.varied()
         }
+        self.in_time = self._measure_time(sums, everything) if clip is not None else None
+        self.time = self._classify_time(self.in_time, thresholds)
         self.replicates: list[dict[str, float]] = []
-        same = []
+        same, same_time = [], []
         for left_out in range(parts if parts > 1 else 0):
-            _, _, shape, values = self._measure(sums, np.arange(parts) != left_out)
+            kept = np.arange(parts) != left_out
+            _, _, shape, values = self._measure(sums, kept)
+            same.append(self._classify(shape, values, thresholds)[0] == self.type)
+            if clip is not None:
+                own = self._measure_time(sums, kept)
+                values = values | own[1].values
+                same_time.append(self._classify_time(own, thresholds) == self.time)
             self.replicates.append(values)
-            same.append(classify(shape, values, thresholds)[0] == self.type)
         self.steady = float(np.mean([kind == self.type for kind in self.variants.values()]))
         self.steady_slabs = float(np.mean(same)) if same else math.nan
+        kinds = [self._classify_time(self.in_time, other) for _, other in thresholds.varied()]
+        self.steady_time = (
+            float(np.mean([kind == self.time for kind in kinds])),
+            float(np.mean(same_time)) if same_time else math.nan,
+        )
+
+    def _classify(
+        self, shape: Scores, values: dict[str, float], thresholds: Thresholds
+    ) -> tuple[str, str]:
+        """The class in space. Where queries of clips see their own place alone it is that, by
+        construction."""
+        alone = self._clip is not None and self.block.window == (1, 1)
+        if alone and not math.isnan(values["self_mass"]):
+            return TYPES[0], ""
+        return classify(shape, values, thresholds)
+
+    def _measure_time(self, sums: SlabSums, kept: NDArray[np.bool_]) -> tuple[Float, TimeScores]:
+        """The shares by offset in time, and their scores."""
+        block = self.block
+        total = sums.sums[ALIGNED_FRAMES, block.group][:, block.row, self.head][kept].sum(0)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            shares = np.where(total.sum() > 0, total / total.sum(), np.nan)
+        _, _, _, values = self._measure(sums, kept)
+        return shares, measure_time(shares, values["self_mass"], block)
+
+    def _classify_time(
+        self, found: tuple[Float, TimeScores] | None, thresholds: Thresholds
+    ) -> str | None:
+        return None if found is None else classify_time(found[1], thresholds, self.block)
 
     def _measure(
         self, sums: SlabSums, kept: NDArray[np.bool_]
@@ -236,6 +302,8 @@ class Head:
         means = {name: sums.sums[name, group][:, block.row][kept].sum(0) / n for name in PER_IMAGE}
         n_keys = block.layout.n_body
         n_seen = keys_seen(block)
+        if self._clip is not None and self._clip.by_frame:  # spreads are those of single frames
+            n_keys //= block.layout.frames or 1
         own = {name: float(means[name][self.head]) for name in PER_IMAGE[:3]}
         share, queries = repetition(
             own["entropy"], own["prefix_mass"], own["query_std"], n_keys, n_seen
@@ -259,18 +327,19 @@ class Head:
     def scores(self) -> list[dict[str, Any]]:
         """Metric, value, spread and interval of each score."""
         found: list[dict[str, Any]] = []
-        for name in SCORES:
-            value = self.values[name]
+        in_time = {} if self.in_time is None else self.in_time[1].values
+        for name, value in ({name: self.values[name] for name in SCORES} | in_time).items():
             others = np.array([replicate[name] for replicate in self.replicates])
             enough = len(others) >= FEWEST
             ends = interval(np.array(value), others if enough else others[:0])
             spread = dict(zip(("std", "low", "high"), map(float, ends), strict=True))
             kept = {WORD: others} if enough else {}
             found.append({"metric": name, "value": value, **spread, **kept})
-        steady = (self.steady, self.steady_slabs)
+        steady = dict(zip(AGREEMENT, (self.steady, self.steady_slabs), strict=True))
+        if self.in_time is not None:
+            steady |= dict(zip(TIME_AGREEMENT, self.steady_time, strict=True))
         return found + [
-            {"metric": name, "value": value, **NO_SPREAD}
-            for name, value in zip(AGREEMENT, steady, strict=True)
+            {"metric": name, "value": value, **NO_SPREAD} for name, value in steady.items()
         ]
 
     def clarity(self) -> float:
@@ -292,6 +361,7 @@ def _place(store: Store, head: Head) -> dict[str, Any]:
         "type": head.type,
         "detail": head.detail,
         "n_images": head.n_images,
+        **({} if head.in_time is None else {"time": head.time}),
     }
 
 
@@ -303,6 +373,30 @@ def _examples(heads: Sequence[Head]) -> list[Head]:
         if same:
             found.append(max(same, key=Head.clarity))
     return found
+
+
+def _examples_in_time(heads: Sequence[Head]) -> list[Head]:
+    """The head of each class in time with the largest share at one offset, of the classes of all
+    and of near frames with the smallest."""
+    found = []
+    for kind in TIME_TYPES:
+        same = [head for head in heads if head.time == kind]
+        if same:
+            shares = [head.in_time[1].values["offset_frames_mass"] for head in same if head.in_time]
+            at = np.argmin(shares) if kind in TIME_TYPES[5:] else np.argmax(shares)
+            found.append(same[int(at)])
+    return found
+
+
+def _time_rows(store: Store, head: Head) -> list[dict[str, Any]]:
+    assert head.in_time is not None
+    shares = head.in_time[0]
+    middle = len(shares) // 2
+    return [
+        _place(store, head)
+        | {"frame": i - middle, "metric": ALIGNED_FRAMES, "value": share, **NO_SPREAD}
+        for i, share in enumerate(shares.tolist())
+    ]
 
 
 def _map_rows(store: Store, head: Head) -> list[dict[str, Any]]:
@@ -341,11 +435,21 @@ def headline(table: Table) -> list[Answer]:
         said = ", ".join(f"{n} {kind}" for kind, n in types)
         text = f"of {len(rows)} heads {said}"
         found.append((store, f"{text}; {firm} keep their type at every threshold tried"))
+    for store, rows in by_store(table, metric=TIME_AGREEMENT[0]):
+        times = Counter(rows["time"]).most_common()
+        temporal = sum(n for kind, n in times if kind in TEMPORAL)
+        said = ", ".join(f"{n} {kind}" for kind, n in times)
+        found.append((store, f"in time {said}; {temporal} of {len(rows)} heads are temporal"))
     return found
 
 
+TIME_TINTS = dict(
+    zip((*TIME_TYPES, UNDEFINED), ("#BDBDBD", *COLOURS[:5], "#777777", "#EEEEEE"), strict=True)
+)
 TINTS = dict(zip((*TYPES, UNDEFINED), (*COLOURS[:5], "#BDBDBD", "#EEEEEE"), strict=True))
 
+_COUNTS = Grid(1, widest=60, height=11)
+_TIME_EXAMPLES = Grid(len(TIME_TYPES), width=10, widest=12, height=12, most=len(TIME_TYPES))
 _EXAMPLES = Grid(len(TYPES), width=10.5, widest=13, height=14, most=len(TYPES))
 UNSTEADY = "changes type when a threshold moves by x 0.8 or x 1.25"
 
@@ -355,15 +459,25 @@ def plot(table: Table) -> Figure:
     """One line of panels per store, from the table alone: heads of each type by block, those
     hatched that change type when some threshold moves by x 0.8 or x 1.25; and the aligned map of
     the clearest head of each type, corrected for coverage, over the range written below it,
-    midlines in red."""
+    midlines in red. Of clips the same in time below it, with the shares of a head's attention by
+    offset in frames."""
     stores = table.frame.partition_by("store", maintain_order=True)
-    grids = [g for _ in stores for g in (Grid(1, widest=60, height=11), _EXAMPLES)]
-    figure, parts = stack(*grids)
-    for rows, above, below in zip(stores, parts[::2], parts[1::2], strict=True):
+    clips = [TIME_AGREEMENT[0] in own["metric"] for own in stores]
+    grids = [
+        grid
+        for of_clips in clips
+        for grid in (_COUNTS, _EXAMPLES, *([_COUNTS, _TIME_EXAMPLES] if of_clips else []))
+    ]
+    figure, boxes = stack(*grids)
+    parts = iter(boxes)
+    for rows, of_clips in zip(stores, clips, strict=True):
         examples = rows.filter(metric="aligned")
-        _draw_counts(Grid(1).axes(above)[0], rows)
-        for axes, kind in zip(_EXAMPLES.axes(below), TYPES, strict=True):
+        _draw_counts(_COUNTS.axes(next(parts))[0], rows, "type")
+        for axes, kind in zip(_EXAMPLES.axes(next(parts)), TYPES, strict=True):
             _draw_example(axes, examples.filter(type=kind), kind)
+        if of_clips:
+            _draw_counts(_COUNTS.axes(next(parts))[0], rows, "time")
+            _draw_in_time(_TIME_EXAMPLES.axes(next(parts)), rows.filter(metric=ALIGNED_FRAMES))
     from matplotlib.patches import Patch
 
     found = {UNSTEADY: Patch(facecolor="white", edgecolor=GREY, hatch="//////")}
@@ -373,32 +487,56 @@ def plot(table: Table) -> Figure:
     return figure
 
 
-def _draw_counts(axes: Axes, rows: pl.DataFrame) -> None:
+def _draw_counts(axes: Axes, rows: pl.DataFrame, of: str) -> None:
+    """Heads by block and class: `type` in space, `time` in time."""
     from matplotlib.ticker import MaxNLocator
 
-    steady = rows.filter(metric="same_type_thresholds")
+    tints = TINTS if of == "type" else TIME_TINTS
+    steady = rows.filter(metric=AGREEMENT[0] if of == "type" else TIME_AGREEMENT[0])
     steady = steady.with_columns(sure=pl.col("value").eq_missing(1))
     depths = steady["depth"].unique().sort().to_numpy()
     base = np.zeros(len(depths))
-    for kind in (*TYPES, UNDEFINED):
+    for kind in tints:
         for sure in (True, False):
-            own = steady.filter(type=kind, sure=sure)
+            own = steady.filter(pl.col(of) == kind, sure=sure)
             counts = (own["depth"].to_numpy() == depths[:, np.newaxis]).sum(1)
             if not counts.any():
                 continue
             hatch = "" if sure else "//////"
             axes.bar(
-                depths, counts, 0.8, base, color=TINTS[kind], hatch=hatch, edgecolor="white",
+                depths, counts, 0.8, base, color=tints[kind], hatch=hatch, edgecolor="white",
                 linewidth=0.4,
             )  # fmt: skip
             base += counts
-    axes.set_title(shorten(rows["store"][0], 28))
+    axes.set_title(shorten(rows["store"][0], 28) + ("" if of == "type" else ", in time"))
     note_count(axes, steady)
     axes.grid(False, axis="x")
     integer_ticks(axes, depths, 13)
     axes.set_xlabel("block")
     axes.set_ylabel("heads")
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+
+
+def _draw_in_time(every: Sequence[Axes], rows: pl.DataFrame) -> None:
+    """The shares by offset in time of an example of each class, all on one scale."""
+    top = float(np.nanmax([1e-9, *rows["value"].drop_nulls().to_list()]))
+    for axes, kind in zip(every, TIME_TYPES, strict=True):
+        own = rows.filter(time=kind)
+        axes.set_title(kind)
+        for spine in axes.spines.values():
+            spine.set(color=TIME_TINTS[kind], linewidth=2)
+        axes.set_ylim(0, 1.06 * top)
+        axes.grid(False)
+        if not len(own):
+            map_axes(axes)
+            axes.text(0.5, 0.5, "no head", transform=axes.transAxes, ha="center", color=GREY)
+            continue
+        frames = own["frame"].to_numpy()
+        axes.bar(frames, own["value"], 0.8, color=TIME_TINTS[kind])
+        axes.set_xticks([frames[0], 0, frames[-1]])
+        text = f"{site_words(own['site'][0])}, head {own['head'][0]}"
+        axes.set_xlabel(f"times from the query\n{text}", fontsize=small())
+    every[0].set_ylabel("share of attention", fontsize=small())
 
 
 def _draw_example(axes: Axes, rows: pl.DataFrame, kind: str) -> None:

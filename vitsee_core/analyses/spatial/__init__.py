@@ -380,8 +380,8 @@ def headline(table: Table) -> list[Answer]:
     for store, rows in by_store(table, metric="next_cos"):
         text = f"cosine of a place with itself in the next frame {first_and_last(rows)}"
         if store in chance:
-            last = chance[store]
-            text += f"; in any other frame {measured(last, -1)} at {last['site'][-1]}"
+            any_frame = chance[store]
+            text += f"; in any other frame {measured(any_frame, -1)} at {any_frame['site'][-1]}"
         answers.append((store, text))
     return answers
 

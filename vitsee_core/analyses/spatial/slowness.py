@@ -38,14 +38,14 @@ IN_TIME = (*PER_CLIP, OF_ALL)
 def units_of(cells: NDArray[np.floating]) -> Float:
     """(times, places, dim) the tokens of a clip (times, rows, cols, dim) over their lengths, 0
     where a token has none."""
-    x = cells.reshape(len(cells), -1, cells.shape[-1]).astype(np.float64)
-    length = np.linalg.norm(x, axis=-1, keepdims=True)
+    x: Float = cells.reshape(len(cells), -1, cells.shape[-1]).astype(np.float64)
+    length: Float = np.linalg.norm(x, axis=-1, keepdims=True)
     return np.divide(x, length, out=np.zeros_like(x), where=length > 0)
 
 
 def clip_cosines(units: Float) -> dict[str, float]:
     """Each of `PER_CLIP`; NaN of one time, and of what no pair of tokens has."""
-    there = units.any(-1).astype(np.float64)
+    there: Float = np.any(units, -1).astype(np.float64)
     same, n_same = float(np.vdot(units[:-1], units[1:])), float(np.vdot(there[:-1], there[1:]))
     frames, n_frames = units.sum(1), there.sum(1)
     every = float(np.vdot(frames[:-1], frames[1:])), float(n_frames[:-1] @ n_frames[1:])
@@ -81,7 +81,7 @@ class ClipSums:
     @classmethod
     def of(cls, units: Float) -> ClipSums:
         """The sums of clips, (clips, times, places, dim)."""
-        there = units.any(-1).astype(np.float64)
+        there: Float = np.any(units, -1).astype(np.float64)
         same = float(np.vdot(units[:, :-1], units[:, 1:]))
         n_same = float(np.vdot(there[:, :-1], there[:, 1:]))
         return cls(len(units), units.sum(0), there.sum(0), same, n_same)
