@@ -44,7 +44,7 @@ REFUSED: list[tuple[Any, str, list[str]]] = [
     (values.parse_floats, "expected numbers", ["0.5,x"]),
     (values.parse_floats, "one or three finite numbers", ["0.5,0.5", "nan", "0,inf,0"]),
     (values.parse_positive_floats, "above 0", ["0", "1,-1,1"]),
-    (tokens_option(("all", "cls")).parse, "expected all, cls or ROW,COL", ["3", "-1,2", "3,4,5"]),
+    (tokens_option(("all", "cls")).parse, "expected all, cls or ROW,COL", ["3", "-1,2", "3,4,5,6"]),
     *(
         (parse, "an empty text is not a path", ["", "  "])
         for parse in (values.parse_path, values.parse_folder, values.parse_output)
