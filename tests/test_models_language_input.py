@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.extractions import extracted, plant_images
+from tests.extractions import extract, extracted, plant_images
 from tests.models_helpers import captured, redraw, refusal
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model
@@ -243,6 +245,68 @@ def test_random_weights_by_the_command(tmp_path: Path) -> None:
     args = {"text_config.hidden": 40}
     wrong = refusal("transformers:LlavaModel#language-in", random_init=0, model_args=args)
     assert "LlamaConfig has no 'hidden'" in wrong
+
+
+PROCESSORS = {
+    "internvl": ("GotOcr2ImageProcessor", {"size": {"height": 64, "width": 64}}),
+    "llava_next": (
+        "LlavaNextImageProcessor",
+        {
+            "size": {"shortest_edge": 64},
+            "crop_size": {"height": 64, "width": 64},
+            "image_grid_pinpoints": TILES["image_grid_pinpoints"],
+        },
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PROCESSORS)
+def test_the_thumbnail_and_tiles(kind: str, tmp_path: Path) -> None:
+    """By default an image is the whole image as the processor makes it for one tile; with --tiles
+    each cell is that of its tile, an image of 64 x 64 pixels."""
+    place = saved(kind, tmp_path)
+    name, given = PROCESSORS[kind]
+    own = getattr(transformers, name)(**given)
+    own.save_pretrained(place)
+    data = plant_images(tmp_path / "data", 3, (64, 96))
+    words = [f"transformers:{place}#language-in", "--data", data, "--sites", "blocks,head"]
+    result = extracted(*words, "-o", tmp_path / "a.zarr")
+    cuts = "it gets the whole image alone" in result.output
+    assert cuts == (kind == "llava_next")
+    store = open_store(tmp_path / "a.zarr")
+    photos = [Image.open(data / name).convert("RGB") for name in store.samples.id]
+    thumbnails = torch.stack(
+        [
+            (x[0] if x.ndim == 4 else x)
+            for x in (own(p, return_tensors="pt")["pixel_values"][0] for p in photos)
+        ]
+    )
+    model = load_model(f"transformers:{place}#language-in")
+
+    def features(x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            found: Tensor = model.module(x)
+        return found.reshape(len(x), -1, found.shape[-1])
+
+    stored = torch.from_numpy(np.asarray(store.acts("language-in")))
+    assert torch.allclose(stored.float(), features(thumbnails), rtol=2e-3, atol=2e-3)  # float16
+    extracted(*words, "--short-side", 64, "--multiple", 32, "--tiles", "-o", tmp_path / "b.zarr")
+    tiled = open_store(tmp_path / "b.zarr")
+    grid = next(s.layout.grid for s in tiled.manifest.plan.sites if s.name == "language-in")
+    side = 8 if kind == "llava_next" else 4
+    assert grid == (side, side * 3 // 2)
+    mean, std = (torch.tensor(model.transform[key]).view(3, 1, 1) for key in ("mean", "std"))
+    whole = torch.stack(
+        [(torch.from_numpy(np.array(p)).permute(2, 0, 1) / 255 - mean) / std for p in photos]
+    )
+    left, right = (features(whole[..., at : at + 64]).reshape(3, side, side, -1) for at in (0, 32))
+    expected = torch.cat([left, right[:, :, side // 2 :]], 2)
+    got = torch.from_numpy(np.asarray(tiled.acts("language-in"))).float()
+    assert torch.allclose(got.reshape(expected.shape), expected, rtol=2e-3, atol=2e-3)
+    wrong = extract(*words, "--short-side", 72, "--tiles", "-o", tmp_path / "c.zarr")
+    assert (wrong.exit_code == 1) == (kind == "internvl")
+    assert kind == "llava_next" or "no multiple of the 16 pixels" in wrong.output
 
 
 @pytest.mark.slow

@@ -24,8 +24,10 @@ from vitsee_core.images import ImageError, Selection
 from vitsee_core.images.clip_times import SHUFFLED
 from vitsee_core.images.transform import MOST_PIXELS
 from vitsee_core.models.clips import frames_of
+from vitsee_core.models.language_input import PART
 from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.packing import packing_of
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
 from vitsee_core.runtime.machine import counted
@@ -218,10 +220,12 @@ def _check_options(asked: Request) -> None:
 
 def _step(model: LoadedModel, table: SiteTable) -> int:
     """Required multiple, in pixels, of every image side: the steps between the cells of all block
-    outputs whose grids cover the input exactly."""
+    outputs whose grids cover the input exactly, and of what a language model receives."""
     grids = [s for s in table.sites if s.layout and _divides(s.layout, model.input_size[1:])]
-    blocks = [site for site in grids if "blocks" in site.groups] or grids
+    blocks = [site for site in grids if "blocks" in site.groups or site.name == PART] or grids
     steps = {round(stride) for site in blocks for stride in site.stride_px or ()}
+    if (packing := packing_of(model.module)) is not None:
+        steps.add(packing.step)
     if not steps:
         raise VitseeError(
             f"--short-side is not supported: {model.name} has no grid of whole patches over its "

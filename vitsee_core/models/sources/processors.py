@@ -9,8 +9,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import product
 from typing import Any
+
+import numpy as np
 
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.packing import GRIDS, Packing
@@ -23,6 +26,10 @@ from vitsee_stores.errors import VitseeError
 _FILTERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
 _ROUNDED_SCALE = 1e-9  # of 255 * (1 / 255)
 TOLERANCE = 1e-5  # of the model's input: float32 in another order
+THUMBNAIL = (
+    "'s image processor cuts images into tiles beside the whole image; without --tiles (and "
+    "--short-side N) it gets the whole image alone, as that processor makes it"
+)
 ROUNDED = (
     "'s image processor resizes floats, which are rounded to 8 bits here: its input differs by up "
     "to half of 1/255 before normalisation"
@@ -63,6 +70,20 @@ class Processor:
         return cropped or resized
 
     @cached_property
+    def cuts(self) -> bool:
+        """Whether it cuts an image into tiles, and puts the whole image at their size beside them:
+        before them (LLaVA-NeXT) or behind (InternVL)."""
+        if self.input_size is None or self.of_videos:
+            return False
+        rows, cols = self.input_size
+        image = np.zeros((rows, 2 * cols, 3), np.uint8)
+        try:
+            found = self.own(images=image, return_tensors="pt")["pixel_values"][0]
+        except (AssertionError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            return False
+        return bool(found.ndim == 4)
+
+    @cached_property
     def config(self) -> dict[str, Any]:
         """The numbers of `processor_config` with `processor`, which gives the same input.
 
@@ -72,11 +93,12 @@ class Processor:
         from vitsee_core.images.torch_transforms import largest_difference
 
         numbers, found = processor_config(self.record, self.name), []
-        for variant in _variants(self.record):
+        for variant, tile in product(_variants(self.record), (0, -1) if self.cuts else (0,)):
             for processor, rounding in self._candidates(numbers):
                 config = {**numbers, **variant, "processor": processor}
                 try:
-                    difference, largest = largest_difference(self._apply, config)
+                    apply = partial(self._apply, tile=tile)
+                    difference, largest = largest_difference(apply, config)
                 except VitseeError as error:
                     raise self._refused(str(error)) from error
                 if difference <= rounding + TOLERANCE * max(1.0, largest):
@@ -91,7 +113,6 @@ class Processor:
         Raises:
             ModelError: they differ, or the size is beyond the processor's limits.
         """
-        import numpy as np
         import torch
 
         channels, rows, cols = config["input_size"]
@@ -141,16 +162,15 @@ class Processor:
         if self.backend == "torchvision":
             yield "torchvision-float", 0.5 / 255 / min(numbers["std"])
 
-    def _apply(self, image: Any) -> Any:
-        """(channels, rows, cols) of an image, or of a clip of this one frame."""
+    def _apply(self, image: Any, tile: int = 0) -> Any:
+        """(channels, rows, cols) of an image, of its tiles this one, or of a clip of this one
+        frame."""
         if self.of_videos:
-            import numpy as np
-
             made = self.own(videos=[np.asarray(image)[None]], return_tensors="pt")
         else:
             made = self.own(images=image, return_tensors="pt")
         found = next(made[key] for key in ("pixel_values", "pixel_values_videos") if key in made)[0]
-        return found[0] if found.ndim == 4 else found
+        return found[tile] if found.ndim == 4 else found
 
     def _refused(self, why: str) -> ModelError:
         return ModelError(

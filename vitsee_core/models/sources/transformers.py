@@ -28,7 +28,7 @@ from vitsee_core.models.packing import Packing, packed_inputs, packing_of
 from vitsee_core.models.sources.base import OWN_TRANSFORM, Choices, Source, drawn
 from vitsee_core.models.sources.errors import one_line
 from vitsee_core.models.sources.own_transform import DEFAULT, changed, pair
-from vitsee_core.models.sources.processors import ROUNDED, Processor, processor_config
+from vitsee_core.models.sources.processors import ROUNDED, THUMBNAIL, Processor, processor_config
 from vitsee_core.models.sources.timm_weights import why_unreachable
 from vitsee_core.models.sources.transformers_classes import (
     FRAMES,
@@ -205,7 +205,8 @@ class TransformersSource(Source):
             found["trust_remote_code"] = True
         if self._processor is None:
             return {**found, **({"notes": [ASSUMED]} if self.assumes else {})}
-        notes = [*([ROUNDED] if self.rounds else []), *([ONE_SIZE] if self.packs else [])]
+        said = {ROUNDED: self.rounds, ONE_SIZE: self.packs, THUMBNAIL: self._processor.cuts}
+        notes = [note for note, holds in said.items() if holds]
         notes_found = {"notes": notes} if notes else {}
         return {**found, **self._processor.origin(), **notes_found}
 
