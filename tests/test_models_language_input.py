@@ -247,7 +247,7 @@ def test_random_weights_by_the_command(tmp_path: Path) -> None:
     assert "LlamaConfig has no 'hidden'" in wrong
 
 
-PROCESSORS = {
+PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "internvl": ("GotOcr2ImageProcessor", {"size": {"height": 64, "width": 64}}),
     "llava_next": (
         "LlavaNextImageProcessor",
@@ -293,9 +293,9 @@ def test_the_thumbnail_and_tiles(kind: str, tmp_path: Path) -> None:
     assert torch.allclose(stored.float(), features(thumbnails), rtol=2e-3, atol=2e-3)  # float16
     extracted(*words, "--short-side", 64, "--multiple", 32, "--tiles", "-o", tmp_path / "b.zarr")
     tiled = open_store(tmp_path / "b.zarr")
-    grid = next(s.layout.grid for s in tiled.manifest.plan.sites if s.name == "language-in")
+    layout = {site.name: site.layout for site in tiled.manifest.plan.sites}["language-in"]
     side = 8 if kind == "llava_next" else 4
-    assert grid == (side, side * 3 // 2)
+    assert layout is not None and layout.grid == (side, side * 3 // 2)
     mean, std = (torch.tensor(model.transform[key]).view(3, 1, 1) for key in ("mean", "std"))
     whole = torch.stack(
         [(torch.from_numpy(np.array(p)).permute(2, 0, 1) / 255 - mean) / std for p in photos]
