@@ -31,7 +31,7 @@ from vitsee_core.models.packing import Packing
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
 from vitsee_core.models.sources.transformers_inputs import adapt
-from vitsee_core.models.token_order import Codes, Order, order_of
+from vitsee_core.models.token_order import Codes, Order, order_of, output_order
 from vitsee_stores import open_store
 
 transformers: Any = pytest.importorskip("transformers", minversion="5.20")
@@ -56,6 +56,8 @@ TOWERS = [
     ("ernie4_5_vl_moe", "Ernie4_5_VLMoeVisionTransformerPretrainedModel", "cthw", 2),
     ("video_llama_3", "VideoLlama3VisionModel", "cthw", 1),
     ("exaone4_5", "Exaone4_5_VisionModel", "cthw", 2),
+    ("minimax_m3_vl", "MiniMaxM3VLVisionModel", "cthw", 2),
+    ("lfm3_vl", "Lfm3VlVisionModel", "cthw", 2),
 ]
 CALLED = {case: case[0] for case in TOWERS}
 
@@ -71,6 +73,8 @@ def library_tower(folder: str, name: str) -> nn.Module:
     for key, value in SMALL.items():
         if getattr(config, key, None) is not None:
             setattr(config, key, value)
+    if "conv" in (getattr(config, "layer_types", None) or ()):
+        config.layer_types = ["conv", "full_attention"] * 2
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
     tower: nn.Module = kind(config).eval().requires_grad_(False)
@@ -175,8 +179,9 @@ def test_a_tower_against_the_librarys_own_states(case: tuple[str, str, str, int]
         assert (layout.stride_px, layout.offset_px) == ((patch, patch), (0.0, 0.0))
     assert len(table.sublayers) == 8
     full = (1, 3) if hasattr(model.module.config, "window_size") else range(4)
+    attend = (1, 3) if case[0] == "lfm3_vl" else range(4)
     assert {b.name: b.window for b in table.attention} == {
-        f"blocks.{i}": None if i in full else (4, 4) for i in range(4)
+        f"blocks.{i}": None if i in full else (4, 4) for i in attend
     }
     # The library itself puts merged tokens back in order: row by row.
     by_row = list(range(24))
@@ -397,6 +402,27 @@ def test_the_order_of_tokens_by_codes() -> None:
     mixed = cells + cells.roll(1, 1)
     assert order_of(mixed.reshape(n * 24, 3), codes) is None
     assert order_of(cells.mean(1), codes) is None
+
+
+class _Mixing(nn.Module):
+    """Tokens of a grid of 4 x 6 through a convolution of 3 x 3 with weights alike, in no residual:
+    nothing but the middle of its kernel tells a cell from its neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(3, 3, 3, padding=1, groups=3), nn.Linear(3, 3)
+        with torch.no_grad():
+            self.conv.weight.fill_(1.0)
+        self.config = type("Config", (), {"patch_size": 1})()
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.conv(images)
+        return self.out(x.permute(0, 2, 3, 1).flatten(0, 2))  # type: ignore[no-any-return]
+
+
+def test_a_convolution_over_the_grid_keeps_the_order() -> None:
+    order = output_order(_Mixing(), 1, (3, 4, 6))[("", False)]
+    assert order.grid == (4, 6) and order.plain
 
 
 class _Attention(nn.Module):

@@ -81,6 +81,8 @@ PACKED = {
     **{"depth": 4, "num_heads": 4, "embed_dim": 48, "num_position_embeddings": 64},
     **{"window_size": 56, "fullatt_block_indexes": [1, 3], "deepstack_visual_indexes": [1, 2]},
 }
+# Whose eager attention is another than that of its default implementation, and how.
+OTHER_EAGER = {"Phi4MultimodalVisionModel": "not causal, as its default is"}
 OTHER_STATES = {"Swin2SRModel": "of stages, each with a convolution behind its blocks"}
 
 
@@ -172,8 +174,9 @@ def compare(model: LoadedModel, table: SiteTable) -> dict[str, Any]:
         packed = packing_of(model.module) is not None
         tensors = [x for x in states if isinstance(x, Tensor) and (packed or x.ndim > 2)]
         if packed:  # in each order that tokens have somewhere
-            orders = [o for o in table.orders.values() if isinstance(o, Order) and o.axis == 0]
-            tensors = [o.laid(x) for x in tensors for o in orders if not len(x) % len(o.index)]
+            orders = [o for o in table.orders.values() if isinstance(o, Order)]
+            pairs = [(x, o) for x in tensors for o in orders if x.ndim > o.axis]
+            tensors = [o.laid(x) for x, o in pairs if not x.shape[o.axis] % len(o.index)]
         other = OTHER_STATES.get(type(model.module).__name__)
         found |= {"hidden": other} if other else hidden_states(tensors, outs, keeper)
     if table.attention and packing_of(model.module) is None:
@@ -181,7 +184,9 @@ def compare(model: LoadedModel, table: SiteTable) -> dict[str, Any]:
             weights = getattr(outputs(model, x, output_attentions=True), "attentions", None)
         except (RuntimeError, TypeError, ValueError):
             weights, found["eager"] = None, "its own eager pass fails"
-        if weights and len(weights) == len(outs):
+        if (other := OTHER_EAGER.get(type(model.module).__name__)) is not None:
+            found["eager"] = other
+        elif weights and len(weights) == len(outs):
             own = {block.name: weights[block.index] for block in table.attention}
             found |= compare_attention(keeper, own)
     return found
@@ -392,7 +397,8 @@ def section(rows: list[dict[str, Any]]) -> str:
         f"columns as above: {counts['ok']} ok, {counts['FAILURE']} failures. `vitsee models",
         "'transformers:*'` lists all there are. Of towers of packed patches the hidden states are",
         "compared row by row, to the bit, where the class gives any; their own classes give no",
-        "attention by image.",
+        "attention by image. LFM3-VL's blocks that convolve over the grid have none. A reason about",
+        "numbers of heads, groups or pixels is one of the tiny configuration.",
         "",
     ]
     keys = ("class", "outcome", "blocks", "grids", "hidden", "attention", "eager", "residual")

@@ -78,11 +78,36 @@ class OwnToken(TorchFunctionMode):
             if query.shape[-2] != value.shape[-2]:
                 return value.new_zeros(*query.shape[:-1], value.shape[-1])
             return repeated(value, query.shape[1]) if query.ndim == 4 else value
+        if func is torch.conv2d and len(args) > 1 and _keeps_size(*args, **kwargs):
+            rows, cols = (n // 2 for n in args[1].shape[2:])
+            kernel = torch.zeros_like(args[1])
+            kernel[:, :, rows, cols] = args[1][:, :, rows, cols]
+            args = args[0], kernel, *args[2:]
         result = func(*args, **kwargs)
         if func not in SOFTMAX:
             return result
         own = torch.eye(*result.shape[-2:], dtype=result.dtype, device=result.device)
         return own.expand_as(result) * (result.shape[-1] == result.shape[-2])
+
+
+def _keeps_size(
+    x: Tensor,
+    weight: Tensor,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> bool:
+    """Whether a convolution's cells stay where they are: stride 1, as much padding as it needs."""
+    if isinstance(padding, str):
+        return padding == "same"
+    found = zip(weight.shape[2:], *map(_pair, (stride, padding, dilation)), strict=True)
+    return all(n % 2 == 1 and s == 1 and p == d * (n // 2) for n, s, p, d in found)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[-1])
 
 
 def find_orders(

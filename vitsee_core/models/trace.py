@@ -193,7 +193,7 @@ class _Recorder:
         first, second = (self.see(plain(x)) for x in terms)
         result = add()
         total = self.see(plain(result))
-        if first and second and total and first.shape == second.shape == total.shape:
+        if first and second and total and _bare(first) == _bare(second) == _bare(total):
             self.trace.sums[total.key] = first.key, second.key
         return result
 
@@ -224,6 +224,12 @@ def joining(order: Order | ClipOrder, n_images: int) -> JoinedCalls | ClipCalls:
     if isinstance(order, ClipOrder):
         return ClipCalls(order, n_images)
     return JoinedCalls(order, n_images)
+
+
+def _bare(seen: Seen) -> tuple[int, ...]:
+    """A tensor's shape without axes of length 1 in front, which packed tokens get and lose."""
+    first = next((i for i, n in enumerate(seen.shape) if n > 1), 0)
+    return seen.shape[first:]
 
 
 class _SumWatch(TorchFunctionMode):

@@ -329,17 +329,22 @@ class TransformersSource(Source):
         (`text_config.hidden_size`)."""
         config = copy.deepcopy(self._config)
         if self.parts[2] == PART:
-            vision = getattr(config, "vision_config", None) or config
-            for key, value in wanted.items():
-                owner, _, own = key.rpartition(".")
-                of = getattr(config, owner, None) or (vision if hasattr(vision, key) else config)
-                self._with_arguments(of, {own if owner and of is not config else key: value})
-            return config
+            return self._with_arguments_of_parts(config, wanted)
         if self.parts[2]:
             return config
         if not self._is_class:
             config = getattr(config, "vision_config", None) or config
         return self._with_arguments(config, wanted)
+
+    def _with_arguments_of_parts(self, config: Any, wanted: Mapping[str, Any]) -> Any:
+        """The whole model's configuration with arguments of its vision part, of its own, and of
+        other parts by their names."""
+        vision = getattr(config, "vision_config", None) or config
+        for key, value in wanted.items():
+            owner, _, own = key.rpartition(".")
+            of = getattr(config, owner, None) or (vision if hasattr(vision, key) else config)
+            self._with_arguments(of, {own if owner and of is not config else key: value})
+        return config
 
     def _with_arguments(self, config: Any, wanted: Mapping[str, Any]) -> Any:
         for key, value in wanted.items():
@@ -411,7 +416,7 @@ class TransformersSource(Source):
             )
         module = known[path]
         if not isinstance(module, library().PreTrainedModel):
-            self._with_arguments(config, wanted)
+            self._with_arguments_of_parts(config, wanted)
             return None
         own = self._with_arguments(copy.deepcopy(module.config), wanted)
         return _Tower(type(module), own, path)
