@@ -397,8 +397,8 @@ def section(rows: list[dict[str, Any]]) -> str:
         f"columns as above: {counts['ok']} ok, {counts['FAILURE']} failures. `vitsee models",
         "'transformers:*'` lists all there are. Of towers of packed patches the hidden states are",
         "compared row by row, to the bit, where the class gives any; their own classes give no",
-        "attention by image. LFM3-VL has none in blocks that convolve over the grid. A reason about",
-        "numbers of heads, groups or pixels is one of the tiny configuration.",
+        "attention by image. LFM3-VL has none in blocks that convolve over the grid. A reason",
+        "about numbers of heads, groups or pixels is one of the tiny configuration.",
         "",
     ]
     keys = ("class", "outcome", "blocks", "grids", "hidden", "attention", "eager", "residual")
