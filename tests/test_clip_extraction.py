@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -317,6 +320,25 @@ def test_shards_make_the_same_store(videos: Path, tmp_path: Path) -> None:
     for shard in ("0/2", "1/2"):
         extracted(*SMALL, *order, "--shard", shard, "--workers", 2, "-o", tmp_path / "b.zarr")
     assert array_bytes(tmp_path / "a.zarr") == array_bytes(tmp_path / "b.zarr")
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_resumed_to_the_same_bytes(videos: Path, tmp_path: Path) -> None:
+    rows = [f"{videos}/class0/0.mp4,{k}" for k in range(60)]
+    (tmp_path / "list.csv").write_text("\n".join(["path,id", *rows]))
+    words = [*SMALL, "--data", tmp_path / "list.csv", "--slab", 1, "--batch-size", 1, "-o"]
+    extracted(*words, tmp_path / "whole.zarr")
+    killed = tmp_path / "killed.zarr"
+    command = [sys.executable, "-m", "vitsee_cli", "extract", *map(str, words), str(killed)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=tmp_path)
+    until = time.monotonic() + 120
+    while not (killed / "commits" / "c.2.0").exists() and time.monotonic() < until:
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    assert 3 <= describe(killed)["n_committed"] < 60
+    extracted(*words, killed)
+    assert array_bytes(killed) == array_bytes(tmp_path / "whole.zarr")
 
 
 def test_slabs_are_sized_by_what_a_clip_has(videos: Path, tmp_path: Path) -> None:

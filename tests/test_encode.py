@@ -22,6 +22,8 @@ from vitsee_core.dictionaries.files import Overrides, for_sites, save_dictionary
 from vitsee_core.runtime.execution import Execution
 from vitsee_stores import Store, StoreWriter, open_store, require_paired
 from vitsee_stores.errors import IdentityMismatch, MissingInput, SiteError, VitseeError
+from vitsee_stores.layout import TokenLayout
+from vitsee_stores.plan import Clip
 
 Array = NDArray[Any]
 N, SITE = 21, "blocks.1.out"
@@ -71,6 +73,23 @@ def test_codes_of_every_token_are_stored(
     assert found["r2"] == pytest.approx(1 - error / spread, abs=1e-4)
     assert found["l0"] == pytest.approx((sent != 0).sum(1).mean())
     assert found["never_active"] == pytest.approx((sent == 0).all(0).mean())
+
+
+def test_codes_of_clips(tmp_path: Path) -> None:
+    """Tokens stay in time, rows and columns; a class token of each frame has its codes, `cls` their
+    mean."""
+    clips = TokenLayout(("cls.0", "cls.1"), (1, 3), stride_px=(16.0, 16.0), frames=2)
+    x = np.random.default_rng(0).normal(size=(5, 8, D)).astype(np.float32)
+    about = {"layout": clips, "clip": Clip(2, by_frame=True), "slab": 2}
+    store = write_model(tmp_path / "a.zarr", {SITE: x}, **about)
+    d = made("topk", k=3)
+    codes, _ = encode_store(store, {SITE: d}, tmp_path / "codes.zarr")
+    wanted = d.encode(x.reshape(-1, D)).reshape(5, 8, K)
+    np.testing.assert_allclose(all_tokens(codes), wanted, atol=1e-6)
+    assert codes.plan.clip == store.plan.clip
+    assert codes.acts(SITE, "patches").shape == (5, 2, 1, 3, K)
+    cls = codes.pooled(SITE, "cls")[:]
+    np.testing.assert_allclose(cls, wanted[:, :2].mean(1), atol=1e-6)
 
 
 def test_a_whole_basis_loses_nothing(store: Store, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import obstore
 import pytest
 from click.testing import CliRunner
 
+from tests.clip_files import write_video
 from tests.s3 import HOST, Fault, Proxy, environment, make_bucket, proxy, server, upload
 from tests.shards import (
     make_images,
@@ -46,6 +47,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("data")
     write_folder(made / "folder", IMAGES)
     write_shards(made / "shards", IMAGES, 8)
+    for k in range(3):
+        write_video(made / "clips" / f"class{k % 2}" / f"{k}.mp4", 8)
     half = list(IMAGES.items())
     write_parquet(made / "data" / "a.parquet", dict(half[:10]))
     write_parquet(made / "data" / "b.parquet", dict(half[10:]))
@@ -87,6 +90,17 @@ def test_a_bucket_has_the_images_of_the_folder(form: str, faulty: Proxy, root: P
 
 
 @pytest.mark.slow
+def test_videos_from_a_bucket_are_those_of_the_folder(faulty: Proxy, root: Path) -> None:
+    about = {**TRANSFORM, "clip": {"frames": 4}}
+    found = []
+    for data in (str(root / "clips"), "s3://tests/in1k/clips"):
+        selection = select(open_source(data, clips=True), order="dataset")
+        (batch,) = batches(selection, about, [slice(0, 3)])
+        assert batch.valid.all(), batch.errors
+        found.append((selection.samples.ids, batch.hash.tolist(), batch.pixels.numpy().tobytes()))
+    assert found[0] == found[1]
+
+
 def test_a_list_of_urls(faulty: Proxy, root: Path, tmp_path: Path) -> None:
     listed = tmp_path / "list.txt"
     listed.write_text(

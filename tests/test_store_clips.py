@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from tests.random_stores import BY_FRAME, CLIP, PLANS, expected, make_manifest, write
-from tests.stores import write_sites
+from tests.stores import write_model, write_sites
 from vitsee_core.features.reader import choose_features
 from vitsee_stores import StoreError, describe, manifest, open_store, validate
 from vitsee_stores.errors import SiteError
@@ -68,6 +69,24 @@ def test_the_reader_takes_groups_of_tokens_of_clips(tmp_path: Path, n_tokens: in
         assert_array_equal(np.concatenate(parts, 1), x[:, start:])
     mean = choose_features(store, store.site("s"), "mean").vectors(np.ones(3, bool))
     assert_array_equal(np.concatenate(list(mean)), x[:, 1:].mean(1))
+
+
+def test_stages_are_matched_in_every_frame(tmp_path: Path) -> None:
+    """A grid of 4 x 4 to the last stage's 2 x 2, with room for two by two cells of 3 channels: each
+    place has its four cells side by side, at each time by itself."""
+    early = TokenLayout((), (4, 4), stride_px=(8.0, 8.0), frames=2, stride_frames=1.0)
+    late = replace(early, grid=(2, 2), stride_px=(16.0, 16.0))
+    x = np.random.default_rng(0).normal(size=(3, 32, 3)).astype(np.float32)
+    sites = {"layer1.0.out": (x, early), "layer2.0.out": (np.ones((3, 8, 12)), late)}
+    store = write_model(tmp_path / "a.zarr", sites, clip=Clip(2))
+    site = store.site("layer1.0.out")
+    features = choose_features(store, site, "patches", match_last_stage=True)
+    found = features.load(slice(0, 3), slice(0, 8))
+    for image, time, row, col in itertools.product(range(3), range(2), range(2), range(2)):
+        cells = x[image].reshape(2, 4, 4, 3)[time]
+        wanted = cells[2 * row : 2 * row + 2, 2 * col : 2 * col + 2].reshape(-1)
+        assert_array_equal(found[image, 4 * time + 2 * row + col], wanted)
+    assert [token.name for token in features.tokens][4] == "1,0,0"
 
 
 def test_class_tokens_of_frames(tmp_path: Path) -> None:

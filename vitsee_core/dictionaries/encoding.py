@@ -170,7 +170,8 @@ def _plan(store: Store, sites: tuple[SiteSpec, ...]) -> StorePlan:
     most = max(1, CODES_BYTES // of_image)
     whole = store.plan.slab
     slab = max(n for n in range(1, min(most, whole) + 1) if whole % n == 0)
-    return StorePlan(store.n_images, slab, "zstd", sites, canvas=store.plan.canvas)
+    plan = store.plan
+    return StorePlan(store.n_images, slab, "zstd", sites, canvas=plan.canvas, clip=plan.clip)
 
 
 def _check_memory(
@@ -238,7 +239,9 @@ def _parts(slab: Slab, plan: StorePlan) -> Iterator[tuple[int, slice, slice]]:
 
 def _of_images(store: Store, rows: slice) -> dict[str, NDArray[Any]]:
     valid = store.valid[rows]
+    seconds = {"seconds": store.array("seconds")[rows]} if store.plan.clip is not None else {}
     return {
+        **seconds,
         "valid": valid.astype(np.uint8), "n_valid": np.array(valid.sum(), np.int64),
         "hash": store.samples.hash[rows].astype(np.uint64),
         "size": store.samples.size[rows].astype(np.int32),
@@ -276,12 +279,13 @@ def _arrays(site: SiteSpec, codes: Float32, valid: NDArray[np.bool_]) -> dict[st
     if layout.grid is None:
         found[f"acts/{site.name}/rows"] = _rows(body, valid, site.dtype)
     else:
-        body = body.reshape(len(body), *layout.grid, site.dim)
+        body = body.reshape(len(body), *layout.body, site.dim)
         found[f"acts/{site.name}/grid"] = _rows(body, valid, site.dtype)
     if layout.prefix:
         found[f"acts/{site.name}/prefix"] = _rows(stored[:, : layout.n_prefix], valid, site.dtype)
-    if layout.cls is not None:
-        found[f"pooled/{site.name}/cls"] = _rows(codes[:, layout.cls], valid, "float32")
+    if cls := list(layout.cls_tokens):
+        whole = codes[:, cls].mean(1, dtype=np.float64)
+        found[f"pooled/{site.name}/cls"] = _rows(whole, valid, "float32")
     return found
 
 

@@ -31,9 +31,11 @@ class Matching:
     grid: tuple[int, int]
 
     def apply(self, maps: Float32) -> Float32:
-        """(images, cells, channels) of maps (images, rows, cols, channels)."""
-        cells = adaptive_average(flatten_patches(maps, self.patch), self.grid)
-        return cells.reshape(len(cells), -1, cells.shape[-1])
+        """(images, cells, channels) of maps (images, rows, cols, channels); of clips (clips, times,
+        rows, cols, channels) each time by itself."""
+        each = maps.reshape(-1, *maps.shape[-3:])
+        cells = adaptive_average(flatten_patches(each, self.patch), self.grid)
+        return cells.reshape(len(maps), -1, cells.shape[-1])
 
 
 def match_last_stage(store: Store, site: SiteSpec) -> Matching | None:

@@ -11,7 +11,7 @@ import hashlib
 import importlib.util
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
@@ -105,6 +105,13 @@ class ClipOpener(Opener):
     that is a folder, its images are the frames."""
 
     files: Opener
+
+    @property
+    def at_once(self) -> int:
+        return self.files.at_once
+
+    def each(self, work: Callable[[int], None], n: int) -> None:
+        self.files.each(work, n)
 
     def inherit(self) -> tuple[Opener, tuple[int, ...]]:
         heir, descriptors = self.files.inherit()
