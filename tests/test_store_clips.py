@@ -15,7 +15,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from tests.random_stores import BY_FRAME, CLIP, PLANS, expected, make_manifest, write
-from tests.stores import write_model, write_sites
+from tests.stores import Site, write_model, write_sites
 from vitsee_core.features.reader import choose_features
 from vitsee_stores import StoreError, describe, manifest, open_store, validate
 from vitsee_stores.errors import SiteError
@@ -77,7 +77,10 @@ def test_stages_are_matched_in_every_frame(tmp_path: Path) -> None:
     early = TokenLayout((), (4, 4), stride_px=(8.0, 8.0), frames=2, stride_frames=1.0)
     late = replace(early, grid=(2, 2), stride_px=(16.0, 16.0))
     x = np.random.default_rng(0).normal(size=(3, 32, 3)).astype(np.float32)
-    sites = {"layer1.0.out": (x, early), "layer2.0.out": (np.ones((3, 8, 12)), late)}
+    sites: dict[str, Site] = {
+        "layer1.0.out": (x, early),
+        "layer2.0.out": (np.ones((3, 8, 12)), late),
+    }
     store = write_model(tmp_path / "a.zarr", sites, clip=Clip(2))
     site = store.site("layer1.0.out")
     features = choose_features(store, site, "patches", match_last_stage=True)
