@@ -3,6 +3,7 @@ against each alone, where a bright patch shows, and what is refused."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.clip_files import write_frames
+from tests.extractions import extracted
 from tests.models_helpers import captured, redraw, refusal
 from vitsee_core.images.transform import make_recipe, normalise
 from vitsee_core.models.attention_watch import AttentionEvent, KernelCall
@@ -22,9 +25,10 @@ from vitsee_core.models.clips import accept_clips, clip_cells, clips_of, frames_
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model, own_model
 from vitsee_core.models.loaded import LoadedModel
-from vitsee_core.models.site_tables import site_table
+from vitsee_core.models.site_tables import site_table, sketch
 from vitsee_core.models.sources.transformers_classes import clip_frames
 from vitsee_core.models.sources.transformers_inputs import adapt
+from vitsee_stores import open_store
 
 transformers: Any = pytest.importorskip("transformers", minversion="5.20")
 
@@ -514,3 +518,65 @@ def test_interventions_are_refused() -> None:
         replace=["all@blocks.0.out=zero"],
     )
     assert "takes clips" in why
+
+
+@pytest.mark.slow
+def test_a_store_of_divided_attention(tmp_path: Path) -> None:
+    """TimeSformer through `extract`: tokens as captured, and the numbers in time by loops over the
+    stored attention."""
+    times, rows, cols = CLASSES["TimesformerModel"][1]
+    pictures = np.random.default_rng(0).integers(0, 256, (3, 7, 40, 40, 3), np.uint8)
+    for i in range(3):
+        write_frames(tmp_path / "clips" / f"c{i}", list(pictures[i]))
+    arguments = CLASSES["TimesformerModel"][0]
+    words = "&".join(f"{key}={value}" for key, value in arguments.items())
+    path, name = tmp_path / "t.zarr", f"transformers:TimesformerModel?{words}"
+    options = ["--random-init", 0, "--attention", "full", "--dtype", "float32", "--inputs"]
+    result = extracted(name, "--data", tmp_path / "clips", *options, "-o", path)
+    assert "rollout: attention is divided between time and space" in result.output
+    store = open_store(path)
+    groups = {group.blocks[0]: group for group in store.plan.attention}
+    assert {name: (g.prefix, g.window, g.layout.prefix) for name, g in groups.items()} == {
+        "blocks.0.time": ("", (3, 1, 1), ()),
+        "blocks.0.space": ("grid_3x4x4_window_1x4x4", (1, 4, 4), ("cls",)),
+    }
+    n = times * rows * cols
+    time = np.arange(n) // (rows * cols)
+    apart = np.abs(time[:, None] - time)
+    for block, group in groups.items():
+        a = np.asarray(store.array(f"attention/full/{block}")[:], np.float64)
+        a = a[:, :, group.layout.n_prefix :, group.layout.n_prefix :]
+        a /= a.sum(-1, keepdims=True)
+        found = {
+            name: np.asarray(store.array(group.folder + name)[:])[:, 0]
+            for name in ("distance_frames", "frame_mass")
+        }
+        assert found["distance_frames"] == pytest.approx((a * apart).sum(-1).mean(-1), abs=2e-3)
+        assert found["frame_mass"] == pytest.approx((a * (apart == 0)).sum(-1).mean(-1), abs=2e-3)
+        by_offset = np.asarray(store.array(group.folder + "aligned_frames")[:]).sum(0)[0]
+        for dt in range(1 - times, times):
+            pairs = (time - time[:, None]) == dt
+            mine = (a * pairs).sum((-2, -1)).sum(0) / n
+            assert by_offset[:, dt + times - 1] == pytest.approx(mine, abs=5e-3)
+    model = load_model("transformers:TimesformerModel", random_init=0, model_args=arguments)
+    pixels = torch.from_numpy(np.asarray(store.array("input")[:]))
+    seen = captured(model, site_table(model), normalise(pixels, model.transform, "cpu"))
+    for site in ("embed", "blocks.0.out", "blocks.2.out"):
+        stored = torch.from_numpy(np.asarray(store.array(f"acts/{site}/grid")[:]))
+        assert stored.shape == (3, times, rows, cols, DIM)
+        assert close(stored, seen.sites[site][1])
+
+
+def test_sites_without_values_are_those_of_the_trial() -> None:
+    """From shapes alone: the same sites, layouts and attention as the proven table has."""
+    for name in CLASSES:
+        model = adapted(name)
+        proven = site_table(model)
+        empty = copy.deepcopy(model.module).to("meta")
+        found = sketch(empty, model.input_size)
+        assert [(s.name, s.layout) for s in found.sites] == [
+            (s.name, s.layout) for s in proven.sites
+        ]
+        assert found.attention == proven.attention
+        with pytest.raises(ModelError, match="for values to show"):
+            sketch(empty, model.input_size, doubtful=False)

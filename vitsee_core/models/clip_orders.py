@@ -26,6 +26,7 @@ from vitsee_core.models.token_order import OwnToken, Place
 
 CONTENTS = 4
 MOST_PREFIX = 32
+UNSEEN = "the order of a clip's tokens is for values to show"
 # A row shows a content if it is nearer to it than this share of its distance from any other.
 _SAME = 1e-2
 # A row answers to no content if it changes by less than this share of what others change by.
@@ -196,7 +197,7 @@ def find_clip_orders(
     """
     parameter = next(module.parameters())
     if parameter.is_meta:
-        raise ModelError("the order of a clip's tokens is for values to show")
+        raise ModelError(UNSEEN)
     grid = clip_cells(module, clips.frames, size)
     codes = ClipCodes(grid)
     given = codes.clips(clips.frames, size).to(parameter.device)
@@ -230,3 +231,29 @@ def find_clip_orders(
         if found[0] is not None and all(same_clip_order(found[0], one) for one in found)
     }
     return grid, orders
+
+
+def order_of_shape(shape: tuple[int, ...], n: int, grid: Cells) -> ClipOrder | None:
+    """The order that the shape of a tensor of n clips suggests where nothing is known of its
+    values: tokens time by time, row by row, of whole clips, of frames or of places over time."""
+    times, places = grid[0], grid[1] * grid[2]
+    if len(shape) == 5 and (shape[0], *shape[2:]) == (n, *grid):
+        return _made_up(grid, 0, 1, channels=True)
+    if len(shape) == 4 and (shape[0], *shape[2:]) == (n * times, *grid[1:]):
+        return _made_up(grid, 0, times, channels=True)
+    if len(shape) != 3:
+        return None
+    if shape[0] == n and 0 <= shape[1] - times * places <= MOST_PREFIX:
+        return _made_up(grid, shape[1] - times * places, 1)
+    if shape[0] == n * times and 0 <= shape[1] - places <= MOST_PREFIX:
+        return _made_up(grid, shape[1] - places, times)
+    if shape[:2] == (n * places, times):
+        by_place = torch.arange(times * places).reshape(places, times).T.flatten()
+        return ClipOrder(grid, by_place, torch.zeros(0, 1, dtype=torch.long), len(by_place), places)
+    return None
+
+
+def _made_up(grid: Cells, n_prefix: int, folds: int, channels: bool = False) -> ClipOrder:
+    rows = torch.arange(math.prod(grid) + folds * n_prefix).reshape(folds, -1)
+    prefix, cells = rows[:, :n_prefix].T, rows[:, n_prefix:].flatten()
+    return ClipOrder(grid, cells, prefix, rows.numel(), folds, channels)

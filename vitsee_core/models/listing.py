@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from vitsee_core.models.clips import frames_of
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import check_model_options, load_model, model_arguments
 from vitsee_core.models.site_tables import site_table, sketch
@@ -87,7 +88,7 @@ def sketched_module(
 
 
 def flops_of(module: nn.Module, size: tuple[int, int, int]) -> int:
-    """Floating-point operations of one image's forward pass of a module, on its device.
+    """Floating-point operations of one image's, or clip's, forward pass of a module, on its device.
 
     Raises:
         NotImplementedError, RuntimeError: it does not run without values.
@@ -95,7 +96,8 @@ def flops_of(module: nn.Module, size: tuple[int, int, int]) -> int:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    device = next(module.parameters()).device
+    device, frames = next(module.parameters()).device, frames_of(module)
+    shape = (1, *size) if frames is None else (1, frames, *size)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        module(torch.ones(1, *size, device=device))  # an image of zeros is none to some models
+        module(torch.ones(shape, device=device))  # an image of zeros is none to some models
     return int(counter.get_total_flops())

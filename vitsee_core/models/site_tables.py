@@ -9,7 +9,8 @@ from torch import nn
 
 from vitsee_core.models.build import TableBuilder
 from vitsee_core.models.capture import Capture
-from vitsee_core.models.clips import frames_of
+from vitsee_core.models.clip_orders import UNSEEN
+from vitsee_core.models.clips import clips_of, frames_of
 from vitsee_core.models.hook_points import ModelError, refuse_compiled
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.proofs import AttentionProof, SumProof, beyond
@@ -52,6 +53,8 @@ def sketch(module: nn.Module, size: tuple[int, int, int], *, doubtful: bool = Tr
         ModelError: the model does not run on images of this size; without `doubtful` also where
             shapes do not show which dimensions of its tokens are the image's.
     """
+    if not doubtful and clips_of(module) is not None:
+        raise ModelError(UNSEEN)
     found = survey(module, size, doubtful=True)
     if not doubtful and needs_pixels(module, found.trace, [*found.blocks], found.geometry):
         raise ModelError("shapes alone do not show where the image lies in its tokens")

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from vitsee_core.models.blocks import block_names, find_blocks
-from vitsee_core.models.clip_orders import find_clip_orders
-from vitsee_core.models.clips import Clips, clips_of
+from vitsee_core.models.clip_orders import ClipOrder, find_clip_orders, order_of_shape
+from vitsee_core.models.clips import Cells, Clips, clip_cells, clips_of
 from vitsee_core.models.counting import counted, kinds_of
 from vitsee_core.models.geometry import Geometry, in_raster_order, model_geometry, read_map
 from vitsee_core.models.hook_points import HookPoint, ModelError, View
@@ -21,7 +21,7 @@ from vitsee_core.models.language_input import is_language_input, patch_side
 from vitsee_core.models.packing import Grid, packing_of
 from vitsee_core.models.patches import disproof, first_seen, measure, packed_patches
 from vitsee_core.models.steps import Steps
-from vitsee_core.models.token_order import find_orders, output_order
+from vitsee_core.models.token_order import Place, find_orders, output_order
 from vitsee_core.models.trace import Seen, Trace, trace
 from vitsee_stores.layout import TokenLayout
 
@@ -48,7 +48,7 @@ def survey(
     not show which dimensions are the image's, unless these are to stay `doubtful`. known: its
     tokens, where it has others than it states."""
     if (clips := clips_of(module)) is not None:
-        return _survey_of_clips(module, clips, size)
+        return _survey_of_clips(module, clips, size, doubtful)
     packing = packing_of(module)
     orders = {}
     if packing is not None:
@@ -69,9 +69,16 @@ def survey(
     return Survey(seen, tuple(blocks), geometry, block_names(blocks, seen))
 
 
-def _survey_of_clips(module: nn.Module, clips: Clips, size: tuple[int, int, int]) -> Survey:
-    """The survey of a model of clips, whose order of tokens is found at every place."""
-    grid, orders = find_clip_orders(module, clips, size)
+def _survey_of_clips(
+    module: nn.Module, clips: Clips, size: tuple[int, int, int], doubtful: bool
+) -> Survey:
+    """The survey of a model of clips, whose order of tokens is found at every place; of one without
+    values, if that is to stay `doubtful`, guessed by shapes."""
+    if doubtful and next(module.parameters()).is_meta:
+        grid = clip_cells(module, clips.frames, size)
+        orders = _orders_of_shapes(trace(module, size, corners=False), grid)
+    else:
+        grid, orders = find_clip_orders(module, clips, size)
     seen = trace(module, size, corners=False, orders=orders)
     blocks = find_blocks(module, seen)
     most = max((order.n_prefix for order in orders.values()), default=0)
@@ -85,6 +92,19 @@ def _survey_of_clips(module: nn.Module, clips: Clips, size: tuple[int, int, int]
     prefix = kinds_of(module, most, ends[0].shape[2])
     geometry = Geometry(size[1:], prefix, (grid[1], grid[2]), frames=clips.frames)
     return Survey(seen, tuple(blocks), geometry, block_names(blocks, seen))
+
+
+def _orders_of_shapes(seen: Trace, grid: Cells) -> dict[Place, ClipOrder]:
+    found = {}
+    for name, calls in seen.calls.items():
+        for entering in (True, False):
+            tensors = [call.entered if entering else call.left for call in calls]
+            shapes = {None if x is None else x.shape for x in tensors}
+            shape = shapes.pop() if len(shapes) == 1 else None
+            order = None if shape is None else order_of_shape(shape, seen.n_images, grid)
+            if order is not None and (name or not entering):
+                found[(name, entering)] = order
+    return found
 
 
 def tokens_of(module: nn.Module, size: tuple[int, int, int]) -> Geometry:

@@ -35,10 +35,12 @@ def library() -> Any:
 
 
 def class_names() -> list[str]:
-    """The classes of models that transformers has an image processor for."""
+    """The classes of models that transformers has a processor of images or of videos for."""
     auto: Any = library().models.auto
     models = auto.modeling_auto.MODEL_MAPPING_NAMES
-    processors = auto.image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES
+    processors = [*auto.image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES]
+    videos = getattr(auto, "video_processing_auto", None)  # transformers 4 has none at first
+    processors += [*getattr(videos, "VIDEO_PROCESSOR_MAPPING_NAMES", ())]
     found = [models.get(kind) for kind in processors]
     return sorted({name for name in found if isinstance(name, str)})
 
