@@ -162,7 +162,8 @@ def command(
     and the masks that come out are compared with the annotation as DAVIS-2017 does: region
     similarity J and contour accuracy F (Walmer et al. 2023, Figs. 10 left, 30, Table 4; Caron et
     al. 2021). Nothing is trained. Frames are in the store one after the other: extract with --order
-    dataset. What it will cost is logged first.
+    dataset. A store of clips (extract --frames) holds each video in a row: of it the sampled frames
+    are used, and of stores of images beside it the same ones. What it will cost is logged first.
 
     \b
       $ vitsee extract vit_base_patch16_224 --data DAVIS/JPEGImages/480p \\

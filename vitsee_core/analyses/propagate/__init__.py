@@ -12,8 +12,14 @@ et al. 2017; `propagate.videos`):
 First means over a video's frames (the first and the last are not scored), then over all objects, as
 the official evaluation does: a video of five objects counts five times.
 
+Of a store of clips a frame's tokens are those of the clip at its time: frames that share a token of
+several frames have the same ones. Only the frames that were sampled are used; a store of the same
+frames as images beside it is read at these alone, so that both are scored on the same masks. In
+clips with shuffled frames each frame's tokens are taken from where the model saw it.
+
 Three controls stand beside each site: `still` (the first mask stays where it is), `grid` (each
-frame's own mask to the grid and back: what the grid allows), `random` (Gaussian tokens).
+frame's own mask to the grid and back: what the grid allows), `random` (Gaussian tokens; of clips
+one for each place in time of the grid).
 """
 
 from __future__ import annotations
@@ -33,6 +39,7 @@ import polars as pl
 from vitsee_core.analyses.propagate.propagation_settings import PRESETS, choose_settings
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.plotting import styled
+from vitsee_core.patch_maps.photos import frames_seen
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.progress import SILENT, counting
@@ -106,6 +113,7 @@ def run(
 
     Args:
         stores: of the same frames, extracted with `order="dataset"`; an id's folder is its video.
+            Of clips an id is a video, and its folder of masks has one for each of its frames.
         masks: DAVIS' folder, or one with a folder of PNG masks per video; see `propagate.davis`.
         only: a file with the names of the videos to use, one per line.
         sites: names, globs and groups; by default `blocks`, or what the preset takes.
@@ -170,6 +178,7 @@ def run(
         "seed": execution.seed,
         "videos": {video.name: len(video.frames) for video in videos},
         "masks": str(files.root),
+        **_clips(selected.stores),
         **selected.notes(),
         **({"remarks": remarks} if remarks else {}),
         WORD: {store.label: describe_blocks(videos) for store in selected.stores},
@@ -263,6 +272,12 @@ def _saving(
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _clips(stores: Sequence[Store]) -> dict[str, dict[str, dict[str, Any]]]:
+    """How the stores of clips took their frames, for the notes."""
+    found = {store.label: seen for store in stores if (seen := frames_seen(store))}
+    return {"clips": found} if found else {}
+
+
 def _remarks(work: VideoWork, found: Found) -> list[str]:
     """Caveats about the numbers."""
     remarks = []
@@ -277,6 +292,12 @@ def _remarks(work: VideoWork, found: Found) -> list[str]:
                     f"{store.label} {site.name}: the window has {most:g} tokens in all frames: "
                     f"--top {work.settings.top} takes them all"
                 )
+        lengths = {site.layout.stride_frames for site in sites if site.layout is not None}
+        for length in sorted(length for length in lengths if length and length > 1):
+            remarks.append(
+                f"{store.label}: a token stands for {length:g} sampled frames, which are not told "
+                "apart: masks move only from one token to the next"
+            )
         for grid, site_name in grids.items():
             assert grid is not None
             key = number, site_name, ""

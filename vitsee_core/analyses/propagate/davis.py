@@ -5,13 +5,15 @@
                                                is background, 255 is left out
     ImageSets/2017/val.txt                     the names of videos, one per line
 
-In a store a video is the run of images whose ids share a folder, which names it.
+In a store of images a video is the run of images whose ids share a folder, which names it. In a
+store of clips it is one clip, named by its folder or file; then only the frames that the store
+sampled of it are used, in every store, and a clip is taken to have a frame for each of its masks.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -21,7 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.images import ImageError
+from vitsee_core.images.clip_times import STILL, Sampling, Timeline
 from vitsee_core.images.decoding import FileOpener
+from vitsee_core.images.file_names import is_video
 from vitsee_core.images.folders import walk
 from vitsee_core.images.only import named_only
 from vitsee_core.indexed_masks import VOID
@@ -30,10 +34,37 @@ from vitsee_stores.manifest import few
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
+    from vitsee_stores.layout import TokenLayout
 
 SCORED_FROM = 3  # frames; the first and the last are not scored
 _ANNOTATIONS = "Annotations"
 _RESOLUTION = "480p"
+
+
+@dataclass(frozen=True)
+class FrameRows:
+    """The places of a video's frames in one store.
+
+    Attributes:
+        rows: of each frame, of a store of clips the clip's.
+        places: of each frame its place among the frames as the model saw them, of clips; None of
+            images, and of clips before their frames are known.
+        clip: how frames were taken, of clips.
+    """
+
+    rows: Sequence[int]
+    places: tuple[int, ...] | None = None
+    clip: Sampling | None = None
+
+    def cells(self, layout: TokenLayout) -> tuple[int, ...] | None:
+        """The place in time of each frame in a site's grid; None of images."""
+        if self.places is None or self.clip is None:
+            return None
+        return tuple(k * (layout.frames or 1) // self.clip.frames for k in self.places)
+
+    def some(self, frames: Sequence[int]) -> FrameRows:
+        """Those of some of the frames of a store of images."""
+        return FrameRows([self.rows[k] for k in frames])
 
 
 @dataclass(frozen=True)
@@ -42,7 +73,7 @@ class Video:
 
     name: str
     frames: tuple[str, ...]  # their names without ending, in order
-    rows: tuple[range, ...]  # in each store
+    rows: tuple[FrameRows, ...]  # in each store
     masks: tuple[str, ...]  # the file of each frame's mask below `MaskFiles.root`
     size: tuple[int, int]  # height and width of the frames
 
@@ -114,7 +145,8 @@ def find_videos(stores: Sequence[Store], masks: MaskFiles, only: Path | None = N
     """The videos of these stores, in their order.
 
     Args:
-        stores: with the same frames of the same videos, in the data set's order.
+        stores: with the same frames of the same videos, in the data set's order; of clips, sampled
+            alike, the videos themselves.
         masks: of every frame.
         only: a file with the names of some of them, see `images.only`.
 
@@ -122,7 +154,7 @@ def find_videos(stores: Sequence[Store], masks: MaskFiles, only: Path | None = N
         StoreMismatch: stores with other videos, frames or sizes.
         DataError: `only` cannot be read, or names a missing video.
         VitseeError: a store in another order, a video that is in pieces, too short or without
-            masks, or a frame that could not be read.
+            masks, a frame that could not be read, or clips of one frame again and again.
     """
     runs = [_runs(store, only) for store in stores]
     names = list(runs[0])
@@ -135,8 +167,10 @@ def find_videos(stores: Sequence[Store], masks: MaskFiles, only: Path | None = N
     return [_video(name, stores, [own[name] for own in runs], masks) for name in names]
 
 
-def _runs(store: Store, only: Path | None) -> dict[str, range]:
+def _runs(store: Store, only: Path | None) -> dict[str, FrameRows]:
     """Video -> its rows."""
+    if store.plan.clip is not None:
+        return _clips(store, only)
     if store.shuffled:
         raise VitseeError(
             f"{store.label} holds its images in random order; propagate needs a video's frames "
@@ -165,7 +199,34 @@ def _runs(store: Store, only: Path | None) -> dict[str, range]:
         name = folder.rpartition("/")[2]
         _check_new(store, name, folder, folders)
         folders[name], runs[name] = folder, rows
-    return _readable(store, runs)
+    return {name: FrameRows(rows) for name, rows in _readable(store, runs).items()}
+
+
+def _clips(store: Store, only: Path | None) -> dict[str, FrameRows]:
+    """The same of a store of clips, whose frames are not known yet."""
+    said = store.manifest.transform.get("clip")
+    if not isinstance(said, dict):
+        raise VitseeError(
+            f"{store.label} does not say which frames of a clip it holds; extract it anew"
+        )
+    sampling = Sampling(**said)
+    if sampling.time == STILL:
+        raise VitseeError(
+            f"{store.label} holds one frame of each clip again and again (--time still), and "
+            "nothing moves in it; expected clips with --time ordered or shuffled"
+        )
+    ids = store.samples.id.tolist()
+    wanted = np.ones(len(ids), bool) if only is None else named_only(only, ids, store.label)
+    runs: dict[str, range] = {}
+    folders: dict[str, str] = {}
+    for row in np.flatnonzero(wanted).tolist():
+        name = ids[row].rpartition("/")[2]
+        name = name.rpartition(".")[0] if is_video(name) else name
+        if name in folders:
+            _check_new(store, name, ids[row], folders)
+        folders[name], runs[name] = ids[row], range(row, row + 1)
+    readable = _readable(store, runs)
+    return {name: FrameRows(rows, clip=sampling) for name, rows in readable.items()}
 
 
 def _check_new(store: Store, name: str, folder: str, folders: dict[str, str]) -> None:
@@ -197,10 +258,15 @@ def _readable(store: Store, runs: dict[str, range]) -> dict[str, range]:
     return kept
 
 
-def _video(name: str, stores: Sequence[Store], runs: Sequence[range], masks: MaskFiles) -> Video:
+def _video(
+    name: str, stores: Sequence[Store], runs: Sequence[FrameRows], masks: MaskFiles
+) -> Video:
     store = stores[0]
-    frames = [_frames(store, rows) for store, rows in zip(stores, runs, strict=True)]
-    sizes = [store.sizes[rows.start : rows.stop] for store, rows in zip(stores, runs, strict=True)]
+    runs = _sampled(name, stores, runs, masks)
+    frames = [
+        _frames(store, run, masks.of.get(name, {})) for store, run in zip(stores, runs, strict=True)
+    ]
+    sizes = [store.sizes[list(run.rows)] for store, run in zip(stores, runs, strict=True)]
     for other, own, size in zip(stores[1:], frames[1:], sizes[1:], strict=True):
         if own != frames[0] or (size != sizes[0]).any():
             raise StoreMismatch(f"{store.label} and {other.label} hold other frames of {name}")
@@ -212,12 +278,74 @@ def _video(name: str, stores: Sequence[Store], runs: Sequence[range], masks: Mas
         )
     if (sizes[0] != sizes[0][0]).any():
         raise VitseeError(f"{store.label}: the frames of {name} have different sizes")
-    files = _masks(name, frames[0], masks)
-    return Video(name, frames[0], tuple(runs), files, (int(sizes[0][0, 0]), int(sizes[0][0, 1])))
+    sampled = any(run.clip is not None for run in runs)
+    of_frames = _masks(name, frames[0], masks, every=not sampled)
+    height, width = sizes[0][0].tolist()
+    return Video(name, frames[0], tuple(runs), of_frames, (height, width))
 
 
-def _frames(store: Store, rows: range) -> tuple[str, ...]:
-    ids = store.samples.id[rows.start : rows.stop].tolist()
+def _sampled(
+    name: str, stores: Sequence[Store], runs: Sequence[FrameRows], masks: MaskFiles
+) -> list[FrameRows]:
+    """The rows of the frames that the stores of clips sampled; as they are of images alone.
+
+    Raises:
+        StoreMismatch: clips that were sampled otherwise, or images without these frames.
+        VitseeError: no masks, or fewer than frames were sampled.
+    """
+    clips = [k for k, run in enumerate(runs) if run.clip is not None]
+    if not clips:
+        return list(runs)
+    every = _in_order(masks.of.get(name, {}))
+    chosen: list[int] = []
+    found = list(runs)
+    for k in clips:
+        store, run = stores[k], runs[k]
+        assert run.clip is not None
+        sample = str(store.samples.id[run.rows[0]])
+        try:
+            own = run.clip.chosen(sample, Timeline(range(len(every)), len(every)))
+        except ImageError as error:
+            raise VitseeError(
+                f"{masks.root / name} has {len(every)} masks, too few for the frames that "
+                f"{store.label} sampled ({error.reason}); expected a mask of each frame of the clip"
+            ) from None
+        if k == clips[0]:
+            chosen = own
+        elif own != chosen:
+            raise StoreMismatch(
+                f"{stores[clips[0]].label} and {store.label} sampled other frames of {name} "
+                "(extract both with the same --frames and --every)"
+            )
+        order = run.clip.order(sample)
+        places = tuple(order.index(frame) for frame in range(run.clip.frames))
+        found[k] = FrameRows([run.rows[0]] * len(own), places, run.clip)
+    wanted = [every[k] for k in chosen]
+    for k, run in enumerate(runs):
+        if run.clip is None:
+            there = {frame: i for i, frame in enumerate(_frames(stores[k], run, {}))}
+            if lacking := [frame for frame in wanted if frame not in there]:
+                raise StoreMismatch(
+                    f"{stores[k].label} has no frame {lacking[0]} of {name}, which "
+                    f"{stores[clips[0]].label} sampled"
+                )
+            found[k] = run.some([there[frame] for frame in wanted])
+    return found
+
+
+def _in_order(masks: Mapping[str, str]) -> list[str]:
+    """The frames of a video that have masks, in the order of their names."""
+    return sorted(masks, key=_natural)
+
+
+def _frames(store: Store, run: FrameRows, masks: Mapping[str, str]) -> tuple[str, ...]:
+    """The names of the frames; of a clip those of the masks that belong to its frames."""
+    if run.clip is not None:
+        every = _in_order(masks)
+        sample = str(store.samples.id[run.rows[0]])
+        line = Timeline(range(len(every)), len(every))
+        return tuple(every[k] for k in run.clip.chosen(sample, line))
+    ids = store.samples.id[list(run.rows)].tolist()
     return tuple(Path(i.rpartition("/")[2]).stem for i in ids)
 
 
@@ -235,8 +363,8 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(p), "") if p.isdigit() else (-1, p) for p in re.split(r"([0-9]+)", name) if p]
 
 
-def _masks(name: str, frames: Sequence[str], masks: MaskFiles) -> tuple[str, ...]:
-    """The file of each frame's mask."""
+def _masks(name: str, frames: Sequence[str], masks: MaskFiles, every: bool) -> tuple[str, ...]:
+    """The file of each frame's mask. every: whether the frames are all of the video."""
     files = masks.of.get(name, {})
     lacking = [frame for frame in frames if frame not in files]
     where = masks.root / name
@@ -247,7 +375,7 @@ def _masks(name: str, frames: Sequence[str], masks: MaskFiles) -> tuple[str, ...
             f"{name} has {len(frames)} frames and no mask of {len(lacking)} of them "
             f"({few(lacking, 2)}): only videos with a mask per frame can be scored"
         )
-    if beyond := sorted(files.keys() - set(frames)):
+    if every and (beyond := sorted(files.keys() - set(frames))):
         raise VitseeError(
             f"{where} has masks of frames that are not in the store ({few(beyond, 2)}); expected "
             f"all frames of {name}"

@@ -55,12 +55,27 @@ Radii = tuple[float, float] | None
 
 @dataclass(frozen=True)
 class Kind:
-    """The mapping of a frame to the grid, the window, and the number of channels. The cost of
-    a run, and the noise that replaces its tokens, depend on these only."""
+    """The mapping of a frame to the grid, the window, and the number of channels; of clips the
+    place in time of each frame in the grid. The cost of a run, and the noise that replaces its
+    tokens, depend on these only."""
 
     where: FrameMap
     radii: Radii
     dim: int
+    cells: tuple[int, ...] | None = None
+
+    def noise(self, seed: int, video: str) -> Frames:
+        """Noise as tokens: of each frame its own, of clips one for each place in time, as frames of
+        one place share their tokens."""
+        each = noise_frames(seed, video, self.where, self.dim)
+        if self.cells is None:
+            yield from each
+            return
+        of_places: dict[int, NDArray[np.floating]] = {}
+        for cell in self.cells:
+            if cell not in of_places:
+                of_places[cell] = next(each)
+            yield of_places[cell]
 
 
 @dataclass
@@ -117,7 +132,8 @@ class VideoWork:
         transform = self.stores[number].manifest.transform
         where = frame_map(site.name, site.layout, place(transform, video.size), video.size)
         assert site.layout is not None and site.layout.stride_px is not None
-        return Kind(where, self.settings.radii(site.layout.stride_px), site.dim)
+        cells = video.rows[number].cells(site.layout)
+        return Kind(where, self.settings.radii(site.layout.stride_px), site.dim, cells)
 
 
 class _Group:
@@ -137,9 +153,12 @@ class _Group:
         ):
             rows = [video.rows[number] for video in self._videos]
             for site in sites:
-                reader = SiteReader(store, site, rows)
+                reader = SiteReader(store, site, [own.rows for own in rows])
                 for video, own in zip(self._videos, rows, strict=True):
-                    self._measure(number, site, video, reader.frames(own))
+                    layout = site.layout
+                    assert layout is not None
+                    frames = reader.frames(own.rows, own.cells(layout))
+                    self._measure(number, site, video, frames)
         return self._found
 
     def _measure(self, number: int, site: SiteSpec, video: Video, frames: Frames) -> None:
@@ -170,7 +189,7 @@ class _Group:
         elif baseline == "grid":
             scores = scored(truth, run.through_grid)
         else:
-            noise = noise_frames(work.seed, video.name, kind.where, kind.dim)
+            noise = kind.noise(work.seed, video.name)
             scores = run.score(noise, kind.dim, len(video.frames) - 1, None, work.progress)
         self._controls[key] = scores
         return scores
@@ -187,22 +206,23 @@ class SiteReader:
     """The grids of a site's frames, slab by slab: the last slab is cached, so that videos in order
     read each once."""
 
-    def __init__(self, store: Store, site: SiteSpec, rows: Sequence[range]) -> None:
+    def __init__(self, store: Store, site: SiteSpec, rows: Sequence[Sequence[int]]) -> None:
         """rows: all that will be requested."""
         self._acts = store.acts(site.name, "patches", partial=True)
         self._slab = store.plan.slab
-        self._span = min(r.start for r in rows), max(r.stop for r in rows)
+        self._span = min(map(min, rows)), max(map(max, rows)) + 1
         self._held: tuple[int, NDArray[np.floating]] | None = None
 
-    def frames(self, rows: range) -> Frames:
-        """(rows, cols, dim) of each image, as stored."""
-        for row in rows:
+    def frames(self, rows: Sequence[int], cells: Sequence[int] | None) -> Frames:
+        """(rows, cols, dim) of each image, as stored; of clips of each of these places in time."""
+        for frame, row in enumerate(rows):
             k = row // self._slab
             begin = max(k * self._slab, self._span[0])
             if self._held is None or self._held[0] != k:
                 self._held = None  # free it before reading the next
                 self._held = k, self._acts[begin : min((k + 1) * self._slab, self._span[1])]
-            yield self._held[1][row - begin]
+            found = self._held[1][row - begin]
+            yield found if cells is None else found[cells[frame]]
 
 
 def _writer(folder: Path, frames: Sequence[str]) -> Callable[[int, Labels], None]:
@@ -215,7 +235,7 @@ def group_videos(videos: Sequence[Video], slab: int, least: int) -> list[list[Vi
     would be fewer than `least` groups."""
     groups: dict[int, list[Video]] = {}
     for video in videos:
-        groups.setdefault(video.rows[0].start // slab, []).append(video)
+        groups.setdefault(video.rows[0].rows[0] // slab, []).append(video)
     grouped = list(groups.values())
     while len(grouped) < least and (longest := max(grouped, key=len)) and len(longest) > 1:
         at, half = grouped.index(longest), (len(longest) + 1) // 2
@@ -347,8 +367,9 @@ def group_bytes(work: VideoWork, videos: Sequence[Video]) -> int:
     largest = 0
     for store, sites in zip(work.stores, work.sites, strict=True):
         for site in sites:
-            frame = 4 * math.prod(site.shape)
-            slab = store.plan.slab * frame // (2 if site.dtype == "float16" else 1)
+            image = 4 * math.prod(site.shape)
+            slab = store.plan.slab * image // (2 if site.dtype == "float16" else 1)
+            frame = image // (site.layout.frames or 1 if site.layout else 1)
             largest = max(largest, slab + (work.settings.context + 2) * frame)
     groups = group_videos(videos, work.stores[0].plan.slab, 1)
     masks = max(sum(len(v.frames) * math.prod(v.size) for v in group) for group in groups)
