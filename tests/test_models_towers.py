@@ -15,6 +15,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 import vitsee
@@ -571,6 +572,38 @@ def test_a_tower_by_the_command(checkpoint: Path, tmp_path: Path) -> None:
         assert np.array_equal(one, other), name
     again = [*words, *sites, "-o", at_once]
     assert "complete" in extracted(*again).output
+
+
+@pytest.mark.slow
+def test_images_in_their_own_proportions(checkpoint: Path, tmp_path: Path) -> None:
+    """--short-side: the grid of the whole canvas, as that size by --img-size; --tiles: each cell as
+    its tile gives it. Sides are multiples of patch x merge."""
+    data = plant_images(tmp_path / "data", 3, (112, 168))
+    words = [f"transformers:{checkpoint}#visual", "--data", data, "--sites", "blocks,merger"]
+    extracted(*words, "--short-side", 112, "-o", tmp_path / "a.zarr")
+    size = ["--img-size", "112x168", "--crop-mode", "squash"]
+    extracted(*words, *size, "-o", tmp_path / "b.zarr")
+    whole, same = (open_store(tmp_path / name) for name in ("a.zarr", "b.zarr"))
+    for site in ("blocks.3.out", "merger"):
+        assert np.array_equal(whole.acts(site), same.acts(site)), site
+    tiled = ["--short-side", 112, "--tiles", "--img-size", 112]
+    extracted(*words, *tiled, "-o", tmp_path / "c.zarr")
+    store = open_store(tmp_path / "c.zarr")
+    layouts = {site.name: site.layout for site in store.manifest.plan.sites}
+    assert layouts["merger"] is not None and layouts["merger"].grid == (4, 6)
+    photos = [np.asarray(Image.open(data / name).convert("RGB")) for name in store.samples.id]
+    model = load_model(f"transformers:{checkpoint}#visual", img_size=112)
+    mean, std = (np.array(model.transform[key]) for key in ("mean", "std"))
+    pixels = torch.from_numpy((np.stack(photos) / 255 - mean) / std).permute(0, 3, 1, 2).float()
+    table = site_table(model)
+    left, right = (
+        captured(model, table, pixels[..., at : at + 112]).sites["merger"][1] for at in (0, 56)
+    )
+    expected = torch.cat([left, right[:, :, 2:]], 2).flatten(1, 2)
+    got = torch.from_numpy(np.asarray(store.acts("merger"))).float()
+    assert torch.allclose(got, expected, rtol=2e-3, atol=2e-3)
+    wrong = extract(*words, "--short-side", 100, "-o", tmp_path / "d.zarr")
+    assert wrong.exit_code == 1 and "no multiple of the 28 pixels" in wrong.output
 
 
 def test_what_is_refused_in_one_line(checkpoint: Path, tmp_path: Path) -> None:

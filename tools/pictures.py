@@ -51,6 +51,13 @@ ELSEWHERE = {
     "-o tower.zarr\n"
     "vitsee attn-map tower.zarr --kind aligned -o windows.csv\n"
     "vitsee plot windows.csv --dpi 130 -o docs/tower-windows.png",
+    "tower-positions": "# black.png: 256 x 256 black pixels in a folder of its own\n"
+    'for n in 256 64 16; do vitsee extract "transformers:Qwen3VLVisionModel?depth=2'
+    "&hidden_size=64&num_heads=4&intermediate_size=96&out_hidden_size=64"
+    '&deepstack_visual_indexes=[1]&num_position_embeddings=$n" --random-init 0 --img-size 256 '
+    "--img-mean 0,0,0 --img-std 1,1,1 --data black --attention none -o p$n.zarr; done\n"
+    "vitsee cosine-map '16 x 16=p256.zarr' '8 x 8=p64.zarr' '4 x 4=p16.zarr' --at 5,5 -o p.csv\n"
+    "vitsee plot p.csv --dpi 130 -o docs/tower-positions.png",
     "similarity-chance": "python tools/similarity_by_chance.py docs/similarity-chance.png",
 }
 DPI = 130  # what README shows: a page is about 900 pixels wide
