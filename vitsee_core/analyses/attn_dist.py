@@ -305,7 +305,7 @@ def _time_grids(clips: Sequence[pl.DataFrame], metrics: Sequence[str]) -> list[G
     """A row of panels for the stores' heads in time, and of several one for their means."""
     if not clips or not metrics:
         return []
-    each = Grid(len(metrics) * len(clips), most=4 if len(clips) > 1 else 2, widest=24)
+    each = Grid(len(metrics) * len(clips), most=len(metrics), widest=30)
     return [each, *([Grid(len(metrics), widest=30)] if len(clips) > 1 else [])]
 
 
@@ -328,21 +328,24 @@ def _draw_time(
         note_count(axes, drawn)
         axes.set_ylabel(metric_words(metric))
     for i in range(len(metrics)):
-        _same_scale([[axes] for axes in every[i :: len(metrics)]])
+        top = max(axes.get_ylim()[1] for axes in every[i :: len(metrics)])
+        for axes in every[i :: len(metrics)]:
+            axes.set_ylim(0, top)
     if len(grids) > 1:
         means = grids[1].axes(parts[1])
         looks = store_looks(among)
         for axes, metric in zip(means, metrics, strict=True):
             for rows in clips:
-                x, y = _layer_means(rows.filter(metric=metric), "rel_depth")
                 label = str(rows["store"][0])
-                axes.plot(x, y, **looks[label], label=shorten(label, 28))
+                for x, y in _lines(rows.filter(metric=metric), "rel_depth"):
+                    axes.plot(x, y, **looks[label], label=shorten(label, 28))
             own = among.filter(metric=metric)
             _draw_uniform(axes, own["uniform"].drop_nulls().unique().to_list())
             axes.set_xlabel("relative depth")
             axes.set_ylabel(metric_words(metric))
             axes.set_title("mean over heads")
-            axes.set_ylim(0, 1.06 * max(axes.dataLim.y1, own["uniform"].max() or 0))
+            top = max(float(axes.dataLim.y1), *own["uniform"].fill_null(0).to_list())
+            axes.set_ylim(0, 1.06 * top if top > 1e-6 else 1)
         every += means
     return every
 
@@ -350,10 +353,7 @@ def _draw_time(
 def _draw_heads_in_time(axes: Axes, rows: pl.DataFrame) -> None:
     """Dots for heads and a line for their mean, for each kind of window; where attention spread
     evenly lies, dashed."""
-    windows = rows["window"] if "window" in rows.columns else pl.Series([None] * len(rows))
-    kinds = windows.fill_null("").cast(pl.String).to_list()
-    named = rows.with_columns(kind=pl.Series([_kind(kind) for kind in kinds]))
-    for i, own in enumerate(named.partition_by("kind", maintain_order=True)):
+    for i, own in enumerate(_with_kinds(rows)):
         kind = own["kind"][0]
         axes.scatter(
             own["depth"], own["value"], s=em(72) ** 2 * 0.15, color=colour(i), alpha=0.5,
@@ -361,9 +361,19 @@ def _draw_heads_in_time(axes: Axes, rows: pl.DataFrame) -> None:
         )  # fmt: skip
         axes.plot(*_layer_means(own, "depth"), color=colour(i), marker=marker(i), label=kind)
     _draw_uniform(axes, rows["uniform"].drop_nulls().unique().to_list())
-    axes.set_ylim(0, 1.06 * max(axes.dataLim.y1, rows["uniform"].max() or 0))
+    top = max(float(axes.dataLim.y1), *rows["uniform"].fill_null(0).to_list())
+    axes.set_ylim(0, 1.06 * top if top > 1e-6 else 0.01)
     integer_ticks(axes, rows["depth"].to_numpy())
     axes.set_xlabel("block")
+
+
+def _with_kinds(rows: pl.DataFrame) -> list[pl.DataFrame]:
+    """The rows of each kind of window, named in `kind`."""
+    texts = pl.Series([""] * len(rows))
+    if "window" in rows.columns:
+        texts = rows["window"].cast(pl.String).fill_null("")
+    named = rows.with_columns(kind=pl.Series([_kind(text) for text in texts]))
+    return named.partition_by("kind", maintain_order=True)
 
 
 def _kind(window: str) -> str:
@@ -423,6 +433,14 @@ def _layer_means(rows: pl.DataFrame, depth: str) -> tuple[pl.Series, pl.Series]:
     return means[depth], means["value"]
 
 
+def _lines(rows: pl.DataFrame, depth: str) -> list[tuple[pl.Series, pl.Series]]:
+    """The lines of a store's means over heads: one; of clips one for each kind of window, as a
+    block may look over time and within a frame."""
+    if "uniform" not in rows.columns or not rows["uniform"].is_not_null().any():
+        return [_layer_means(rows, depth)]
+    return [_layer_means(own, depth) for own in _with_kinds(rows)]
+
+
 def _draw_uniform(axes: Axes, values: Iterable[float]) -> None:
     """A dashed line at each distinct value (to a percent), the highest one named."""
     drawn: list[float] = []
@@ -454,7 +472,8 @@ def _draw_depth(axes: Axes, rows: pl.DataFrame, uniform: dict[str, float]) -> No
         rows["depth"], rows["value"], s=em(72) ** 2 * 0.15, color=colour(0), alpha=0.5,
         linewidth=0, label="head",
     )  # fmt: skip
-    axes.plot(*_layer_means(rows, "depth"), color=ink(), label="mean of a block's heads")
+    for x, y in _lines(rows, "depth"):
+        axes.plot(x, y, color=ink(), label="mean of a block's heads")
     _draw_uniform(axes, uniform.values())
     integer_ticks(axes, rows["depth"].to_numpy())
     axes.set_xlabel("block")
@@ -469,9 +488,9 @@ def _draw_layers(axes: Axes, rows: pl.DataFrame, metric: str, among: pl.DataFram
     looks, grouped = store_looks(among), len(groups_of(among["store"].unique())) > 1
     drawn = rows.filter(metric=metric).partition_by("store", maintain_order=True, as_dict=True)
     for (label,), own in drawn.items():
-        x, y = _layer_means(own, "rel_depth")
         name = split_label(label)[1] if grouped else label
-        axes.plot(x, y, **looks[label], label=shorten(name, 28))
+        for x, y in _lines(own, "rel_depth"):
+            axes.plot(x, y, **looks[label], label=shorten(name, 28))
     _draw_uniform(axes, uniform)
     axes.set_xlabel("relative depth")
     axes.set_ylabel(metric_words(metric))

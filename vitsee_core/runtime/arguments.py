@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, overl
 from vitsee_core.runtime import registry
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import Declared, Gather, Option, declared
-from vitsee_stores.errors import VitseeError
+from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.url import Url
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
 
     Raises, when called:
         StoreError: as `open_store`.
-        VitseeError: two stores share a label.
+        VitseeError: two stores share a label, or one holds clips and the analysis is of images.
         TypeError: an unknown keyword; names it and the closest match.
     """
     signature = inspect.signature(run)
@@ -78,7 +78,8 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
         for name, value in bound.arguments.items():
             kind = parameters[name].annotation
             if "Store" in kind:
-                bound.arguments[name] = _opened(value, seen)
+                bound.arguments[name] = opened = _opened(value, seen)
+                _refuse_clips(run.__module__, opened)
             elif kind.startswith("Sequence[str]") and isinstance(value, str):
                 bound.arguments[name] = (value,)
         if framed and (guest := registry.guest_of(run.__module__)) is not None:
@@ -168,6 +169,20 @@ def _spelled_out(signature: inspect.Signature) -> inspect.Signature:
         for field in fields(Execution)
     ]
     return signature.replace(parameters=[*kept, *own, signature.parameters["execution"]])
+
+
+def _refuse_clips(module: str, stores: Any) -> None:
+    """Raises MissingInput: a store holds clips, and the analysis NEEDS still images."""
+    if "images" not in (getattr(sys.modules[module], "NEEDS", None) or ()):
+        return
+    for store in stores if isinstance(stores, Sequence) else [stores]:
+        plan = getattr(store, "plan", None)
+        if plan is not None and plan.clip is not None:
+            command = registry.name_of(module).replace("_", "-")
+            raise MissingInput(
+                f"{command} is of images, and {store.label} holds clips of {plan.clip.frames} "
+                "frames; expected a store of the frames, extracted as images"
+            )
 
 
 def _opened(value: Any, seen: dict[str, str]) -> Any:

@@ -42,7 +42,7 @@ RESERVED = frozenset(
         *("api", "open_store"),
     )
 )
-NEEDS = ("sites", "grid", "attention", "heads", "residual")
+NEEDS = ("sites", "grid", "attention", "heads", "residual", "images")
 TEXTS = ("HELP", "READING", "SOURCE")
 MOST_SOURCE = 1 << 20  # characters of a module that is read for its line in the help
 

@@ -210,7 +210,8 @@ def needs_of_analyses() -> dict[str, tuple[str, ...]]:
 def offers(table: SiteTable) -> dict[str, str | None]:
     """Each need of an analysis -> why the model does not offer it, None where it does: `sites`,
     `grid` (sites that lie on the image), `attention` (token to token), `heads` (their outputs),
-    `residual` (branches)."""
+    `residual` (branches), `images` (still ones, no clips)."""
+    clips = any(site.layout is not None and site.layout.frames for site in table.sites)
     grid = any(site.layout is not None and site.layout.grid for site in table.sites)
     heads = any("heads" in site.groups for site in table.sites)
     return {
@@ -219,6 +220,7 @@ def offers(table: SiteTable) -> dict[str, str | None]:
         "attention": table.attention_refusal,
         "heads": None if heads else table.attention_refusal or "no block whose heads are known",
         "residual": table.residual_refusal,
+        "images": "it takes clips, and the analysis is of images" if clips else None,
     }
 
 

@@ -19,7 +19,10 @@ from vitsee_core.study.steps import SETS, Plan, Step, Study
 from vitsee_stores.errors import VitseeError
 
 # The bundled miniature of a set of images -> the module of `demo` that writes it.
-MINIATURES = {"coco": "coco", "DAVIS": "davis", "roxford5k": "revisited", "SPair-71k": "spair"}
+MINIATURES = {
+    **{"coco": "coco", "DAVIS": "davis", "roxford5k": "revisited", "SPair-71k": "spair"},
+    "ssv2": "moving",
+}
 ABSENT = "it is not among --models"
 RESULT = re.compile(r"[\w.+-]+\.(csv|png)")
 

@@ -309,6 +309,7 @@ KEPT_FOR = {
     "attention": (ATTENTION,),
     "heads": (ATTENTION, HEADS, TOKENS),
     "residual": (RESIDUAL,),
+    "images": (),
 }
 
 

@@ -189,9 +189,9 @@ def command(
       $ vitsee study vit=vit_small_patch16_224 --checkpoints 'run/step_*.pt' --data photos -o out
 
     RECIPE is dosovitskiy2021, raghu2021 or walmer2023, the figures of a paper in its order,
-    registers or heads, interventions with their controls, towers, what the projectors of
-    vision-language models lose, miniatures, or a file.toml of your own. Figures whose images are
-    not there are left out with the reason.
+    registers or heads, interventions with their controls, clips, what video models see in time,
+    towers, what the projectors of vision-language models lose, miniatures, or a file.toml of your
+    own. Figures whose images are not there are left out with the reason.
     Options of a model stand behind its name: those of extract that decide weights and input.
     FOLDER gets stores/NAME.zarr, results/COMMAND[-VARIANT].csv (.parquet for the large tables of
     pixels, patches and histograms) and .png, report.html, explore.html and study.json, which says

@@ -66,7 +66,7 @@ from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.statistics.shares import jackknife_share
 from vitsee_core.statistics.value_columns import jackknife_cells
-from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.columns import SITE, cell_columns, in_time, site_columns
 from vitsee_core.tables.files import check_new_files
 from vitsee_core.tables.glances import some_of
 from vitsee_core.tables.headlines import Answer, by_store, measured, picked
@@ -233,7 +233,8 @@ def run(
         "crops": pictures,
         **selected.notes(),
     }
-    return Table.from_rows(rows, COLUMNS, notes)
+    columns = in_time(COLUMNS, [features.layout for _, _, features in work])
+    return Table.from_rows(rows, columns, notes)
 
 
 def at_a_glance(table: Table) -> Table:
@@ -318,8 +319,7 @@ def _rows(
     names = store.samples.id
     for concept in range(len(found.counts)):
         for value, row, cell in zip(*(some[concept].tolist() for some in found.top), strict=True):
-            y, x = divmod(cell, layout.grid[1])
-            about = {"image": str(names[row]), "row": y, "col": x, "concept": concept}
+            about = {"image": str(names[row]), **cell_columns(layout, cell), "concept": concept}
             cells = {"metric": "activation", "value": value, "n_images": n, "baseline": ""}
             rows.append(about | cells)
     return rows
@@ -333,11 +333,13 @@ SMALLEST = 48  # pixels of a crop's shorter side, enlarged from fewer
 def crops(
     store: Store, site: SiteSpec, rows: Integers, cells: Integers, data: str | None
 ) -> list[list[str]]:
-    """PNG, in base64, of each patch with its neighbours; "" where the picture cannot be had. rows,
-    cells: (concepts, n) of the store, and of the site's grid, row by row; data: where the images
-    are now, by default where extract read them."""
+    """PNG, in base64, of each patch with its neighbours; "" where the picture cannot be had, and of
+    clips. rows, cells: (concepts, n) of the store, and of the site's grid, row by row; data: where
+    the images are now, by default where extract read them."""
     layout = store.site(site.name).layout
     assert layout is not None and layout.grid is not None
+    if store.plan.clip is not None:
+        return [[""] * rows.shape[1] for _ in rows]
     view = View.of(store, [site])
     shown = Shown(store, view, sorted({int(row) for row in rows.ravel()}), [site])
     photos = photographs(shown, [view.seen(row) for row in shown.rows], data)

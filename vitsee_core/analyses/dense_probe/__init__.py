@@ -105,7 +105,7 @@ MEANING = {
     "high": "95 % interval over blocks of test images",
     "n_images": "test images with a map",
 }
-NEEDS = ("grid",)
+NEEDS = ("grid", "images")
 READING = (
     "How well a probe of one layer's patch tokens, a linear map by default, segments images that "
     "it was not fitted to, or tells their depth in metres, against the layer's depth; bands are "

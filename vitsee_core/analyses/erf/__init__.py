@@ -97,7 +97,7 @@ MEANING = {
     "col": "row, col: of gradient, the first pixel of each square of the field",
     "high": "95 % interval over images, from 10 slabs on",
 }
-NEEDS = ("grid",)
+NEEDS = ("grid", "images")
 READING = (
     "Top, which pixels the middle of each feature map responds to: the circle holds half of the "
     "mass, the cross is its centre. Below, that circle's radius against depth. A ViT's field is "

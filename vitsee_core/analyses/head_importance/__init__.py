@@ -96,7 +96,7 @@ MEANING = {
     "n_only_base": "images that only the whole model has right",
     "n_only_changed": "that only the model without the head has right",
 }
-NEEDS = ("attention", "heads")
+NEEDS = ("attention", "heads", "images")
 READING = (
     "Every dot is a head: how far it attends on average against what the answer loses without it, "
     "coloured by its block. Most heads cost little alone, because others do the same; a rank "

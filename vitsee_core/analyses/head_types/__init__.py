@@ -523,12 +523,13 @@ def _draw_in_time(every: Sequence[Axes], rows: pl.DataFrame) -> None:
     for axes, kind in zip(every, TIME_TYPES, strict=True):
         own = rows.filter(time=kind)
         axes.set_title(kind)
+        if not len(own):
+            map_axes(axes)
         for spine in axes.spines.values():
             spine.set(color=TIME_TINTS[kind], linewidth=2)
         axes.set_ylim(0, 1.06 * top)
         axes.grid(False)
         if not len(own):
-            map_axes(axes)
             axes.text(0.5, 0.5, "no head", transform=axes.transAxes, ha="center", color=GREY)
             continue
         frames = own["frame"].to_numpy()

@@ -105,7 +105,7 @@ MEANING = {
     "group": "class, group: with --by",
     "high": "95 % interval by a jackknife that leaves out an image with all its pairs",
 }
-NEEDS = ("grid",)
+NEEDS = ("grid", "images")
 READING = (
     "The share of keypoints found in another image of the class, against depth. Grey lines: a "
     "guess at random, the same place in the image, and the nearest place that the grid of tokens "

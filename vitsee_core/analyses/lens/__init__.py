@@ -180,6 +180,11 @@ def _sites(
         SiteError: no selected site is as wide.
     """
     head = heads(store)
+    if store.plan.clip is not None and store.plan.clip.by_frame:
+        raise NotOffered(
+            f"the classifier of {store.label} reads one frame, and the store holds clips frame by "
+            "frame; expected a store of the frames, extracted as images"
+        )
     chosen = sites_of(store, patterns)
     readable = _readable(store, head, chosen, patches)
     if not readable:

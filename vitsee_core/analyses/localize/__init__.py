@@ -119,7 +119,7 @@ row and column are compared, which is logged; --tokens each takes all. Exact ove
 over a sample of 16384 where there are more; --images N takes fewer or more.
 """
 MEANING = {"token": "ROW,COL or cls", "col": "row, col of the patch", "high": ""}
-NEEDS = ("grid",)
+NEEDS = ("grid", "images")
 READING = (
     "How similar one token's representation is to each patch of the input, over images. A bright "
     "cell at the token's own place (framed) says that it still represents its patch; where it "

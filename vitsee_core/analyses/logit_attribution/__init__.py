@@ -102,7 +102,7 @@ MEANING = {
     "part": "input, attn, mlp, token, channel, block; head, projection_bias; bias, residue, logit; "
     "of --patches also patches, all of a map, and rest",
 }
-NEEDS = ("residual",)
+NEEDS = ("residual", "images")
 READING = (
     "What each sublayer adds to the logit of the image's class, directly, with the final norm's "
     "scale held fixed: bars above 0 speak for the class, below 0 against it. The line is their "

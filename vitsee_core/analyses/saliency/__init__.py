@@ -99,7 +99,7 @@ Rows with a baseline give what maps that ignore the image reach: uniform (chance
 tokens), centre (a Gaussian about the middle), random.
 """
 MEANING = {"token": "cls or mean: whose attention", "best": "head: the block's best one"}
-NEEDS = ("attention",)
+NEEDS = ("attention", "images")
 READING = (
     "How well the most attended tokens of each block's best head cover the objects. The dashed "
     "lines are maps that ignore the image (uniform, its centre, noise): only what lies above them "

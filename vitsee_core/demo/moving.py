@@ -1,0 +1,91 @@
+"""Clips of one moving shape, labelled by the direction of its motion, drawn from a seed.
+
+    train/<direction>/<clip>/00000.png, ...    down, left, right, up; and val/ alike
+    model.safetensors                          a VideoMAE that tells the directions
+
+Each clip is a folder with its frames. A shape of random form, size, colours and speed crosses a
+smooth background; its path is as likely as the same path backwards. So the set of a clip's frames,
+without their order, says along which axis the shape moves and never which way: whoever tells up
+from down better than by a coin has used the order of the frames. One frame says nothing of it.
+
+The model was trained on other clips of the same kind (tools/train_moving_model.py says how).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+Frames = NDArray[np.uint8]
+
+DIRECTIONS = {"down": (1, 0), "left": (0, -1), "right": (0, 1), "up": (-1, 0)}
+SHAPES = ("square", "disc", "triangle")
+SIZE, FRAMES = 32, 8  # pixels of a side; frames of a clip
+CLIPS = {"train": 240, "val": 160}
+SEEDS = {"train": 1, "val": 2}  # the model was trained on those of another seed
+MODEL = Path(__file__).with_name("moving.safetensors")
+
+
+def write_moving(folder: str | Path) -> None:
+    """The set and the model below `folder`, which is made; always the same files."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(MODEL, folder / "model.safetensors")
+    for split, n in CLIPS.items():
+        for i, (name, clip) in enumerate(clips(n, SEEDS[split])):
+            place = folder / split / name / f"{i:04d}"
+            place.mkdir(parents=True, exist_ok=True)
+            for k, frame in enumerate(clip):
+                Image.fromarray(frame).save(place / f"{k:05d}.png")
+
+
+def clips(n: int, seed: int) -> Iterator[tuple[str, Frames]]:
+    """n clips, the directions in turn: name of the direction, (frames, height, width, rgb)."""
+    rng = np.random.default_rng(seed)
+    for i in range(n):
+        name = tuple(DIRECTIONS)[i % len(DIRECTIONS)]
+        yield name, _clip(DIRECTIONS[name], rng)
+
+
+def _clip(step: tuple[int, int], rng: np.random.Generator) -> Frames:
+    background = _smooth(rng)
+    colour = background.mean((0, 1)) + rng.choice([-1, 1], 3) * rng.uniform(70, 120, 3)
+    shape, side = SHAPES[rng.integers(len(SHAPES))], int(rng.integers(8, 13))
+    speed = rng.uniform(1.5, 2.5)
+    reach = speed * (FRAMES - 1) / 2  # from the middle of the path to its ends
+    middle = rng.uniform(side / 2, SIZE - side / 2, 2)
+    along = 0 if step[0] else 1
+    middle[along] = rng.uniform(min(reach + 3, SIZE / 2), max(SIZE - reach - 3, SIZE / 2))
+    frames = np.empty((FRAMES, SIZE, SIZE, 3), np.uint8)
+    for k in range(FRAMES):
+        centre = middle + (k - (FRAMES - 1) / 2) * speed * np.array(step)
+        on = _shape(shape, centre, side)[..., np.newaxis]
+        noise = rng.normal(0, 4, (SIZE, SIZE, 3))
+        pixels = background * (1 - on) + colour * on + noise
+        frames[k] = np.clip(np.rint(pixels), 0, 255).astype(np.uint8)
+    return frames
+
+
+def _smooth(rng: np.random.Generator) -> NDArray[np.float64]:
+    """(height, width, rgb) a background whose colours change slowly."""
+    coarse = rng.uniform(80, 176, (3, 3, 3)).astype(np.uint8)
+    large = Image.fromarray(coarse).resize((SIZE, SIZE), Image.Resampling.BICUBIC)
+    return np.asarray(large, np.float64)
+
+
+def _shape(kind: str, centre: NDArray[np.float64], side: int) -> NDArray[np.float64]:
+    """(height, width) the part of each pixel that a shape covers, by 4 x 4 points in each."""
+    points = (np.arange(4 * SIZE) + 0.5) / 4
+    y, x = points[:, np.newaxis] - centre[0], points - centre[1]
+    half = side / 2
+    inside = {
+        "square": (abs(y) <= half) & (abs(x) <= half),
+        "disc": y**2 + x**2 <= half**2,
+        "triangle": (abs(y) <= half) & (abs(x) <= (y + half) / 2),
+    }[kind]
+    return inside.reshape(SIZE, 4, SIZE, 4).mean((1, 3))
