@@ -18,6 +18,7 @@ from tests.extractions import VIT, extracted, plant_images
 from vitsee_core.extraction import loop
 from vitsee_core.runtime.malloc import OF_THE_USER, freed_memory_kept
 
+pytestmark = pytest.mark.slow  # each in a process of its own that imports torch
 N_BYTES = 96 << 20  # more than glibc ever keeps by itself
 needs_glibc = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="other C libraries have no mallopt"
@@ -90,7 +91,6 @@ def test_a_user_who_has_chosen_is_left_alone(name: str) -> None:
     in_a_fresh_process(check_the_user_s_choice, **{name: value})
 
 
-@pytest.mark.slow
 @needs_glibc
 def test_an_extraction_keeps_what_its_model_frees(tmp_path: Path) -> None:
     in_a_fresh_process(check_extraction, tmp_path)

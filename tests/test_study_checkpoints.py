@@ -97,6 +97,7 @@ def study(run: Path, photos: Path, out: Path, *words: object) -> Result:
     return CliRunner().invoke(main, [*map(str, given), "-o", str(out), *map(str, words)])
 
 
+@pytest.mark.slow
 def test_every_checkpoint_is_a_step_of_every_table(photos: Path, tmp_path: Path) -> None:
     """Values are those of extract and the commands; what is half-written or diverged is a row, and
     a later call does the new ones alone."""
