@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vitsee_core.models.attention_watch import AttentionCall
 from vitsee_core.models.capture import Capture, Observer
+from vitsee_core.models.clips import frames_of
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
@@ -50,8 +51,10 @@ def small(name: str, img_size: Any = 32, **args: Any) -> LoadedModel:
 
 
 def images(model: LoadedModel, n: int = 3, seed: int = 1) -> Tensor:
-    """Random normalised images of the model's input size."""
-    return torch.randn((n, *model.input_size), generator=torch.Generator().manual_seed(seed))
+    """Random normalised images of the model's input size, or clips of them."""
+    frames = frames_of(model.module)
+    shape = (n, *(() if frames is None else (frames,)), *model.input_size)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Keeper(Observer):

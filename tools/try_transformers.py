@@ -32,13 +32,15 @@ from torch import Tensor
 
 from tests.models_helpers import Keeper, images, redraw
 from vitsee_core.models.capture import Capture
+from vitsee_core.models.clip_orders import ClipOrder
+from vitsee_core.models.clips import frames_of
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.packing import packing_of
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
-from vitsee_core.models.sources.transformers_classes import PIXELS, class_names, library
+from vitsee_core.models.sources.transformers_classes import PIXELS, VIDEOS, class_names, library
 from vitsee_core.models.sources.transformers_parts import named_towers, on_meta
 from vitsee_core.models.token_order import Order
 
@@ -63,7 +65,8 @@ CLASSES = (
     *("BeitModel", "ViTModel", "Dinov2Model", "SwinModel", "ConvNextModel", "ConvNextV2Model"),
     *("ResNetModel", "ViTHybridModel", "PixioModel", "VJEPA2Model", "VideoMAEModel"),
     *("HGNetV2ForImageClassification", "MLCDVisionModel", "JanusVisionModel", "DonutSwinModel"),
-    *("MaskFormerSwinModel", "Swin2SRModel", "RadioModel", "VideoMAEModel", "VJEPA2Model"),
+    *("MaskFormerSwinModel", "Swin2SRModel", "RadioModel", "VivitModel", "TimesformerModel"),
+    *("VideoPrismVisionModel", "VideoMAEForVideoClassification", "VJEPA2ForVideoClassification"),
 )  # fmt: skip
 # What makes a configuration small and changes nothing of how its model works; a list keeps its
 # length. Only what the configuration has is set.
@@ -71,7 +74,9 @@ NUMBERS = {
     **{"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
     **{"intermediate_size": 96, "mlp_dim": 96, "num_key_value_heads": 4, "projection_dim": 32},
     **{"output_channels": 32, "head_dim": 12, "decoder_num_hidden_layers": 1},
-    **{"num_patches": 16, "out_hidden_size": 32},
+    **{"num_patches": 16, "out_hidden_size": 32, "num_frames": 4, "frames_per_clip": 4},
+    **{"num_spatial_layers": 2, "num_temporal_layers": 1, "num_pooler_layers": 1},
+    **{"pred_hidden_size": 48, "pred_num_attention_heads": 4, "pred_num_hidden_layers": 1},
 }
 STAGED = ("depths", "layer_depths", "num_blocks")
 SIDE, PATCH = 64, 16
@@ -102,13 +107,19 @@ def smaller(config: Any) -> dict[str, Any]:
         found["image_size"] = SIDE
         if isinstance(getattr(config, "patch_size", None), int):
             found["patch_size"] = PATCH
+    if isinstance(getattr(config, "crop_size", None), int) and flat:
+        found |= {"crop_size": SIDE, "patch_size": PATCH}
+    tubelet = getattr(config, "tubelet_size", None)
+    if isinstance(tubelet, list | tuple) and flat:
+        found["tubelet_size"] = [tubelet[0], PATCH, PATCH]
     return found
 
 
 def names() -> list[str]:
-    """Those of `CLASSES` that the installed release has, and that take images alone."""
+    """Those of `CLASSES` that the installed release has, and that take images, or clips, alone."""
     found = {name: getattr(library(), name, None) for name in sorted({*CLASSES})}
-    return [n for n, kind in found.items() if getattr(kind, "main_input_name", "") == PIXELS]
+    taken = {n: getattr(kind, "main_input_name", "") for n, kind in found.items()}
+    return [n for n, given in taken.items() if given in (PIXELS, VIDEOS)]
 
 
 def outputs(model: LoadedModel, x: Tensor, **wanted: bool) -> Any:
@@ -131,6 +142,8 @@ def outputs(model: LoadedModel, x: Tensor, **wanted: bool) -> Any:
     if (packing := packing_of(module)) is not None:
         given |= packing.arguments(len(x), packing.grid((x.shape[2], x.shape[3])), x.device)
         x = packing.pack(x)
+    if "skip_predictor" in taken:
+        given["skip_predictor"] = True
     if "noise" in taken and isinstance(config.patch_size, int):  # ViT-MAE orders its patches by it
         n = n_patches(x, config.patch_size)
         given["noise"] = torch.arange(n).expand(len(x), n)
@@ -170,7 +183,13 @@ def compare(model: LoadedModel, table: SiteTable) -> dict[str, Any]:
         states = getattr(outputs(model, x, output_hidden_states=True), "hidden_states", None)
     except TypeError:  # of 4.x, where some classes do not take it
         states, found["hidden"] = None, "does not give them"
-    if states:
+    if states and frames_of(model.module) is not None:  # in each order that tokens have somewhere
+        known = [o for o in table.orders.values() if isinstance(o, ClipOrder)]
+        rows = [o for o in known if not o.channels]
+        laid = [(x, o) for x in states if isinstance(x, Tensor) for o in rows]
+        tensors = [o.laid(x) for x, o in laid if len(x) * x.shape[1] == 2 * o.n_rows]
+        found |= hidden_states(tensors, outs, keeper)
+    elif states:
         packed = packing_of(model.module) is not None
         tensors = [x for x in states if isinstance(x, Tensor) and (packed or x.ndim > 2)]
         if packed:  # in each order that tokens have somewhere
@@ -186,7 +205,7 @@ def compare(model: LoadedModel, table: SiteTable) -> dict[str, Any]:
             weights, found["eager"] = None, "its own eager pass fails"
         if (other := OTHER_EAGER.get(type(model.module).__name__)) is not None:
             found["eager"] = other
-        elif weights and len(weights) == len(outs):
+        elif weights and len(weights) == len(outs) and not any(b.window for b in table.attention):
             own = {block.name: weights[block.index] for block in table.attention}
             found |= compare_attention(keeper, own)
     return found
@@ -306,7 +325,7 @@ def described(table: SiteTable) -> dict[str, str]:
     outs = [site for site in table.sites if site.part == "out"]
     layouts = dict.fromkeys(site.layout for site in outs if site.layout and site.layout.grid)
     grids = "; ".join(
-        f"{x.grid[0]}x{x.grid[1]}" + (f" + {','.join(x.prefix)}" if x.prefix else "")
+        "x".join(map(str, x.body)) + (f" + {','.join(x.prefix)}" if x.prefix else "")
         for x in layouts
         if x.grid
     )

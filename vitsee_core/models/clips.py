@@ -83,6 +83,8 @@ def _runs(module: nn.Module, x: Tensor) -> str | None:
     try:
         with torch.no_grad():
             module(x)
+    except ForwardEnded:
+        return None
     except Exception as error:
         return " ".join(f"{type(error).__name__}: {error}".split())[:160]
     return None
