@@ -13,7 +13,7 @@ NO_ATTENTION = "no block has a softmax over tokens"
 
 def model(label: str, **changes: Any) -> SurveyedModel:
     """A transformer."""
-    offered = ("sites", "grid", "attention", "heads", "residual", "classifier")
+    offered = ("sites", "grid", "attention", "heads", "residual", "images", "classifier")
     about: dict[str, Any] = {
         "label": label, "name": f"demo:{label}", "lacks": dict.fromkeys(offered),
         "class_token": True, "grid": (4, 6), "heads": "blocks.0.attn.heads", "flops": 10**6,

@@ -28,6 +28,7 @@ IMAGES_ONLY = {
     *("localize", "erf", "dense-probe", "keypoints", "saliency"),
     *("head-importance", "logit-attribution"),
 }
+ASKED: dict[str, dict[str, Any]] = {"keypoints": {"pairs": "none"}, "saliency": {"masks": "none"}}
 # Analysis -> its options, for a store or for two of the same clips.
 ONE: dict[str, dict[str, Any]] = {
     "cka": {},
@@ -129,7 +130,7 @@ def test_what_is_of_images_says_so(root: Path, name: str) -> None:
     assert "images" in needs_of_analyses()[name]
     for label in ("video", "image"):
         with pytest.raises(VitseeError) as error:
-            run(module, root / f"{label}.zarr")
+            run(module, root / f"{label}.zarr", **ASKED.get(name, {}))
         assert str(error.value) == (
             f"{name} is of images, and {label} holds clips of 8 frames; expected a store of the "
             "frames, extracted as images"
