@@ -99,6 +99,30 @@ def test_times_of_a_varying_rate(tmp_path: Path) -> None:
         assert [which(image) for image in video.frames([5, 6, 9])] == [5, 6, 9]
 
 
+def test_a_clip_cut_out_of_a_longer_one(tmp_path: Path) -> None:
+    """Cut without decoding at a keyframe in whose frames earlier ones lean: the first that can be
+    decoded stands for those, the others are right."""
+    lean = "open-gop=1:bframes=3:b-adapt=0:scenecut=0:keyint=8:min-keyint=8:log-level=none"
+    whole = write_video(tmp_path / "whole.mkv", 24, codec="libx265", **{"x265-params": lean})
+    path = tmp_path / "cut.mkv"
+    with av.open(str(whole)) as old, av.open(str(path), "w") as new:
+        stream = new.add_stream_from_template(old.streams.video[0])
+        keys = 0
+        for packet in old.demux(video=0):
+            keys += packet.is_keyframe and packet.size > 0
+            if keys > 1 and packet.size:
+                packet.stream = stream
+                new.mux(packet)
+    decoded, video = [which(frame) for frame in all_frames(path)], opened(path)
+    missing = len(video.line) - len(decoded)
+    assert missing > 0, "frames that lean on what was cut off"
+    found = [which(image) for image in video.frames(range(len(video.line)))]
+    assert found == [decoded[0]] * missing + decoded
+    assert [which(image) for image in video.frames([0, missing, len(found) - 1])] == [
+        decoded[0], decoded[0], decoded[-1]
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("matrix", "quarters"),
     [((1, 0, 0, 1), 0), ((0, 1, -1, 0), 3), ((-1, 0, 0, -1), 2), ((0, -1, 1, 0), 1)],

@@ -74,7 +74,7 @@ class Video:
         Raises:
             ImageError: a frame cannot be decoded.
         """
-        given = 0
+        given = 0  # of those that were found where the packets said
         if not self._counted:
             try:
                 for image in self._from_keys(places):
@@ -82,8 +82,9 @@ class Video:
                     given += 1
                 return
             except _OtherTimes:
-                pass  # such a file is decoded from its begin, and its frames counted
-        yield from self._from_begin(places[given:])
+                yield from self._by_time(places[given:])
+                return
+        yield from self._by_number(places)
 
     def _read_line(self) -> Timeline:
         with self._opened() as (container, stream):
@@ -161,7 +162,24 @@ class Video:
                 image = self._upright(frame)
                 yield image
 
-    def _from_begin(self, places: Sequence[int]) -> Iterator[Image.Image]:
+    def _by_time(self, places: Sequence[int]) -> Iterator[Image.Image]:
+        """The frames, of a file decoded from its begin; where one cannot be decoded, as those that
+        lean on what a cut took away, the one that shows before it, or else the first."""
+        wanted = [self.line.starts[place] for place in places]
+        with self._opened() as (container, stream):
+            before = None
+            for frame in container.decode(stream):
+                at = frame.pts
+                while wanted and at is not None and at >= wanted[0]:
+                    shown = frame if at == wanted[0] or before is None else before
+                    wanted.pop(0)
+                    yield self._upright(shown)
+                if not wanted:
+                    return
+                before = frame
+        raise ImageError(self.name, "its last frames cannot be decoded")
+
+    def _by_number(self, places: Sequence[int]) -> Iterator[Image.Image]:
         """The frames, counted from the first one that can be decoded."""
         wanted = list(places)
         with self._opened() as (container, stream):
