@@ -103,7 +103,8 @@ def test_a_clip_cut_out_of_a_longer_one(tmp_path: Path) -> None:
     """Cut without decoding at a keyframe in whose frames earlier ones lean: the first that can be
     decoded stands for those, the others are right."""
     lean = "open-gop=1:bframes=3:b-adapt=0:scenecut=0:keyint=8:min-keyint=8:log-level=none"
-    whole = write_video(tmp_path / "whole.mkv", 24, codec="libx265", **{"x265-params": lean})
+    given: dict[str, Any] = {"codec": "libx265", "x265-params": lean}
+    whole = write_video(tmp_path / "whole.mkv", 24, **given)
     path = tmp_path / "cut.mkv"
     with av.open(str(whole)) as old, av.open(str(path), "w") as new:
         stream = new.add_stream_from_template(old.streams.video[0])
