@@ -78,7 +78,7 @@ def attention_of(
             f"{store.label} keeps no attention of single images: extract it with --attention rows "
             "(heads) or full (heads and patches) -o NEW.zarr, or let explore --recompute it"
         )
-    return [BlockAttention(block, _stored_rows(store, block, shown.rows), None) for block in kept]
+    return [BlockAttention(block, _stored_rows(shown, block), None) for block in kept]
 
 
 def _mappable(layout: TokenLayout) -> bool:
@@ -104,18 +104,26 @@ def _whole(
     device: str,
     progress: Progress,
 ) -> list[BlockAttention]:
+    import torch
+
     def take(block: StoredAttention, a: Tensor) -> Mapping[str, Tensor]:
         layout = block.layout
         assert layout.grid is not None
         body = slice(layout.n_prefix, None)
-        first = a[:, :, body].mean(2) if layout.cls is None else a[:, :, layout.cls]
-        cells = [layout.n_prefix + cell for cell in query_cells(layout.grid)]
-        return {HEADS: first[..., body], PATCHES: a[:, :, cells].mean(1)[..., body]}
+        tokens = layout.cls_tokens or range(layout.n_prefix, layout.n_tokens)
+        first = a[:, :, tokens.start : tokens.stop].mean(2)[..., body]
+        n = layout.n_body // shown.times  # cells of a frame
+        patches = []
+        for start in range(layout.n_prefix, layout.n_tokens, n):
+            cells = [start + cell for cell in query_cells(layout.grid)]
+            patches.append(a[:, :, cells].mean(1)[..., start : start + n])
+        heads = first.reshape(*first.shape[:2], shown.times, n).transpose(1, 2)
+        return {HEADS: heads, PATCHES: torch.stack(patches, 1)}
 
-    place = {row: k for k, row in enumerate(shown.rows)}
+    place = {row: k for k, row in enumerate(shown.once)}
     found: dict[str, dict[str, Any]] = {block.site: {} for block in blocks}
     parts = attention_of_images(
-        shown.store, np.array(shown.rows, np.int64), take, blocks=blocks,
+        shown.store, np.array(shown.once, np.int64), take, blocks=blocks,
         origin=origin, device=device, progress=progress,
     )  # fmt: skip
     for part in parts:
@@ -123,14 +131,20 @@ def _whole(
         for site, values in part.values.items():
             for name, of_part in values.items():
                 if name not in found[site]:
-                    shape = (len(shown.rows), *of_part.shape[1:])
+                    shape = (len(shown.once), *of_part.shape[1:])
                     found[site][name] = np.zeros(shape, np.float32)
                 found[site][name][at] = of_part
-    return [BlockAttention(b, found[b.site][HEADS], found[b.site][PATCHES]) for b in blocks]
+    whole = {site: [_flat(own[name]) for name in (HEADS, PATCHES)] for site, own in found.items()}
+    return [BlockAttention(block, *whole[block.site]) for block in blocks]
+
+
+def _flat(values: NDArray[np.float32]) -> Float32:
+    """(images, ...) of (images, times, ...)."""
+    return values.reshape(-1, *values.shape[2:])
 
 
 def _rows_name(block: StoredAttention) -> str:
-    return "received_rows" if block.layout.cls is None else "cls_rows"
+    return "cls_rows" if block.layout.cls_tokens else "received_rows"
 
 
 def _has_rows(store: Store, block: StoredAttention) -> bool:
@@ -138,10 +152,11 @@ def _has_rows(store: Store, block: StoredAttention) -> bool:
     return store.has(f"{folder}{_rows_name(block)}")
 
 
-def _stored_rows(store: Store, block: StoredAttention, rows: list[int]) -> Float32:
-    array = store.attention(_rows_name(block), block.group)
-    found: Float32 = array[rows][:, block.row, : block.n_heads, block.layout.n_prefix :]
-    return found.astype(np.float32)
+def _stored_rows(shown: Shown, block: StoredAttention) -> Float32:
+    array = shown.store.attention(_rows_name(block), block.group)
+    found = array[shown.once][:, block.row, : block.n_heads, block.layout.n_prefix :]
+    of_times = found.astype(np.float32).reshape(*found.shape[:2], shown.times, -1)
+    return _flat(of_times.swapaxes(1, 2))
 
 
 def pack_rows(values: Float32) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:

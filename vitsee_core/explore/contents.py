@@ -7,7 +7,7 @@ import logging
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +162,7 @@ class StoreContents:
                 "step": query_step(layout.grid),
                 **self._grid(layout, frames),
             })  # fmt: skip
-        cls = all(own.block.layout.cls is not None for own in self.attention)
+        cls = all(own.block.layout.cls_tokens for own in self.attention)
         return {"from": "class token" if cls else "mean over patches", "blocks": blocks}
 
     def _grid(self, layout: TokenLayout, frames: Sequence[Edges]) -> dict[str, Any]:
@@ -189,6 +189,12 @@ def within(edges: Edges, frame: Edges) -> list[float]:
 def without_folders(name: str) -> str:
     """A model's name for a page that others will see: of a path on this machine the last part."""
     return re.sub(r"(^|:)/(?!/)(?:[^/:]+/)*", r"\1", name)
+
+
+def one_time(layout: TokenLayout | None) -> TokenLayout:
+    """The layout of a grid, of clips at one place in time."""
+    assert layout is not None
+    return replace(layout, frames=None, stride_frames=None)
 
 
 def short_name(site: str, block: str) -> str:
@@ -219,9 +225,8 @@ def read_sites(shown: Shown, seed: int, advance: Callable[[int], None]) -> list[
 
 def _read_site(shown: Shown, seed: int, features: SiteFeatures) -> SiteContents:
     rows, site = np.array(shown.rows, np.int64), features.site
-    layout = site.layout
-    assert layout is not None
-    x = features.arrays[0][shown.rows].astype(np.float32).reshape(len(rows), layout.n_body, -1)
+    layout = one_time(site.layout)
+    x = features.arrays[0][shown.once].astype(np.float32).reshape(len(rows), layout.n_body, -1)
     on_image = shown.view.on_image(layout, rows)
     finite = np.isfinite(x).all(-1)
     if lost := int((on_image & ~finite).sum()):
@@ -257,7 +262,10 @@ def coarse_remarks(shown: Shown) -> list[str]:
         assert layout is not None
         if (side := pooled_side(layout)) > 1:
             sides.setdefault(side, []).append(site.name)
-    return [
+    found = [
         f"{few(names)}: a shown patch is the mean of {side} x {side} of the model's"
         for side, names in sides.items()
     ]
+    if shown.times > 1:
+        found.append("attention is the part that goes to patches of the frame shown")
+    return found

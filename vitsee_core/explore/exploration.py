@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.progress import SILENT, SITE_IMAGES, Progress, counting
 from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.tables.files import check_new_files, write_files
-from vitsee_stores.errors import MissingInput
+from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
@@ -108,6 +108,8 @@ def explore(
         Shown(store, View.of(store, own), of_store, own)
         for (store, own), of_store in zip(selected.members, rows, strict=True)
     ]
+    parts = [_by_time(part) for part in parts]
+    _check_times(parts)
     contents = []
     total = sum(len(part.rows) * len(part.sites) for part in parts)
     with counting(progress, total, SITE_IMAGES):
@@ -120,6 +122,8 @@ def explore(
         except MissingInput as missing:
             one.attention = str(missing)
         try:
+            if part.times > 1:
+                raise MissingInput("a page of clips has no answers of patches (see vitsee lens)")
             one.answers = answers_of(part, again)
         except MissingInput as missing:
             one.answers = str(missing)
@@ -140,3 +144,32 @@ def explore(
         max(error.p99 for error in errors),
         max(error.largest for error in errors),
     )
+
+
+def _by_time(part: Shown) -> Shown:
+    """The part with each place in time of its clips as an image of its own; as it is of images.
+
+    Raises:
+        SiteError: sites with other numbers of places in time.
+    """
+    layouts = {site.name: part.store.site(site.name).layout for site in part.sites}
+    times = {name: layout.frames for name, layout in layouts.items() if layout is not None}
+    numbers = dict.fromkeys(times.values())
+    if len(numbers) > 1:
+        a, b = (next(site for site, own in times.items() if own == n) for n in [*numbers][:2])
+        raise SiteError(
+            f"{part.store.label}: {a} has {times[a]} places in time and {b} {times[b]}; explore "
+            "shows sites with one number of them: choose these with --sites"
+        )
+    n_times = next(iter(numbers)) or 1
+    return replace(part, rows=[row for row in part.rows for _ in range(n_times)], times=n_times)
+
+
+def _check_times(parts: Sequence[Shown]) -> None:
+    """Raise StoreMismatch: stores with other numbers of places in time."""
+    for part in parts[1:]:
+        if part.times != parts[0].times:
+            raise StoreMismatch(
+                f"{parts[0].store.label} and {part.store.label} have {parts[0].times} and "
+                f"{part.times} places in time; explore shows stores with one number of them"
+            )

@@ -13,8 +13,8 @@ from typing import Any
 from vitsee_core.explore.colours import Scores
 from vitsee_core.explore.contents import StoreContents
 from vitsee_core.explore.guidance import panels
-from vitsee_core.explore.pictures import describe_images
-from vitsee_core.patch_maps.photos import frames_of
+from vitsee_core.explore.pictures import describe_images, frames_at
+from vitsee_core.patch_maps.photos import Shown, frames_of
 from vitsee_core.runtime.machine import counted
 from vitsee_core.tables.steps import UNITS, numbers_in_name
 from vitsee_core.tables.text import visible
@@ -49,6 +49,7 @@ def render(
         "images": describe_images(parts, frames, data),
         "models": [one.describe(frames) for one in contents],
         "steps": steps_of([one.shown.store.label for one in contents]),
+        **({"times": _times(parts[0])} if parts[0].times > 1 else {}),
         "classes": _classes(contents),
         "labels": _labels(contents),
     }
@@ -68,6 +69,7 @@ def render(
         note=visible(note),
         panels=panels(),
         steps=about["steps"],
+        times=about.get("times"),
         cautions=[f"Left out: {label}: {why}" for label, why in left_out.items()],
         data=json_for_html(about),
         blobs=blobs,
@@ -92,6 +94,11 @@ def steps_of(labels: Sequence[str]) -> dict[str, Any] | None:
     return None
 
 
+def _times(shown: Shown) -> list[str]:
+    """The sampled frames of each place in time; the images are those of each clip in a row."""
+    return [frames_at(shown, time) for time in range(shown.times)]
+
+
 def _names(contents: Sequence[StoreContents]) -> str:
     names = [visible(one.shown.store.label) for one in contents]
     more = f" and {len(names) - SHOWN_MODELS} more" if len(names) > SHOWN_MODELS else ""
@@ -100,7 +107,7 @@ def _names(contents: Sequence[StoreContents]) -> str:
 
 def _about(contents: Sequence[StoreContents]) -> list[str]:
     first = contents[0].shown
-    shown = counted(len(first.rows), "images")
+    shown = counted(len(first.once), "images" if first.times == 1 else "clips")
     sites = sum(len(one.sites) for one in contents)
     errors = [own.error for one in contents for own in one.packed]
     worst, largest = max(errors, key=lambda e: e.p99), max(error.largest for error in errors)

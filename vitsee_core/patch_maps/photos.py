@@ -36,12 +36,19 @@ MOST_FRAMES = 13  # of a clip that are shown
 @dataclass(frozen=True)
 class Shown:
     """One store's part of a sheet of maps. rows: (images,) those shown, the same images in every
-    store. sites: those mapped."""
+    store. sites: those mapped. times: of a page that shows the places in time of clips one by one,
+    how many there are: each row stands for so many in a row; 1 for everything else."""
 
     store: Store
     view: View
     rows: list[int]
     sites: Sequence[SiteSpec]
+    times: int = 1
+
+    @property
+    def once(self) -> list[int]:
+        """The rows, each once."""
+        return self.rows[:: self.times]
 
 
 def shown_rows(

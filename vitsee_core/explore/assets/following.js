@@ -105,6 +105,7 @@ function followControls(page) {
     else if (input.name === "scale") page.choose({ scale: input.value });
     else if (input.id === "layer") page.choose({ layer: Number(input.value) });
     else if (input.id === "step") page.choose({ step: Number(input.value) });
+    else if (input.id === "time") page.choose({ image: page.atTime(Number(input.value)) });
   });
   byId("numbers").addEventListener("toggle", () => page.choose({}, true));
 }

@@ -9,7 +9,7 @@ import { bfloat16, nCells } from "./arithmetic.js";
  * @typedef {Grid & {name: string, words: string, short: string, rel_depth: number, heads: number, queries: number[] | null, step: number}} BlockAbout
  * @typedef {{name: string, model: string, weights: string, remarks: string[], sites: SiteAbout[], attention: {from: string, blocks: BlockAbout[]} | string, lens: string | null}} ModelAbout
  * @typedef {{id: string, label: number, aspect: number, picture: string, edges: number[]}} ImageAbout
- * @typedef {{title: string, images: ImageAbout[], models: ModelAbout[], steps: {unit: string, numbers: number[]} | null, classes: Record<string, string>[], labels: Record<string, string>}} About */
+ * @typedef {{title: string, images: ImageAbout[], models: ModelAbout[], steps: {unit: string, numbers: number[]} | null, times?: string[], classes: Record<string, string>[], labels: Record<string, string>}} About */
 
 /** A site with its numbers; colours: 3 a token; classes, shares: of each image the pooled tokens'
  * first, then its patches'.

@@ -54,6 +54,14 @@ export class Page {
     if (!this.pending) this.pending = requestAnimationFrame(() => this.draw());
   }
 
+  /** The image that is the frame of the chosen clip at a place in time.
+   * @param {number} time
+   * @returns {number} */
+  atTime(time) {
+    const { image } = this.scene.state, n = this.scene.about.times?.length ?? 1;
+    return image - image % n + time;
+  }
+
   /** What the address asks for. */
   open() {
     const { scene } = this, heads = Math.max(1, ...scene.models.flatMap((model) => model.blocks.map((block) => block.about.heads)));
@@ -219,6 +227,13 @@ export class Page {
       input.max = String(steps.numbers.length - 1);
       input.value = String(state.step);
       input.setAttribute("aria-valuetext", byId("at-step").textContent = said);
+    }
+    const { times } = scene.about;
+    if (times) {
+      const input = /** @type {HTMLInputElement} */ (byId("time")), now = state.image % times.length;
+      input.max = String(times.length - 1);
+      input.value = String(now);
+      input.setAttribute("aria-valuetext", byId("at-time").textContent = `frame ${times[now]}`);
     }
     const words = scene.site(0).about.words;
     byId("depth").textContent = `${words} · depth ${number(+depth.toFixed(2))}`;
