@@ -133,6 +133,8 @@ def test_panels_wrap_by_width(name: str, across: int) -> None:
         assert height == pytest.approx(Grid(7).down * 14 * medium().font / 72)
         # Four stand two and two where three and one would do.
         assert Grid(4).across == 2
+        pairs = Grid(6, together=2)  # never one of a pair on the next line
+        assert (pairs.across, pairs.down) == (2, 3)
     with drawn_for(size=(5, 2)):
         assert tuple(new_figure(3, 3).get_size_inches()) == (5, 2)
         assert medium().font == pytest.approx(5 / 3.5 + 6)

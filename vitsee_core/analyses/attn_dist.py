@@ -51,7 +51,15 @@ from vitsee_core.attention.heads import (
 )
 from vitsee_core.figures.curve_looks import store_looks
 from vitsee_core.figures.panels import Grid, em, handles_of, legend_below, note_count, stack
-from vitsee_core.figures.plotting import colour, ink, integer_ticks, marker, reference_line, styled
+from vitsee_core.figures.plotting import (
+    COLOURS,
+    colour,
+    ink,
+    integer_ticks,
+    marker,
+    reference_line,
+    styled,
+)
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import ATTENTION, Offers, blocks_option, metrics_option
@@ -270,7 +278,7 @@ def plot(table: Table) -> Figure:
         return _draw_groups(every_row, metric, groups)
     several = len(stores) > 1
     each = 2 if len(stores) <= MOST_SORTED else 1  # panels
-    grids = [Grid(each * len(stores), most=4 if several else 2, widest=24)]
+    grids = [Grid(each * len(stores), most=4 if several else 2, widest=24, together=each)]
     if several:
         grids.append(Grid(1, widest=48))
     after = len(grids)
@@ -344,8 +352,7 @@ def _draw_time(
             axes.set_xlabel("relative depth")
             axes.set_ylabel(metric_words(metric))
             axes.set_title("mean over heads")
-            top = max(float(axes.dataLim.y1), *own["uniform"].fill_null(0).to_list())
-            axes.set_ylim(0, 1.06 * top if top > 1e-6 else 1)
+            axes.set_ylim(0, _top(max(axes.dataLim.y1, own["uniform"].max() or 0)))
         every += means
     return every
 
@@ -353,16 +360,16 @@ def _draw_time(
 def _draw_heads_in_time(axes: Axes, rows: pl.DataFrame) -> None:
     """Dots for heads and a line for their mean, for each kind of window; where attention spread
     evenly lies, dashed."""
-    for i, own in enumerate(_with_kinds(rows)):
+    for own in _with_kinds(rows):
         kind = own["kind"][0]
+        i = len(COLOURS) - 1 - KINDS.index(kind)  # from the end: stores begin at the start
         axes.scatter(
             own["depth"], own["value"], s=em(72) ** 2 * 0.15, color=colour(i), alpha=0.5,
             linewidth=0,
         )  # fmt: skip
         axes.plot(*_layer_means(own, "depth"), color=colour(i), marker=marker(i), label=kind)
     _draw_uniform(axes, rows["uniform"].drop_nulls().unique().to_list())
-    top = max(float(axes.dataLim.y1), *rows["uniform"].fill_null(0).to_list())
-    axes.set_ylim(0, 1.06 * top if top > 1e-6 else 0.01)
+    axes.set_ylim(0, _top(max(axes.dataLim.y1, rows["uniform"].max() or 0)))
     integer_ticks(axes, rows["depth"].to_numpy())
     axes.set_xlabel("block")
 
@@ -376,12 +383,20 @@ def _with_kinds(rows: pl.DataFrame) -> list[pl.DataFrame]:
     return named.partition_by("kind", maintain_order=True)
 
 
+def _top(largest: float) -> float:
+    """The end of a y axis from 0; 1 where all values are 0, as distances in time within frames."""
+    return 1.06 * largest if largest > 1e-6 else 1.0
+
+
+KINDS = ("attention over the clip", "attention over time", "attention within a frame")
+
+
 def _kind(window: str) -> str:
     """What queries see in blocks with windows of this text, `1 x 14 x 14` of clips."""
     sides = window.split(" x ")
     if sides[0] == "1" and len(sides) == 3:
-        return "attention within a frame"
-    return "attention over time" if sides[1:] == ["1", "1"] else "attention over the clip"
+        return KINDS[2]
+    return KINDS[1] if sides[1:] == ["1", "1"] else KINDS[0]
 
 
 def _draw_time_alone(every_row: pl.DataFrame) -> Figure:
@@ -501,7 +516,7 @@ def _draw_layers(axes: Axes, rows: pl.DataFrame, metric: str, among: pl.DataFram
 
 def _same_scale(pairs: Sequence[Sequence[Axes]]) -> None:
     """All panels on one y axis from 0, unless that would flatten a store below a third of it."""
-    tops = [1.06 * max(axes.dataLim.y1 for axes in pair) for pair in pairs]
+    tops = [_top(max(axes.dataLim.y1 for axes in pair)) for pair in pairs]
     alike = min(tops) > max(tops) / 3
     for pair, top in zip(pairs, tops, strict=True):
         for axes in pair:

@@ -127,6 +127,7 @@ class Grid:
         widest: ems that one gets where there is room.
         most: so many on a line at most.
         extra: further ems of height, of what stands above or below all.
+        together: so many panels, one after the other, stay on a line where it has room for them.
     """
 
     n: int
@@ -135,15 +136,21 @@ class Grid:
     widest: float = 30.0
     most: int = 4
     extra: float = 0.0
+    together: int = 1
+
+    @property
+    def _fit(self) -> int:
+        fit = max(1, min(self.most, int((room() + 1e-6) / self.width)))
+        return fit - fit % self.together if fit > self.together else fit
 
     @property
     def down(self) -> int:
-        fit = max(1, min(self.most, int((room() + 1e-6) / self.width)))
-        return -(-self.n // fit)
+        return -(-self.n // self._fit)
 
     @property
     def across(self) -> int:
-        return -(-self.n // self.down)
+        least = -(-self.n // self.down)
+        return min(self._fit, -(-least // self.together) * self.together)
 
     @property
     def size(self) -> tuple[float, float]:
