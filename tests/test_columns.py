@@ -19,7 +19,7 @@ from vitsee_core.tables.columns import block_of_sublayer
 # Written out anew, as a reader of the documentation has them.
 SITE = ["store", "model", "weights", "site", "block", "depth", "rel_depth"]
 PAIR = [f"{name}_a" for name in SITE] + [f"{name}_b" for name in SITE]
-ABOUT = ["token", "row", "col", "head", "class", "query", "video", "object", "segment"]
+ABOUT = ["token", "frame", "row", "col", "head", "class", "query", "video", "object", "segment"]
 VALUES = ["metric", "value", "std", "low", "high", "spread"]
 NULL = ["null_mean", "tau", "p", "p_family", "calibrated"]
 

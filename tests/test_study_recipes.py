@@ -173,7 +173,10 @@ def test_a_file_that_is_no_recipe(tmp_path: Path, before: str, after: str, said:
         (["raghu2021", "--quick", "--thorough"], "says itself what --thorough would"),
         (["raghu2021", "--quick", "--train", "x"], "says itself what --train would"),
         (["raghu2021", "demo:vit", "--quick"], "raghu2021 is a recipe: give it alone"),
-        (["demo:vit", "--quick"], "--quick is of a recipe: dosovitskiy2021, heads, miniatures, "),
+        (
+            ["demo:vit", "--quick"],
+            "--quick is of a recipe: clips, dosovitskiy2021, heads, miniatures, ",
+        ),
         (["demo:vit", "--models", "a", "--data", "demo:test"], "--models is of a recipe"),
         (["demo:vit"], "--data DATA is missing"),
         (["none.toml", "--quick"], "none.toml cannot be read: no such file"),
