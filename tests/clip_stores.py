@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tests.stores import write, write_sites
 from vitsee_stores import Store
-from vitsee_stores.layout import AttentionGroup, SiteSpec, StorePlan, TokenLayout
+from vitsee_stores.layout import AttentionGroup, SiteSpec, StorePlan, TokenLayout, arrays
 from vitsee_stores.plan import Clip
 
 Array = NDArray[Any]
@@ -77,9 +77,11 @@ def moving_attention(n: int = N, n_heads: int = 2) -> Array:
     return found
 
 
-def write_clip_attention(path: Path, n: int = N, **more: Any) -> Store:
+def write_clip_attention(
+    path: Path, n: int = N, *, level: str = "full", clip: Clip = CLIP, **more: Any
+) -> Store:
     """A store with the full attention of `moving_attention` in two blocks, its received rows, sums
-    and rollout."""
+    and rollout, as far as `level` has them."""
     a = moving_attention(n)
     group = AttentionGroup("", ("blocks.0", "blocks.1"), (2, 2), LAYOUT)
     site = SiteSpec(
@@ -88,7 +90,7 @@ def write_clip_attention(path: Path, n: int = N, **more: Any) -> Store:
     )  # fmt: skip
     places = (("blocks.0", 0, 0.0), ("blocks.1", 1, 1.0))
     plan = StorePlan(
-        n, 2, "none", (site,), (group,), "full", rollout=True, places=places, clip=CLIP,
+        n, 2, "none", (site,), (group,), level, rollout=True, places=places, clip=clip,
         inputs=(3, CELL * SIDE, CELL * SIDE),
     )  # fmt: skip
     received = np.stack([a.mean(2)] * 2, 1)
@@ -103,4 +105,6 @@ def write_clip_attention(path: Path, n: int = N, **more: Any) -> Store:
         "seconds": np.full(n, 0.04),
     }
     ids = [f"clip{i}.mp4" for i in range(n)]
-    return write(path, plan, values, **{"ids": ids, **more})
+    there = arrays(plan)
+    kept = {name: own for name, own in values.items() if name in there}
+    return write(path, plan, kept, **{"ids": ids, **more})

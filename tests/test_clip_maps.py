@@ -40,7 +40,7 @@ from vitsee_core.images.embedded_pictures import decode
 from vitsee_core.patch_maps.photos import evenly_with
 from vitsee_core.patch_maps.views import View
 from vitsee_core.tables.results import Table
-from vitsee_stores.errors import SiteError
+from vitsee_stores.errors import MissingInput, SiteError
 from vitsee_stores.layout import TokenLayout
 
 Array = NDArray[Any]
@@ -342,3 +342,10 @@ def test_the_squares_frames_are_those_of_the_clip(tmp_path: Path) -> None:
         bright = np.argwhere(pixels[..., 0] > 200)
         assert bright.min(0).tolist() == [row * CELL, col * CELL]
         assert len(bright) == CELL**2
+
+
+def test_no_attention_is_recomputed_frame_by_frame(tmp_path: Path) -> None:
+    clip = dataclasses.replace(CLIP, by_frame=True)
+    store = write_clip_attention(tmp_path / "s.zarr", level="summary", clip=clip)
+    with pytest.raises(MissingInput, match="s holds clips that an image model saw frame by frame"):
+        attn_map.run(store, image=["0"])

@@ -28,7 +28,7 @@ from vitsee_core.models.provenance import Pictures, Provenance, model_of
 from vitsee_core.runtime.machine import counted
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.types import Integers
-from vitsee_stores.errors import VitseeError
+from vitsee_stores.errors import MissingInput, VitseeError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -124,7 +124,8 @@ def attention_of_images(
         progress: advanced by the images done.
 
     Raises:
-        MissingInput: the store has no attention summaries.
+        MissingInput: the store has no attention summaries, or it has to be recomputed of clips that
+            the model saw frame by frame.
         VitseeError: images or weights are gone, or differ from the store's.
     """
     chosen = attention_blocks(store) if blocks is None else list(blocks)
@@ -202,6 +203,12 @@ def recomputed_calls(
     from vitsee_core.models.site_tables import site_table
     from vitsee_core.runtime.device import precision_context, resolve_device
 
+    clip = store.plan.clip
+    if clip is not None and clip.by_frame:
+        raise MissingInput(
+            f"{store.label} holds clips that an image model saw frame by frame, of which no "
+            "attention is recomputed (for maps of single frames extract them as images)"
+        )
     where = resolve_device(device)
     model = model_of(store, origin.checkpoint, trust=origin.trust)
     table = site_table(model)
