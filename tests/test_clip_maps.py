@@ -235,6 +235,12 @@ def test_mean_attention_over_frames(attended: Any) -> None:
     assert np.allclose(filled(table, site="blocks.1", head=1), 1 / LAYOUT.n_body)
 
 
+def test_a_card_has_one_head_of_each_block(attended: Any) -> None:
+    table = attn_map.at_a_glance(attn_map.run(attended, kind="mean-spatial"))
+    assert table.frame.select("site", "head").n_unique() == 2
+    assert len(table) == 2 * LAYOUT.n_body
+
+
 def test_rollout_over_frames(attended: Any) -> None:
     found = filled(attn_map.run(attended, kind="rollout"), metric="rollout")
     assert np.allclose(found, moving_attention().mean((0, 1, 2)).reshape(MAP))

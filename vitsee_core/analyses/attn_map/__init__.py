@@ -339,10 +339,11 @@ def _numbers(
 
 
 def at_a_glance(table: Table) -> Table:
-    """The table with four heads of three blocks of one store; whole where its rows are no maps."""
-    return (
-        some_of(table, store=1, image=1, site=3, head=4) if "row" in table.frame.columns else table
-    )
+    """The table with four heads of three blocks of one store, of clips with one head of each; whole
+    where its rows are no maps."""
+    if "row" not in table.frame.columns:
+        return table
+    return some_of(table, store=1, image=1, site=3, head=1 if of_clips(table.frame) else 4)
 
 
 @styled
