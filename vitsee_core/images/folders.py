@@ -18,7 +18,7 @@ from vitsee_core.images.decoding import FileOpener
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.file_names import is_image, natural_key
 from vitsee_core.images.image_source import ImageSource
-from vitsee_core.tables.formats import TABLE_ENDINGS
+from vitsee_core.tables.files import TABLE_ENDINGS
 from vitsee_stores.disk import read_regular
 from vitsee_stores.errors import reason
 from vitsee_stores.manifest import few

@@ -16,13 +16,8 @@ from typing import IO, TYPE_CHECKING, Any
 from vitsee_core.figures.plotting import figure_bytes
 from vitsee_core.runtime.progress import soon_said
 from vitsee_core.tables import replicates
-from vitsee_core.tables.files import check_new_files, check_place, write_files
-from vitsee_core.tables.formats import (
-    FIGURE_ENDINGS,
-    TABLE_ENDINGS,
-    ending_of,
-    table_bytes,
-)
+from vitsee_core.tables.files import TABLE_ENDINGS, check_new_files, check_place, write_files
+from vitsee_core.tables.formats import FIGURE_ENDINGS, ending_of, table_bytes
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.sidecars import sidecar_bytes
 

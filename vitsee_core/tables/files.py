@@ -14,6 +14,7 @@ from vitsee_stores.errors import VitseeError, reason
 from vitsee_stores.folder import store_around
 
 MOST_BYTES = 4 << 30  # of a table or a sidecar
+TABLE_ENDINGS = (".csv", ".csv.gz", ".tsv", ".json", ".parquet")
 HIDDEN = ".vitsee"  # begins the temporary names of outputs
 
 

@@ -28,11 +28,10 @@ from typing import IO, Any
 import polars as pl
 
 from vitsee_core.tables.columns import declared_type, typed
-from vitsee_core.tables.files import MOST_BYTES
+from vitsee_core.tables.files import MOST_BYTES, TABLE_ENDINGS
 from vitsee_core.tables.text import FORMULA, QUOTED, STEERING, spreadsheet_cell, visible
 from vitsee_stores.errors import VitseeError
 
-TABLE_ENDINGS = (".csv", ".csv.gz", ".tsv", ".json", ".parquet")
 FIGURE_ENDINGS = (".png", ".svg", ".pdf")
 WRITTEN = "expected a table that a vitsee command wrote with -o"
 # The types of the columns that a sidecar names.

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from vitsee_core.runtime import registry
 from vitsee_core.tables import replicates
 from vitsee_core.tables.columns import REPLICATES, column_of, typed
-from vitsee_core.tables.files import read_file, write_files
-from vitsee_core.tables.formats import TABLE_ENDINGS, WRITTEN, ending_of, read_table, table_bytes
+from vitsee_core.tables.files import TABLE_ENDINGS, read_file, write_files
+from vitsee_core.tables.formats import WRITTEN, ending_of, read_table, table_bytes
 from vitsee_core.tables.sidecars import describe_call, digest_of, sidecar_bytes
 from vitsee_core.types import Float
 from vitsee_stores.errors import VitseeError
