@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from vitsee_core.report.outputs import Outputs, check_outputs
-from vitsee_core.tables.formats import TABLE_ENDINGS, table_bytes
+from vitsee_core.tables.files import TABLE_ENDINGS
+from vitsee_core.tables.formats import table_bytes
 from vitsee_core.tables.results import Table, read_result
 from vitsee_stores.errors import VitseeError
 

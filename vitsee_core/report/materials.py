@@ -12,7 +12,8 @@ from typing import Any
 from urllib.parse import quote
 
 from vitsee_core.report.redrawing import Result, open_result
-from vitsee_core.tables.formats import FIGURE_ENDINGS, TABLE_ENDINGS, stem_of
+from vitsee_core.tables.files import TABLE_ENDINGS
+from vitsee_core.tables.formats import FIGURE_ENDINGS, stem_of
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import ResultFile, read_result
 from vitsee_core.tables.steps import RECORD

@@ -17,8 +17,7 @@ from vitsee_core.report.study_record import STUDY as FILE
 from vitsee_core.report.study_record import StudyStep, read_study_file
 from vitsee_core.runtime.versions import result_versions
 from vitsee_core.study.steps import RESULTS, SETS, STORES, Plan, Step, Study
-from vitsee_core.tables.files import check_place, write_files
-from vitsee_core.tables.formats import TABLE_ENDINGS
+from vitsee_core.tables.files import TABLE_ENDINGS, check_place, write_files
 from vitsee_stores.errors import VitseeError, reason
 from vitsee_stores.manifest import few
 

@@ -13,8 +13,8 @@ from vitsee_cli.extraction_options import store_output_option
 from vitsee_cli.sections import STORES
 from vitsee_cli.values import FiniteRange, StorePath, WholeNumber, parse_path, parse_store
 from vitsee_core.runtime.execution import Execution
-from vitsee_core.tables.files import check_new_files
-from vitsee_core.tables.formats import TABLE_ENDINGS, ending_of
+from vitsee_core.tables.files import TABLE_ENDINGS, check_new_files
+from vitsee_core.tables.formats import ending_of
 from vitsee_stores.url import Place
 
 QUESTION = STORES

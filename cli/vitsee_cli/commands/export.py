@@ -14,8 +14,8 @@ from vitsee_cli.values import StorePath, parse_path, parse_store
 from vitsee_core.features.exporting import DTYPES, ENDINGS, export, samples_table
 from vitsee_core.features.saev_shards import export_saev
 from vitsee_core.runtime.execution import Execution
-from vitsee_core.tables.files import check_new_files
-from vitsee_core.tables.formats import TABLE_ENDINGS, ending_of
+from vitsee_core.tables.files import TABLE_ENDINGS, check_new_files
+from vitsee_core.tables.formats import ending_of
 from vitsee_stores.errors import VitseeError
 
 QUESTION = STORES
