@@ -36,6 +36,9 @@ def fit(figure: Figure) -> None:
             break
     else:
         fits = _lay_out(figure)
+    if any(axes.get_aspect() != "auto" for axes in every):
+        # Such panels move within their room each time that it is measured, less and less.
+        fits = [_lay_out(figure) for _ in range(2)][-1]
     if fits:
         figure.set_layout_engine("none")
 
