@@ -119,6 +119,8 @@ def _compare_image(
                 stack = np.zeros((len(model.blocks), *getattr(summary, field.name).shape))
                 stack[b] = getattr(summary, field.name)
                 sums[field.name] = sums[field.name] + stack
+            elif field.name in ("distance_frames", "frame_mass", "aligned_frames"):
+                assert not store.has(f"attention/{field.name}"), "clips alone have it"
             elif field.name != "head_mean":
                 kept = store.attention(field.name)[row, b]
                 np.testing.assert_allclose(
