@@ -20,27 +20,16 @@ APART = 0.4  # ems between tick labels beside each other
 
 
 def fit(figure: Figure) -> None:
-    """Break titles and labels that are longer than their panel, and thin out tick labels.
-
-    What comes out is laid out and has no layout engine any more, so that writing the figure does
-    not do it again; one without room for its panels keeps its engine, which says so there.
-    """
+    """Break titles and labels that are longer than their panel, and thin out tick labels."""
     every = [axes for axes in all_axes(figure) if axes.get_visible()]
     _share_labels(every)
     whole: Whole = {}
     for _ in range(ROUNDS):
-        fits = _lay_out(figure)
+        _lay_out(figure)
         changed = [_fit_panel(axes, whole) for axes in every]
         changed += [_fit_title(part, whole) for part in (figure, *figure.subfigs)]
         if not any(changed):
             break
-    else:
-        fits = _lay_out(figure)
-    if any(axes.get_aspect() != "auto" for axes in every):
-        # Such panels move within their room each time that it is measured, less and less.
-        fits = [_lay_out(figure) for _ in range(2)][-1]
-    if fits:
-        figure.set_layout_engine("none")
 
 
 def figure_of(axes: Axes) -> Figure:
@@ -57,17 +46,15 @@ def all_axes(figure: Figure) -> list[Axes]:
     return found
 
 
-def _lay_out(figure: Figure) -> bool:
-    """Place the panels; whether there is room for them."""
+def _lay_out(figure: Figure) -> None:
     engine = figure.get_layout_engine()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
+    with warnings.catch_warnings():  # no room: said when the figure is written
+        warnings.simplefilter("ignore", UserWarning)
         if engine is not None:
             engine.execute(figure)
     for axes in all_axes(figure):
         locator: Any = axes.get_axes_locator()
         axes.apply_aspect(None if locator is None else locator(axes, None))
-    return not caught
 
 
 def _share_labels(every: list[Axes]) -> None:

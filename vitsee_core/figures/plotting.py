@@ -233,7 +233,6 @@ def figure_bytes(figure: Figure, ending: str = ".png", dpi: float = DPI) -> byte
     """The figure in the format of `ending`: .png (so many dots per inch), .svg or .pdf (text
     stays text). The same figure gives the same bytes: no date, no random names."""
     import matplotlib
-    from matplotlib.layout_engine import PlaceHolderLayoutEngine
 
     kind = ending.lstrip(".")
     # What a figure draws late, such as its ticks, is drawn as `styled` draws.
@@ -245,8 +244,6 @@ def figure_bytes(figure: Figure, ending: str = ".png", dpi: float = DPI) -> byte
     undated: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     buffer = io.BytesIO()
     with matplotlib.rc_context(settings), _warnings_in_a_line(figure):
-        if isinstance(figure.get_layout_engine(), PlaceHolderLayoutEngine):
-            figure.set_layout_engine(None)  # with any, the figure would be drawn twice
         figure.savefig(buffer, format=kind, dpi=dpi, metadata=undated.get(kind))
     return buffer.getvalue()
 
