@@ -20,6 +20,7 @@ from tests.stores import write_sites
 from tests.tables import having, unique
 from vitsee_cli.main import main
 from vitsee_core.analyses.spatial import METRICS, plot, run
+from vitsee_core.analyses.spatial.slowness import IN_TIME
 from vitsee_core.analyses.spatial.structure import (
     TokenSums,
     foreground_cosines,
@@ -304,7 +305,7 @@ def test_masks_through_the_command(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["spatial", str(tmp_path / "a.zarr"), *masks, *out])
     assert result.exit_code == 0, result.output
     table = Table.read(tmp_path / "s.csv")
-    assert set(unique(table, "metric")) == set(METRICS)
+    assert set(unique(table, "metric")) == {*METRICS} - {*IN_TIME}
     rows = table.filter(metric="srss")
     assert set(rows["n_images"].tolist()) == {3}
     store = open_store(tmp_path / "a.zarr")
