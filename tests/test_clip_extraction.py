@@ -240,7 +240,7 @@ def test_models_of_clips_against_the_library(
 
 
 def invoked(*words: object) -> str:
-    """What `vitsee WORDS` prints."""
+    """The output of `vitsee WORDS`, which must succeed."""
     result = CliRunner().invoke(main, [*map(str, words)])
     assert result.exit_code == 0, result.output
     return result.output

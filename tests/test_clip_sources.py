@@ -106,7 +106,8 @@ def test_orders_of_time(videos: Path) -> None:
 
 
 def test_folders_of_frames(tmp_path: Path) -> None:
-    """As DAVIS has them; frame 2 before frame 10; a clip of frames of two sizes is unreadable."""
+    """Folders in the layout of DAVIS: frame 2 comes before frame 10, and a clip whose frames have
+    two sizes is unreadable."""
     root = tmp_path / "480p"
     write_frames(root / "bear", [grey(k) for k in range(12)], digits=1)
     write_frames(root / "camel", [grey(k) for k in range(6)])

@@ -32,7 +32,8 @@ TIMES, ROWS, COLS = 4, 2, 3
 CELLS = [(t, r, c) for t in range(TIMES) for r in range(ROWS) for c in range(COLS)]
 LAYOUT = TokenLayout((), (ROWS, COLS), stride_px=(16.0, 8.0), frames=TIMES, stride_frames=2.0)
 WINDOWS = {"joint": None, "within": (1, ROWS, COLS), "over": (TIMES, 1, 1), "halves": (2, 2, 2)}
-See = Callable[[tuple[int, int, int], tuple[int, int, int]], bool]
+Cell = tuple[int, int, int]  # time, row, column
+See = Callable[[Cell, Cell], bool]
 
 
 def attention_of(see: See) -> Array:
@@ -47,7 +48,7 @@ def same_window(window: tuple[int, int, int] | None) -> See:
 
 
 def summaries(a: Array) -> dict[str, Any]:
-    """What extract keeps of one head's attention, by loops over queries and keys."""
+    """The summaries that extract keeps of one head's attention, by loops over queries and keys."""
     pairs = [(i, q, j, k) for i, q in enumerate(CELLS) for j, k in enumerate(CELLS)]
     n = len(CELLS)
     px = sum(a[i, j] * math.hypot(16 * (k[1] - q[1]), 8 * (k[2] - q[2])) for i, q, j, k in pairs)
@@ -132,9 +133,11 @@ def test_a_moving_square_by_hand(tmp_path: Path) -> None:
     first time to itself): 2 frames and 8 px for 3 of 4 times. Head 1 attends to its own place in
     all four times: 2.5 frames, 0 px, a quarter within its frame. Two clips are sampled every 0.1 s
     and one every 0.2 s, of the fourth nothing is known."""
-    before: See = lambda q, k: k == ((0, *q[1:]) if q[0] == 0 else (q[0] - 1, q[1], (q[2] - 1) % 3))  # noqa: E731
-    place: See = lambda q, k: k[1:] == q[1:]  # noqa: E731
-    heads = [attention_of(before), attention_of(place)]
+
+    def before(q: Cell, k: Cell) -> bool:
+        return k == ((0, *q[1:]) if q[0] == 0 else (q[0] - 1, q[1], (q[2] - 1) % 3))
+
+    heads = [attention_of(before), attention_of(lambda q, k: k[1:] == q[1:])]
     seconds = [0.1, 0.1, 0.2, math.nan]
     table = attn_dist.run(store_of(tmp_path / "a.zarr", {"joint": heads}, seconds=seconds))
     # Of three columns 0 is left of 1 by 8 px; from 0 the square came in from 2, 16 px away.
@@ -352,8 +355,8 @@ def test_heads_of_known_type_in_time(tmp_path: Path) -> None:
 
 
 def test_an_offset_that_most_queries_have_is_one() -> None:
-    """Of eight times six have one that is two before: 6/8 of the attention, where uniform attention
-    has 6/64."""
+    """Six of eight times have another one two before them, so the head sends 6/8 of its attention
+    there, and uniform attention 6/64."""
     layout = TokenLayout((), (2, 3), stride_px=(16.0, 8.0), frames=8, stride_frames=2.0)
     block = StoredAttention("blocks.0", 0, 0.0, layout, "", 0, 1)
     shares = np.zeros(15)
@@ -381,7 +384,7 @@ def test_what_a_window_decides_is_said_so(tmp_path: Path, name: str, type_: str,
 
 
 def test_over_time_at_a_place_a_head_may_look_away_from_itself(tmp_path: Path) -> None:
-    others: See = lambda q, k: q[1:] == k[1:] and q[0] != k[0]  # noqa: E731
-    table = head_types.run(store_of(tmp_path / "a.zarr", {"over": [attention_of(others)]}))
+    others = attention_of(lambda q, k: q[1:] == k[1:] and q[0] != k[0])
+    table = head_types.run(store_of(tmp_path / "a.zarr", {"over": [others]}))
     (row,) = rows_of(table, metric="place_elsewhere")
     assert (row["time"], row["value"]) == ("same place", pytest.approx(1))

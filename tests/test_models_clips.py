@@ -457,8 +457,8 @@ SAVED = [
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SAVED, ids=lambda case: f"{case[0]} {case[2]}")
 def test_a_folder_with_its_processor(case: tuple[str, str, str], tmp_path: Path) -> None:
-    """What the library's own processor makes of a clip, and its logits or states, through
-    `load_model` alone."""
+    """`load_model` alone gives the same pixels as the library's own processor, and the same logits
+    or states."""
     name, configured, processor_name = case
     kind, processor_kind = (getattr(transformers, n, None) for n in (name, processor_name))
     if kind is None or processor_kind is None:

@@ -1,4 +1,4 @@
-"""What the language model of a model of images and text receives, against the library's own
+"""The input of a vision-language model's language model, against the library's own
 `get_image_features`; which weights are read for it, and what is refused."""
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ def renamed(place: Path, new: Callable[[str], str]) -> None:
 
 @pytest.mark.slow
 def test_the_language_model_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a checkpoint by the names of the hub's own (a level more in the tower's) too: files of the
-    language model alone stay closed, and none of its tensors is read."""
+    """Files that hold only the language model stay closed, and none of its tensors is read; also
+    for checkpoints with the hub's older names, which have one more level in the tower's."""
     place = saved("llava", tmp_path)
     _, _, expected = features_of(place)
     inner = "vision_tower.vision_model."

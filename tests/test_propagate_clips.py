@@ -126,7 +126,7 @@ def test_noise_of_a_token_of_two_frames(tmp_path: Path) -> None:
 
 
 def test_images_beside_clips_are_those_that_were_sampled(tmp_path: Path) -> None:
-    """Of 8 frames 4 are sampled, those in the middles of four equal parts."""
+    """Four of eight frames are sampled: those in the middles of four equal parts."""
     every = np.concatenate([moving(4), moving(4)[::-1]])
     tokens = noisy(every)
     masks = plant(tmp_path / "D", {"a": pixels(every)})

@@ -209,7 +209,8 @@ def _no_time(store: Store, wanted: Sequence[str]) -> str:
 
 
 def _read(arrays: Sequence[tuple[str, str]], slab: Slab) -> dict[tuple[str, str], Float]:
-    """As `read_heads`; distances in seconds are those in frames times each clip's own interval."""
+    """The arrays of `read_heads`, and distances in seconds: those in frames times each clip's own
+    interval."""
     plain = [array for array in arrays if array[0] != SECONDS]
     found: dict[tuple[str, str], Float] = read_heads(plain, slab)
     seconds = slab.store.seconds[slab.rows][slab.valid].astype(np.float64)
@@ -392,7 +393,7 @@ KINDS = ("attention over the clip", "attention over time", "attention within a f
 
 
 def _kind(window: str) -> str:
-    """What queries see in blocks with windows of this text, `1 x 14 x 14` of clips."""
+    """The kind of attention, of `KINDS`, that a window's text names, such as `1 x 14 x 14`."""
     sides = window.split(" x ")
     if sides[0] == "1" and len(sides) == 3:
         return KINDS[2]
@@ -540,7 +541,8 @@ def headline(table: Table) -> list[Answer]:
 
 
 def _headline_in_time(table: Table) -> list[Answer]:
-    """Of clips the share of attention within a query's own frame, first and last block."""
+    """The share of attention within a query's own frame in the first and last block of each store
+    of clips."""
     found = []
     for store, rows in by_store(table, metric="frame_mass"):
         ends = rows.filter(pl.col("site").is_in([rows["site"][0], rows["site"][-1]]))

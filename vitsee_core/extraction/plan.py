@@ -252,7 +252,8 @@ def slab_bytes(plan: StorePlan) -> int:
 
 
 def times_of(of: SiteTable | StorePlan) -> int:
-    """As many images a clip counts for: the most cells in time of any site's grid; 1 of images."""
+    """The number of images that a sample counts as: the most cells in time of any site's grid, 1
+    for images."""
     layouts = [site.layout for site in of.sites if site.layout is not None]
     return max((layout.frames or 1 for layout in layouts), default=1)
 

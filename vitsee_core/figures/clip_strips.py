@@ -5,26 +5,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from vitsee_core.figures.panels import em, evenly, medium, new_figure, room, small
+from vitsee_core.figures.panels import evenly, medium, room, small
 from vitsee_core.figures.patch_sheets import (
-    FLAT,
-    LETTERS,
+    BAR,
+    MARGIN,
+    TALLEST,
+    TITLE,
     WHOLE,
+    Bar,
     Box,
     Map,
     draw_cross,
     draw_map,
-    extent,
+    draw_picture,
+    draw_sheet,
     framed,
     within,
 )
 from vitsee_core.figures.plotting import GREY
-from vitsee_core.images.embedded_pictures import decode
 from vitsee_core.patch_maps.photos import evenly_with
 from vitsee_core.tables.text import shorten
 from vitsee_core.types import Float
@@ -35,12 +37,10 @@ if TYPE_CHECKING:
     from matplotlib.image import AxesImage
 
 SMALLEST, LARGEST = 3.9, 6.5  # ems of a tile's width
-TALLEST = 1.5  # of a tile's height over its width, before it gets narrower
-MARGIN, GAP, LINE_GAP, TITLE = 0.8, 0.35, 1.2, 1.3  # ems
+GAP, LINE_GAP = 0.35, 1.2  # ems
 NAMES = 6.2  # ems of the names of layers, at the left
 STORE = 1.5  # ems of the name of a store, where there are several
 MOST_LAYERS = 6  # of a store
-FOOT, BAR = 1.8, 7.0  # ems
 TIMES = {
     "shuffled": "frames in random order, as the model saw them",
     "still": "one frame repeated, as the model saw it",
@@ -107,24 +107,14 @@ class ClipSheet:
         columns = self._columns(int((room() - fixed + GAP) / (SMALLEST + GAP)))
         self._side = min((room() - fixed + GAP) / len(columns) - GAP, LARGEST)
         width = start + len(columns) * (self._side + GAP) - GAP + MARGIN
-        total = max(width + (BAR if self.bar else 0.0), 26.0)
-        texts = [*self.caption, *self._said(columns)]
-        caption = [part for text in texts for part in wrap(text, int(total * LETTERS))]
         heights = [self._height(line) for line in self.lines]
-        size = total, MARGIN + sum(heights) + 1.25 * len(caption) + FOOT
-        figure = new_figure(em(size[0]), em(size[1]))
-        figure.set_layout_engine("none")
-        box = Box(figure, size)
-        image, top = None, MARGIN
-        for line, tall in zip(self.lines, heights, strict=True):
-            image = self._draw_line(box, line, columns, top, start, several) or image
-            top += tall
-        if self.bar and image is not None:
-            self._draw_bar(box, image, width, sum(heights))
-        for k, text in enumerate(caption):
-            x, y = box.at(MARGIN, top + 0.6 + 1.25 * k)
-            figure.text(x, y, text, fontsize=small(), color=GREY, va="center")
-        return figure
+
+        def draw_line(box: Box, k: int, top: float) -> AxesImage | None:
+            return self._draw_line(box, self.lines[k], columns, top, start, several)
+
+        bar = Bar(self.bar, self._head(self.lines[0]), 26.0, LINE_GAP) if self.bar else None
+        texts = [*self.caption, *self._said(columns)]
+        return draw_sheet(width, heights, texts, draw_line, bar)
 
     def _columns(self, most: int) -> list[Moment]:
         """The times that are drawn: those of the notes, or as many evenly spaced ones as fit, with
@@ -137,7 +127,7 @@ class ClipSheet:
         return [Moment(cell, of) for cell in evenly_with(there, max(most, 1), marked)]
 
     def _said(self, columns: Sequence[Moment]) -> list[str]:
-        """What the caption says of the times."""
+        """The caption's sentences on the times."""
         said = []
         if time := TIMES.get(self.notes.get("clip", {}).get("time", "")):
             said.append(time)
@@ -232,23 +222,9 @@ class ClipSheet:
     ) -> None:
         framed(axes, about.get("frame", WHOLE))
         picture = about.get("pictures", {}).get(str(frame))
-        if picture is None:
-            look: dict[str, Any] = {"ha": "center", "va": "center", "color": GREY}
-            axes.text(0.5, 0.5, "no\npicture", transform=axes.transAxes, fontsize=small(), **look)
-        else:
-            pixels = decode(picture)
-            smooth = "nearest" if max(pixels.shape[:2]) < 64 else "antialiased"
-            where = extent(about.get("edges", WHOLE))
-            axes.imshow(pixels, extent=where, interpolation=smooth, **FLAT)
+        draw_picture(axes, picture, about.get("edges", WHOLE), "no\npicture")
         if mark is not None:
             draw_cross(axes, *mark[1:])
-
-    def _draw_bar(self, box: Box, image: AxesImage, left: float, height: float) -> None:
-        top = MARGIN + self._head(self.lines[0])
-        tall = min(max(height - self._head(self.lines[0]) - LINE_GAP, 6.0), 26.0)
-        bar = box.figure.colorbar(image, cax=box.axes(left, top, 0.8, tall))
-        bar.set_label(str(self.bar))
-        bar.outline.set_linewidth(0.5)  # type: ignore[operator]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@ across. From the columns of the tables of `vitsee pca` and `vitsee cosine-map` a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
@@ -75,23 +76,13 @@ class Sheet:
         across = max(len(tiles) for line in self.lines for _, tiles in line.maps)
         start = MARGIN + (self._photo_width() + 1.0) * self.photos + LABEL * several
         width = start + across * (TILE + GAP) + MARGIN
-        total = max(width + (BAR if self.bar else 0.0), 26.0)
-        caption = [part for text in self.caption for part in wrap(text, int(total * LETTERS))]
         heights = [self._height(line, first=not k) for k, line in enumerate(self.lines)]
-        size = total, MARGIN + sum(heights) + 1.25 * len(caption) + FOOT
-        figure = new_figure(em(size[0]), em(size[1]))
-        figure.set_layout_engine("none")
-        box = Box(figure, size)
-        image, top = None, MARGIN
-        for k, (line, tall) in enumerate(zip(self.lines, heights, strict=True)):
-            image = self._draw_line(box, line, top, start, first=not k, named=several) or image
-            top += tall
-        if self.bar and image is not None:
-            self._draw_bar(box, image, width, sum(heights))
-        for k, text in enumerate(caption):
-            x, y = box.at(MARGIN, top + 0.6 + 1.25 * k)
-            figure.text(x, y, text, fontsize=small(), color=GREY, va="center")
-        return figure
+
+        def draw_line(box: Box, k: int, top: float) -> AxesImage | None:
+            return self._draw_line(box, self.lines[k], top, start, first=not k, named=several)
+
+        bar = Bar(self.bar, self._head(True), math.inf) if self.bar else None
+        return draw_sheet(width, heights, self.caption, draw_line, bar)
 
     def _several(self) -> bool:
         """Whether there are several stores, which are then named."""
@@ -165,30 +156,71 @@ class Sheet:
             pad=3,
         )
         framed(axes, about.get("frame", WHOLE))
-        if "picture" not in about:
-            look: dict[str, Any] = {
-                "ha": "center",
-                "va": "center",
-                "color": GREY,
-                "fontsize": small(),
-            }
-            axes.text(0.5, 0.5, "no picture", transform=axes.transAxes, **look)
-        else:
-            pixels = decode(about["picture"])
-            smooth = "nearest" if max(pixels.shape[:2]) < 64 else "antialiased"
-            axes.imshow(pixels, extent=extent(about["edges"]), interpolation=smooth, **FLAT)
+        draw_picture(axes, about.get("picture"), about.get("edges", WHOLE), "no picture")
         if line.mark is not None:
             draw_cross(axes, *line.mark)
 
     def _draw_tile(self, axes: Axes, image: str, tile: Map) -> AxesImage:
         return draw_map(axes, self.about.get(image, {}).get("frame", WHOLE), tile, self.look)
 
-    def _draw_bar(self, box: Box, image: AxesImage, left: float, height: float) -> None:
-        top = MARGIN + self._head(True)
-        tall = max(height - self._head(True) - LINE_GAP, 6.0)
-        bar = box.figure.colorbar(image, cax=box.axes(left, top, 0.8, tall))
-        bar.set_label(str(self.bar))
-        bar.outline.set_linewidth(0.5)  # type: ignore[operator]
+
+@dataclass(frozen=True)
+class Bar:
+    """The colour bar of a sheet, at its right. head: ems above the first maps, where it begins;
+    longest: ems."""
+
+    label: str
+    head: float
+    longest: float
+    gap: float = LINE_GAP  # below the last line
+
+
+def draw_sheet(
+    width: float,
+    heights: Sequence[float],
+    caption: Sequence[str],
+    draw_line: Callable[[Box, int, float], AxesImage | None],
+    bar: Bar | None,
+) -> Figure:
+    """A figure of lines below one another, with a caption at its foot.
+
+    Args:
+        width: of the lines, in ems.
+        heights: of each line, in ems.
+        caption: texts, broken here.
+        draw_line: draws the line of a number, from this many ems on; gives the last map, if any.
+        bar: the colour bar of the last map.
+    """
+    total = max(width + (BAR if bar else 0.0), 26.0)
+    texts = [part for text in caption for part in wrap(text, int(total * LETTERS))]
+    size = total, MARGIN + sum(heights) + 1.25 * len(texts) + FOOT
+    figure = new_figure(em(size[0]), em(size[1]))
+    figure.set_layout_engine("none")
+    box = Box(figure, size)
+    image, top = None, MARGIN
+    for k, tall in enumerate(heights):
+        image = draw_line(box, k, top) or image
+        top += tall
+    if bar is not None and image is not None:
+        tall = min(max(sum(heights) - bar.head - bar.gap, 6.0), bar.longest)
+        drawn = figure.colorbar(image, cax=box.axes(width, MARGIN + bar.head, 0.8, tall))
+        drawn.set_label(bar.label)
+        drawn.outline.set_linewidth(0.5)  # type: ignore[operator]
+    for k, text in enumerate(texts):
+        x, y = box.at(MARGIN, top + 0.6 + 1.25 * k)
+        figure.text(x, y, text, fontsize=small(), color=GREY, va="center")
+    return figure
+
+
+def draw_picture(axes: Axes, picture: str | None, edges: Sequence[float], missing: str) -> None:
+    """Draw a picture of the notes at its edges, or say what is missing."""
+    if picture is None:
+        look: dict[str, Any] = {"ha": "center", "va": "center", "color": GREY}
+        axes.text(0.5, 0.5, missing, transform=axes.transAxes, fontsize=small(), **look)
+        return
+    pixels = decode(picture)
+    smooth = "nearest" if max(pixels.shape[:2]) < 64 else "antialiased"
+    axes.imshow(pixels, extent=extent(edges), interpolation=smooth, **FLAT)
 
 
 FLAT: dict[str, Any] = {"origin": "upper", "aspect": "auto"}

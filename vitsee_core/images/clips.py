@@ -33,7 +33,7 @@ _HASH_BYTES = 8
 
 
 class Moving(Protocol):
-    """What has frames: a video or a folder of them."""
+    """An open video, or a folder of frames."""
 
     line: Timeline
 

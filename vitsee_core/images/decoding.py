@@ -349,7 +349,7 @@ def hash64_of(file: IO[bytes]) -> int:
 
 @dataclass
 class Facts:
-    """What is known of loaded images beside their pixels.
+    """Facts about loaded images beside their pixels.
 
     Attributes:
         valid: (images,) False for an unreadable one, which has zeros, hash 0 and size 0.
@@ -367,7 +367,7 @@ class Facts:
 
     @classmethod
     def none(cls, n: int) -> Facts:
-        """Of `n` images that are not loaded yet."""
+        """The facts of `n` images that are not loaded yet."""
         flags, hashes = np.zeros(n, np.bool_), np.zeros(n, np.uint64)
         return cls(flags, hashes, np.zeros((n, 2), np.int32), np.full(n, np.nan, np.float32), [])
 

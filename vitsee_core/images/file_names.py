@@ -1,4 +1,4 @@
-"""What files are by their names, and the order of names. Loading workers import this module."""
+"""Kinds of files by their names, and the order of names. Loading workers import this module."""
 
 from __future__ import annotations
 

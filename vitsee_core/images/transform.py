@@ -72,7 +72,7 @@ class Recipe:
 
 
 class AnyRecipe(Protocol):
-    """What makes uint8 pixels of `shape` of an image, or of a clip."""
+    """A transform from an image, or a clip, to uint8 pixels of `shape`."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

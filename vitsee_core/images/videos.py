@@ -242,6 +242,6 @@ class Video:
 
 
 def _said(error: Any) -> str:
-    """What FFmpeg said, without its numbers."""
+    """FFmpeg's message without its error numbers."""
     text = error.strerror or one_line(error)
     return f"not a video that FFmpeg reads ({str(text)[0].lower()}{str(text)[1:]})"

@@ -65,7 +65,8 @@ class FoldedCall(AttentionCall):
         self.value, self.output = self._laid(inner.value), self._laid(inner.output)
 
     def scores(self, images: slice, out: Tensor | None = None) -> Tensor:
-        """As in `AttentionCall`; of prefix tokens with copies the logarithm of the mean row."""
+        """The scores of `AttentionCall`; for prefix tokens with copies the logarithm of their mean
+        row."""
         start, stop, _ = images.indices(self.n_images)
         parts = self.inner.scores(slice(start * self.folds, stop * self.folds))
         parts = parts.unflatten(0, (stop - start, self.folds)).transpose(1, 2)

@@ -4,25 +4,22 @@ As in `token_order`, each query attends to itself alone, so that what a place ho
 depends on its own piece of the clip and on no other. Clips whose cells (times, rows, columns) show
 one of a few contents, by the digits of the cell's number, tell for every row of every tensor which
 cell it stands for: a row equals, digit by digit, that of the clip whose cells all show one content.
-So tokens are told in whatever order a model has them (frames fastest), and where frames or places
-lie in the batch dimension, as they do where attention is within a frame or over time at a place;
-rows that answer to nothing are prefix tokens, of which there may be a copy for each frame.
+This identifies tokens in any order (time fastest, for instance), also where frames or spatial
+positions are folded into the batch dimension, as for attention within a frame or over time at a
+position. Rows that respond to no change are prefix tokens; there may be one copy for each frame.
 """
 
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vitsee_core.models.clips import Cells, Clips, clip_cells
-from vitsee_core.models.hook_points import ModelError, input_tensor, output_tensor
-from vitsee_core.models.token_order import OwnToken, Place
+from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.token_order import Place, orders_of_places
 
 CONTENTS = 4
 MOST_PREFIX = 32
@@ -201,36 +198,16 @@ def find_clip_orders(
     grid = clip_cells(module, clips.frames, size)
     codes = ClipCodes(grid)
     given = codes.clips(clips.frames, size).to(parameter.device)
-    answers: dict[Place, list[ClipOrder | None]] = {}
-
     sequences = any(isinstance(child, nn.MultiheadAttention) for child in module.modules())
 
-    def note(place: Place, x: Tensor | None) -> None:
-        if x is not None and sequences and x.ndim == 3 and x.shape[1] == len(given) != len(x):
+    def read(place: Place, x: Tensor) -> ClipOrder | None:
+        if place == ("", True):
+            return None  # the clips themselves
+        if sequences and x.ndim == 3 and x.shape[1] == len(given) != len(x):
             x = x.transpose(0, 1)  # tokens before clips, as torch's own layer has them
-        found = None if x is None else order_in(x, codes)
-        answers.setdefault(place, []).append(found)
+        return order_in(x, codes)
 
-    def enter(name: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        note((name, True), input_tensor(args, kwargs) if name else None)
-
-    def leave(name: str, child: nn.Module, _: Any, output: Any) -> None:
-        note((name, False), output_tensor(child, output, len(given)))
-
-    with ExitStack() as stack:
-        for name, child in module.named_modules():
-            before, after = partial(enter, name), partial(leave, name)
-            stack.enter_context(child.register_forward_pre_hook(before, with_kwargs=True))
-            stack.enter_context(child.register_forward_hook(after))
-        stack.enter_context(torch.no_grad())
-        with OwnToken():
-            module(given)
-    orders = {
-        place: found[0]
-        for place, found in answers.items()
-        if found[0] is not None and all(same_clip_order(found[0], one) for one in found)
-    }
-    return grid, orders
+    return grid, orders_of_places(module, given, read, same_clip_order)
 
 
 def order_of_shape(shape: tuple[int, ...], n: int, grid: Cells) -> ClipOrder | None:

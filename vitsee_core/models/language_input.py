@@ -80,8 +80,8 @@ def take_features(module: Any, of_one_image: Callable[..., Any]) -> None:
 
 
 def enter(module: nn.Module, size: tuple[int, int]) -> Callable[..., Any]:
-    """What makes the arguments of a batch of images (images, channels, rows, cols), as a hook
-    before the forward pass; decided on one image of this size."""
+    """A hook before the forward pass that makes its arguments from a batch of images (images,
+    channels, rows, cols); which one is decided on an image of this size."""
     sizes = _needs(module.forward, SIZES)
 
     def given(images: Tensor, kwargs: Mapping[str, Any]) -> tuple[tuple[Tensor], dict[str, Any]]:

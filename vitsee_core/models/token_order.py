@@ -10,10 +10,11 @@ embedding, in whatever order windows or merge groups want them, and four behind 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from vitsee_core.models.attention_watch import KERNEL, KERNEL_ARGS, SOFTMAX, rep
 from vitsee_core.models.hook_points import ModelError, input_tensor, output_tensor
 from vitsee_core.models.packing import Grid, Packing
 
+Found = TypeVar("Found")
 Place = tuple[str, bool]  # a module, and whether its input is meant
 # A token answers if it changes by more than this share of its change with the whole image.
 _ANSWERS = 1e-2
@@ -159,17 +161,32 @@ def _orders(module: nn.Module, codes: Codes, images: Tensor) -> dict[Place, Orde
     if parameter.is_meta:
         raise ModelError("the order of tokens is for values to show")
     images = images.to(parameter.device)
-    answers: dict[Place, list[Order | None]] = {}
+    return orders_of_places(module, images, lambda _, x: order_of(x, codes), same_order)
+
+
+def orders_of_places(
+    module: nn.Module,
+    given: Tensor,
+    read: Callable[[Place, Tensor], Found | None],
+    same: Callable[[Found | None, Found | None], bool],
+) -> dict[Place, Found]:
+    """The order of tokens at every place of a forward pass of `given` in which each query attends
+    to itself alone; without the places that have none, or another one at a second call.
+
+    Args:
+        read: the order of a tensor at a place, None where it holds no cells.
+        same: whether two orders are one.
+    """
+    answers: dict[Place, list[Found | None]] = {}
 
     def note(place: Place, x: Tensor | None) -> None:
-        found = None if x is None else order_of(x, codes)
-        answers.setdefault(place, []).append(found)
+        answers.setdefault(place, []).append(None if x is None else read(place, x))
 
     def enter(name: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         note((name, True), input_tensor(args, kwargs))
 
     def leave(name: str, child: nn.Module, _: Any, output: Any) -> None:
-        note((name, False), output_tensor(child, output, len(images)))
+        note((name, False), output_tensor(child, output, len(given)))
 
     with ExitStack() as stack:
         for name, child in module.named_modules():
@@ -178,11 +195,11 @@ def _orders(module: nn.Module, codes: Codes, images: Tensor) -> dict[Place, Orde
             stack.enter_context(child.register_forward_hook(after))
         stack.enter_context(torch.no_grad())
         with OwnToken():
-            module(images)
+            module(given)
     return {
         place: found[0]
         for place, found in answers.items()
-        if found[0] is not None and all(same_order(found[0], one) for one in found)
+        if found[0] is not None and all(same(found[0], one) for one in found)
     }
 
 

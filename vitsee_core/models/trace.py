@@ -220,7 +220,7 @@ class _Recorder:
 
 
 def joining(order: Order | ClipOrder, n_images: int) -> JoinedCalls | ClipCalls:
-    """What lays the attention of a module out whose tokens have this order."""
+    """An adapter that reorders the attention of a module whose tokens have this order."""
     if isinstance(order, ClipOrder):
         return ClipCalls(order, n_images)
     return JoinedCalls(order, n_images)

@@ -60,7 +60,7 @@ def draw_clips(table: Table, scale: str, titles: Mapping[str, str]) -> Figure:
 
 
 def _sheet(notes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the notes say of the clips, of several stores the first one's."""
+    """The notes on the clips; with several stores those of the first."""
     if "sheet" in notes:
         found: Mapping[str, Any] = notes["sheet"]
         return found

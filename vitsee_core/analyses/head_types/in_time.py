@@ -1,4 +1,4 @@
-"""What heads of clips attend to in time: scores, and classes from thresholds on them.
+"""Temporal types of the heads of clips: scores, and classes from thresholds on them.
 
 p(dt) is the share of a head's attention at the offset dt in time, key minus query, in cells of the
 grid in time (frames, or tubelets of two), and u that of attention spread evenly over what a query

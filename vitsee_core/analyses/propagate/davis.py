@@ -176,8 +176,7 @@ def _runs(store: Store, only: Path | None) -> dict[str, FrameRows]:
             f"{store.label} holds its images in random order; propagate needs a video's frames "
             "one after the other: extract it with --order dataset"
         )
-    ids = store.samples.id.tolist()
-    wanted = np.ones(len(ids), bool) if only is None else named_only(only, ids, store.label)
+    ids, wanted = _wanted(store, only)
     runs: dict[str, range] = {}
     folders: dict[str, str] = {}
     begin = 0
@@ -202,6 +201,12 @@ def _runs(store: Store, only: Path | None) -> dict[str, FrameRows]:
     return {name: FrameRows(rows) for name, rows in _readable(store, runs).items()}
 
 
+def _wanted(store: Store, only: Path | None) -> tuple[list[str], NDArray[np.bool_]]:
+    """The ids of a store's samples, and which of them `--only` names."""
+    ids: list[str] = store.samples.id.tolist()
+    return ids, np.ones(len(ids), bool) if only is None else named_only(only, ids, store.label)
+
+
 def _clips(store: Store, only: Path | None) -> dict[str, FrameRows]:
     """The same of a store of clips, whose frames are not known yet."""
     said = store.manifest.transform.get("clip")
@@ -215,8 +220,7 @@ def _clips(store: Store, only: Path | None) -> dict[str, FrameRows]:
             f"{store.label} holds one frame of each clip again and again (--time still), and "
             "nothing moves in it; expected clips with --time ordered or shuffled"
         )
-    ids = store.samples.id.tolist()
-    wanted = np.ones(len(ids), bool) if only is None else named_only(only, ids, store.label)
+    ids, wanted = _wanted(store, only)
     runs: dict[str, range] = {}
     folders: dict[str, str] = {}
     for row in np.flatnonzero(wanted).tolist():

@@ -48,7 +48,7 @@ class Asked:
 
     @property
     def nothing(self) -> str:
-        """What a place without samples lacks, in words: `no images in %s; expected ...`."""
+        """The message for a place without samples: `no images in %s; expected ...`."""
         if self.clips:
             return "no videos in %s; expected .mp4, .webm, .mov, .avi, .mkv or .gif files"
         return "no images in %s; expected .jpg, .png or other image files"
