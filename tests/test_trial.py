@@ -92,7 +92,6 @@ def test_the_files_to_read_first_have_about_so_many_lines() -> None:
         assert name == target and abs(n - int(lines)) <= 0.15 * n, (name, n)
 
 
-@pytest.mark.slow
 def test_the_page_of_files_is_what_its_script_writes() -> None:
     """But for analyses that came since: a newcomer's need no line."""
     shown, wanted = (re.split("^## ", text, flags=re.MULTILINE) for text in (
