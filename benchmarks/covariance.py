@@ -21,7 +21,7 @@ from common import Result, add_record_option, interleaved, machine, record
 from tests.stores import write_sites
 from vitsee_core.features import choose_features
 from vitsee_core.runtime.execution import Execution
-from vitsee_core.statistics.covariance.sums import block_sums
+from vitsee_core.statistics.covariance import block_sums
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_stores import TokenLayout
 

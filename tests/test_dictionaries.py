@@ -13,8 +13,12 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from scipy.optimize import nnls
 
-from vitsee_core.dictionaries.dictionary import Dictionary
-from vitsee_core.dictionaries.files import Overrides, read_dictionary, save_dictionary
+from vitsee_core.dictionaries.dictionary import (
+    Dictionary,
+    Overrides,
+    read_dictionary,
+    save_dictionary,
+)
 from vitsee_stores.errors import VitseeError
 
 Array = NDArray[Any]

@@ -28,7 +28,6 @@ from vitsee_core.similarity import (
     batches,
     cosine,
     hsic,
-    pair_sums,
     pearson,
     products,
     raw_gram,
@@ -37,7 +36,8 @@ from vitsee_core.similarity import (
 from vitsee_core.similarity.cache import SCRATCH, create_owned, gram_cache, owned_by_none
 from vitsee_core.similarity.exact import leave_one_out
 from vitsee_core.similarity.gram_file import GramFile, GramView, Header
-from vitsee_core.similarity.shift import Shift
+from vitsee_core.similarity.hsic import bytes_each, pair_totals
+from vitsee_core.similarity.representation import Shift
 from vitsee_core.similarity.whole_tiles import Partition
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput
@@ -167,7 +167,7 @@ def test_the_number_of_threads_changes_no_bit(
     monkeypatch.setattr("vitsee_core.similarity.products.GOOD_COLUMNS", 256)
     monkeypatch.setattr("vitsee_core.features.matrix.FeatureMatrix.chunk_columns", 64)
     monkeypatch.setattr("vitsee_core.similarity.exact.tile_size", lambda n: 16)
-    monkeypatch.setattr("vitsee_core.similarity.pair_sums.FEW", 0)
+    monkeypatch.setattr("vitsee_core.similarity.hsic.FEW", 0)
     monkeypatch.setattr("vitsee_core.similarity.whole_tiles.TERMS", 64)
     monkeypatch.setattr("vitsee_core.similarity.estimate.is_worth_compiling", lambda work: True)
     found: list[tuple[Any, list[str]]] = []
@@ -241,7 +241,7 @@ def test_a_folder_that_goes_before_the_pairs(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     want = compare(store)
-    totals = pair_sums.pair_totals
+    totals = pair_totals
     times = [0]
 
     def vanish(*args: Any, **kwargs: Any) -> Any:
@@ -398,4 +398,4 @@ def test_a_jackknife_holds_one_block_less_at_a_time() -> None:
     tracemalloc.stop()
     assert len(found) == 21
     # what the products of a piece and its bookkeeping take beside it
-    assert peak < 4 * pair_sums.bytes_each(n, [partition], 64) + 500_000
+    assert peak < 4 * bytes_each(n, [partition], 64) + 500_000

@@ -13,7 +13,7 @@ from vitsee_core.kernels.backend import Cpu, is_worth_compiling, product_in, pro
 from vitsee_core.kernels.compiled import shift_half
 from vitsee_core.similarity import GramOptions, Representation, hsic
 from vitsee_core.similarity.products import GramTile, products
-from vitsee_core.similarity.shift import FeatureOffset, raw_gram
+from vitsee_core.similarity.representation import FeatureOffset, raw_gram
 
 N = 30
 

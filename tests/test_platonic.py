@@ -16,7 +16,7 @@ from tests.stores import VIT, write_model
 from vitsee_cli.main import main
 from vitsee_core.analyses.similarity import run
 from vitsee_core.analyses.similarity.platonic import without_outliers
-from vitsee_core.features.clamped import clamped, quantile_of_sizes
+from vitsee_core.features.matrix import clamped, quantile_of_sizes
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.similarity import Representation
 from vitsee_stores import Store

@@ -18,7 +18,8 @@ from tests.tables import check_chosen_metrics
 from vitsee_cli.main import main
 from vitsee_core.analyses.probe import plot, run
 from vitsee_core.analyses.probe.responses import Sums, reliability
-from vitsee_core.kernels.ridge import GRID, Algebra, Factors
+from vitsee_core.kernels.l2_choice import GRID
+from vitsee_core.kernels.ridge import Algebra, Factors
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float
 from vitsee_stores import open_store

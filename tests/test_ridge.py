@@ -12,19 +12,17 @@ from numpy.typing import NDArray
 from sklearn.linear_model import Ridge, RidgeCV
 
 from tests.reference_probe import padded_ridge, ridge
+from vitsee_core.kernels import l2_choice
+from vitsee_core.kernels.l2_choice import GRID, HeldOut, LeaveOneOut
 from vitsee_core.kernels.ridge import (
-    GRID,
     Algebra,
     Factors,
-    HeldOut,
-    LeaveOneOut,
     SufficientStats,
     from_kernel,
-    l2_choice,
     ranks,
     solve,
+    targets,
 )
-from vitsee_core.kernels.ridge.solver import targets
 
 Array = NDArray[Any]
 

@@ -16,12 +16,12 @@ from tests.test_cka_heads import CNN_SITES, N, distances, vit
 from vitsee_core.analyses import cka, cka_heads
 from vitsee_core.kernels import backend
 from vitsee_core.kernels.backend import Cuda, full_precision, product_in, product_size
-from vitsee_core.kernels.staging import Staging
+from vitsee_core.kernels.reused_memory import Staging
 from vitsee_core.runtime.device import current_precision
 from vitsee_core.similarity import device_tiles, estimate, on_the_fly, products, whole_tiles
 from vitsee_core.similarity.device_tiles import DeviceTiles
 from vitsee_core.similarity.gram_file import GramFile, GramView, Header
-from vitsee_core.similarity.shift import raw_gram
+from vitsee_core.similarity.representation import raw_gram
 from vitsee_stores import Store
 
 CPU = torch.device("cpu")

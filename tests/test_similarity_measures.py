@@ -23,7 +23,7 @@ from vitsee_core.analyses.similarity.comparing import calibrate
 from vitsee_core.analyses.similarity.measure import Measure, SiteGram
 from vitsee_core.analyses.similarity.products import Cka, Gulp, Procrustes, RidgeR2, Rsa, Svcca
 from vitsee_core.similarity.exact import block_labels
-from vitsee_core.similarity.shift import Shift
+from vitsee_core.similarity.representation import Shift
 from vitsee_core.statistics.jackknife import standard_error
 from vitsee_stores.errors import MissingInput, VitseeError
 

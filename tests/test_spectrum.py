@@ -20,9 +20,14 @@ from vitsee_core.analyses.spectrum.measures import (
 )
 from vitsee_core.features import choose_features
 from vitsee_core.runtime.execution import Execution
-from vitsee_core.statistics.covariance import sums
-from vitsee_core.statistics.covariance.spectra import Spectrum, entropy_rank, power_law
-from vitsee_core.statistics.covariance.sums import CovarianceSums, total
+from vitsee_core.statistics.covariance import (
+    CovarianceSums,
+    Spectrum,
+    block_sums,
+    entropy_rank,
+    power_law,
+    total,
+)
 from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.tables.metrics import depends_on_size
 from vitsee_stores import TokenLayout
@@ -179,7 +184,7 @@ def test_sums_of_a_store_do_not_depend_on_the_cores(
         monkeypatch.setattr("vitsee_core.runtime.machine.n_cores", lambda cores=cores: cores)
         use = Execution()
         labels = np.arange(30) * 4 // 30
-        found.append(sums.block_sums(chosen, use.rows(store), labels, use))
+        found.append(block_sums(chosen, use.rows(store), labels, use))
     one, several = found
     for a, b in zip(one, several, strict=True):
         assert np.array_equal(a.second, b.second) and np.array_equal(a.third, b.third)

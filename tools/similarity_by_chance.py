@@ -20,7 +20,7 @@ from vitsee_core.analyses.similarity.measure import Measure, SiteGram
 from vitsee_core.analyses.similarity.products import Cka, Procrustes, Rsa, Svcca
 from vitsee_core.figures.panels import handles_of, legend_below, panels
 from vitsee_core.figures.plotting import colour, marker, reference_line, save_figure, styled
-from vitsee_core.similarity.shift import Shift
+from vitsee_core.similarity.representation import Shift
 from vitsee_core.types import Float
 
 DIM = 5000

@@ -32,13 +32,15 @@ from vitsee_core.features import SiteFeatures, check_alike, compared, require_co
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.plotting import styled
 from vitsee_core.labels.labelled_rows import (
+    ALLOW_SHARED,
+    PER_CLASS,
+    RANDOM_BASELINE,
     LabelledRows,
     accuracy_interval,
     check_disjoint,
     random_pieces,
 )
 from vitsee_core.labels.neighbours import Nearest, nearest
-from vitsee_core.labels.options import ALLOW_SHARED, PER_CLASS, RANDOM_BASELINE
 from vitsee_core.masks.segments import Examples, Segmentation, as_segmentation, examples_of
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution

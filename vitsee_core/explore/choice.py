@@ -18,7 +18,7 @@ import numpy as np
 
 from vitsee_core.attention.recompute import find_rows
 from vitsee_core.runtime.streaming import choose_rows
-from vitsee_core.similarity.pairing import paired_rows
+from vitsee_core.similarity.pairs import paired_rows
 from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import StoreMismatch, VitseeError
 

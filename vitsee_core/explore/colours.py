@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.patch_maps.colours import CHANNELS, FEWEST, Colours, matched, rotation_to
 from vitsee_core.patch_maps.photos import Shown
-from vitsee_core.statistics.covariance.spectra import principal_axes
-from vitsee_core.statistics.covariance.sums import CovarianceSums
+from vitsee_core.statistics.covariance import CovarianceSums, principal_axes
 from vitsee_core.types import Float, Float32, Mask
 from vitsee_stores.layout import TokenLayout
 

@@ -17,7 +17,7 @@ from vitsee_stores.errors import VitseeError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vitsee_core.kernels.staging import Staging
+    from vitsee_core.kernels.reused_memory import Staging
 
 # Multiplications above which a GPU, or torch's faster cast, is worth importing torch, which takes
 # seconds; and above which compiled loops are worth loading, which takes a second.
@@ -211,7 +211,7 @@ class Cuda:
 
     def staging(self, n: int, dtype: np.dtype[Any]) -> Staging:
         """Half the bytes of float32 if float16 is stored, and no cast on the host."""
-        from vitsee_core.kernels.staging import Staging
+        from vitsee_core.kernels.reused_memory import Staging
 
         return Staging(self._device, n, dtype)
 

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.runtime.options import Option
 from vitsee_core.runtime.streaming import choose_rows
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.statistics.shares import wilson
 from vitsee_core.types import Float, Float32, Integers, Mask
-from vitsee_stores.errors import MissingInput, StoreMismatch
+from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
 
 if TYPE_CHECKING:
     from vitsee_core.features import SiteFeatures
@@ -324,3 +325,27 @@ def why_not_own(store: Store, mask: Mask, n_classes: int) -> str:
             "classes"
         )
     return ""
+
+
+TESTS = Option("", default="none")
+RANDOM_BASELINE = Option(
+    "Add the rows of Gaussian features of the same shape.",
+    "--baseline",
+    choices=("random",),
+    default="none",
+)
+PER_CLASS = Option("Add top1_class of each class.")
+ALLOW_SHARED = Option("Go on where the same image trains and tests.  [default: refuse]")
+
+
+def word_or_number(text: str, words: Sequence[str], expected: str) -> str | float:
+    """One of the words, or a finite number above 0. Raises VitseeError: neither."""
+    if text in words:
+        return text
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise VitseeError(f"{text!r}; expected {expected}")
+    return value

@@ -8,8 +8,7 @@ from vitsee_core.reductions.activations import (
     residual_products,
     take_tokens,
 )
-from vitsee_core.reductions.attention import AttentionReducer
-from vitsee_core.reductions.rollout import rollout
+from vitsee_core.reductions.attention import AttentionReducer, rollout
 from vitsee_core.reductions.summary import AttentionScores, AttentionSummary
 
 __all__ = [

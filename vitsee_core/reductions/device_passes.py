@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vitsee_core.reductions.buffers import Buffers
-from vitsee_core.reductions.cpu_numbers import COUNTS, IN_TIME, NUMBERS
+from vitsee_core.kernels.reused_memory import Buffers
+from vitsee_core.reductions.cpu_passes import COUNTS, IN_TIME, NUMBERS
 from vitsee_core.reductions.grid_distances import GridDistances, sum_by_offset
 from vitsee_core.reductions.summary import AttentionScores
 

@@ -10,8 +10,7 @@ from vitsee_core.similarity.hsic import (
     summarise,
     weighted_sum,
 )
-from vitsee_core.similarity.representation import Representation
-from vitsee_core.similarity.shift import Shift, cosine, pearson, raw_gram
+from vitsee_core.similarity.representation import Representation, Shift, cosine, pearson, raw_gram
 
 __all__ = [
     "Estimator",

@@ -19,11 +19,16 @@ from vitsee_core.similarity.cache import Tiles
 from vitsee_core.similarity.comparison import Comparison, Estimator
 from vitsee_core.similarity.exact import full_grams, in_groups
 from vitsee_core.similarity.gram_file import GramFile
-from vitsee_core.similarity.hsic import Hsic, stacked, weighted_sum
-from vitsee_core.similarity.pair_sums import as_one_batch, pair_totals, sum_over_cells
+from vitsee_core.similarity.hsic import (
+    Hsic,
+    as_one_batch,
+    pair_totals,
+    stacked,
+    sum_over_cells,
+    weighted_sum,
+)
 from vitsee_core.similarity.products import GramTile, products
-from vitsee_core.similarity.representation import Representation
-from vitsee_core.similarity.shift import FeatureOffset, Shift
+from vitsee_core.similarity.representation import FeatureOffset, Representation, Shift
 from vitsee_core.similarity.whole_tiles import Matrix, Partition
 from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError

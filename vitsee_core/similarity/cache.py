@@ -38,7 +38,7 @@ from vitsee_core.similarity.gram_file import (
     same_batches,
     write_tiles,
 )
-from vitsee_core.similarity.shift import FeatureOffset
+from vitsee_core.similarity.representation import FeatureOffset
 from vitsee_core.tables.files import check_place, renamed
 from vitsee_core.types import Integers
 from vitsee_stores import open_store

@@ -21,8 +21,7 @@ from vitsee_core.runtime.streaming import Map
 from vitsee_core.similarity.cache import GramCache
 from vitsee_core.similarity.gram_file import GramFile
 from vitsee_core.similarity.products import GramTile, Workspace, products
-from vitsee_core.similarity.representation import Representation
-from vitsee_core.similarity.shift import FeatureOffset
+from vitsee_core.similarity.representation import FeatureOffset, Representation
 from vitsee_core.types import Integers
 from vitsee_stores.errors import VitseeError
 

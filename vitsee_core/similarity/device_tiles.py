@@ -46,7 +46,7 @@ class DeviceTiles:
     ) -> Iterator[tuple[Any, ...]]:
         """The sums of each piece (rows and columns of the tile): (R, C) inner products, each
         matrix's own, sums over its columns and over its rows, in float64. At most `TERMS` products
-        (see `pair_sums`) are added in float32; there is no synchronisation in between."""
+        (see `hsic.Totals`) are added in float32; there is no synchronisation in between."""
         waiting: list[tuple[Tensor, ...]] = []
         size = 0
         for rows, cols in pieces:

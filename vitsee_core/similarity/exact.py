@@ -14,11 +14,18 @@ from vitsee_core.runtime.lanes import in_order, lane_pool, n_lanes
 from vitsee_core.similarity.cache import Tiles
 from vitsee_core.similarity.comparison import Comparison
 from vitsee_core.similarity.gram_file import LARGEST_TILE, GramFile, GramView, gram_bytes, tile_size
-from vitsee_core.similarity.hsic import Hsic, PairSums, assembled, stacked
-from vitsee_core.similarity.pair_sums import as_one_batch, bytes_each, pair_totals, without_cell
+from vitsee_core.similarity.hsic import (
+    Hsic,
+    PairSums,
+    as_one_batch,
+    assembled,
+    bytes_each,
+    pair_totals,
+    stacked,
+    without_cell,
+)
 from vitsee_core.similarity.products import GramTile
-from vitsee_core.similarity.representation import Representation
-from vitsee_core.similarity.shift import FeatureOffset
+from vitsee_core.similarity.representation import FeatureOffset, Representation
 from vitsee_core.similarity.whole_tiles import Matrix, Partition
 from vitsee_core.types import Integers
 

@@ -28,7 +28,7 @@ import google_crc32c
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from vitsee_core.similarity.shift import Shift
+from vitsee_core.similarity.representation import Shift
 from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import MissingInput, VitseeError
 

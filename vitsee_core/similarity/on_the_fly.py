@@ -35,8 +35,7 @@ from vitsee_core.similarity import batches, exact
 from vitsee_core.similarity.batches import batch_sizes, draw_batches, over_cells, partitions_of
 from vitsee_core.similarity.comparison import Estimator
 from vitsee_core.similarity.exact import jackknife_blocks, leave_one_out
-from vitsee_core.similarity.hsic import METHODS, Hsic, assembled, stacked
-from vitsee_core.similarity.pair_sums import bytes_each
+from vitsee_core.similarity.hsic import METHODS, Hsic, assembled, bytes_each, stacked
 from vitsee_core.similarity.stacks import Runs, Stack, StoredRuns, TokenStack
 from vitsee_core.similarity.whole_tiles import Partition
 from vitsee_core.types import Float32, Integers

@@ -18,9 +18,9 @@ from vitsee_core.runtime.options import (
 from vitsee_core.runtime.streaming import choose_rows
 from vitsee_core.similarity import Estimator, batches
 from vitsee_core.similarity.estimate import MOST_EXACT
-from vitsee_core.similarity.pairing import PAIR_BY as WAYS
-from vitsee_core.similarity.pairing import paired_rows
+from vitsee_core.similarity.pairs import PAIR_BY as WAYS
 from vitsee_core.similarity.pairs import PAIRS as CHOICES
+from vitsee_core.similarity.pairs import paired_rows
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:

@@ -35,13 +35,13 @@ from vitsee_core.kernels.backend import (
 from vitsee_core.kernels.compiled import shift_half
 from vitsee_core.runtime.lanes import Turns, n_lanes, run_lanes
 from vitsee_core.runtime.machine import human_bytes
-from vitsee_core.similarity.shift import FeatureOffset
+from vitsee_core.similarity.representation import FeatureOffset
 from vitsee_core.types import Integers
 from vitsee_stores.disk import in_this_thread
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
-    from vitsee_core.kernels.staging import Staging
+    from vitsee_core.kernels.reused_memory import Staging
 
 MEAN_ROWS = 128
 PIECE = 1 << 18  # elements shifted and summed while in cache

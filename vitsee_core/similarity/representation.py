@@ -1,4 +1,14 @@
-"""A representation: some tokens of a site of a store, as one feature matrix."""
+"""A representation: some tokens of a site of a store, as one feature matrix; and the Gram matrix of
+features, from that of the same features shifted.
+
+Gram matrices are computed from X - c, c one vector for all images, which preserves float32
+precision and changes no centred kernel: K = H G H, and d_ij^2 = G_ii + G_jj - 2 G_ij. Inner
+products of X itself follow from G = (X - c)(X - c)^T with g_i = (x_i - c) . c
+
+    X X^T = G + g 1^T + 1 g^T + |c|^2
+
+and so cosines and, with the means m over D features, correlations: those of X X^T - D m m^T.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +16,97 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from vitsee_core.features import FeatureMatrix, SiteFeatures
-from vitsee_core.features.clamped import clamped
+from vitsee_core.features.matrix import clamped
+from vitsee_core.types import Float, Integers
 from vitsee_stores.errors import MissingInput
 from vitsee_stores.token_selection import TokenSelection
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Store
+
+
+@dataclass(frozen=True)
+class Shift:
+    """The shift of n images by a common vector c."""
+
+    along: Float  # (n,) (x_i - c) . c
+    means: Float  # (n,) mean of x_i over its features
+    squared: float  # |c|^2
+    n_features: int  # D
+
+    def of(self, places: Integers | slice) -> Shift:
+        return Shift(self.along[places], self.means[places], self.squared, self.n_features)
+
+
+def raw_gram(gram: ArrayLike, shift: Shift) -> Float:
+    """(n, n) X X^T of features from the Gram matrix of the shifted ones. Exact: the error is that
+    of `gram`, whose cached entries are float32."""
+    g = shift.along
+    return np.asarray(gram, np.float64) + (g[:, np.newaxis] + g) + shift.squared
+
+
+def cosine(gram: ArrayLike, shift: Shift) -> Float:
+    """(n, n) cosines of the features, not centred; NaN for an image whose features are all 0."""
+    return _normalised(raw_gram(gram, shift))
+
+
+def pearson(gram: ArrayLike, shift: Shift) -> Float:
+    """(n, n) correlations over features; NaN for an image whose features are all the same."""
+    m = shift.means
+    return _normalised(raw_gram(gram, shift) - shift.n_features * (m[:, np.newaxis] * m))
+
+
+def _normalised(products: Float) -> Float:
+    """a_ij / sqrt(a_ii a_jj)."""
+    own = np.diagonal(products)
+    own = np.where(own > 0, own, np.nan)
+    return products / np.sqrt(own[:, np.newaxis] * own)
+
+
+class FeatureOffset:
+    """The vector subtracted from the features of n rows of a store, strip by strip of columns.
+
+    The rows' sums have to be added in the strips' order, so that rounding is reproducible. n_rows:
+    0 if no `Shift` is needed.
+    """
+
+    def __init__(self, n_rows: int) -> None:
+        self.n_rows, self._sums = n_rows, np.zeros((n_rows, 2))
+        self._centres: dict[int, tuple[float, float, int, float, int]] = {}
+
+    def centre(self, strip: int, mean: NDArray[np.float32], sample: NDArray[np.float32]) -> None:
+        """Record a strip's part of the vector, and the centred rows that it is the mean of."""
+        c = mean.astype(np.float64)
+        spread = sum(float(row @ row) for row in sample)
+        self._centres[strip] = (float(c @ c), float(c.sum()), len(c), spread, len(sample))
+
+    def add(self, places: Integers, sums: NDArray[np.float32]) -> None:
+        """Add a strip's (x_i - c) . c and sums of x_i - c, (rows, 2), of some rows."""
+        self._sums[places] += sums
+
+    @property
+    def ratio(self) -> float:
+        """|mean|^2 over the total variance."""
+        squared, _, _, spread, n = self._totals()
+        variance = spread / max(n - 1, 1)
+        return squared / variance if variance > 0 else 0.0
+
+    @property
+    def shift(self) -> Shift:
+        """The shift of all rows, once every strip is done."""
+        squared, total, n_features, _, _ = self._totals()
+        means = (self._sums[:, 1] + total) / n_features
+        return Shift(self._sums[:, 0].copy(), means, squared, n_features)
+
+    def _totals(self) -> tuple[float, float, int, float, int]:
+        """Totals over the strips in their order; the last is the number of rows."""
+        parts = [self._centres[k] for k in sorted(self._centres)]
+        squared, total, columns, spread, rows = zip(*parts, strict=True)
+        return sum(squared), sum(total), sum(columns), sum(spread), rows[0]
 
 
 @dataclass(frozen=True)

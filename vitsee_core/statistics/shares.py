@@ -30,9 +30,8 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import ArrayLike
 
-from vitsee_core.statistics.jackknife import standard_error
+from vitsee_core.statistics.jackknife import Cells, standard_error
 from vitsee_core.statistics.moments import LEVEL, t_quantile
-from vitsee_core.statistics.value_columns import Cells
 from vitsee_core.types import Float
 
 METHOD = (

@@ -89,8 +89,7 @@ def command(
       $ vitsee import layer8.npy layer9.npy --ids images.txt --as l8,l9 -o mine.zarr
       $ vitsee import tokens.npy --like vit.zarr --prefix cls --grid 14x14 -o mine.zarr
     """
-    from vitsee_core.features.imports import import_arrays
-    from vitsee_core.features.imports.stores import Tokens
+    from vitsee_core.features.imports import Tokens, import_arrays
 
     (opened,) = options.open_stores((like,)) if like is not None else (None,)
     store = import_arrays(

@@ -42,7 +42,7 @@ from vitsee_core.analyses.concepts.fitting import (
     halves_of,
     matched_cosine,
 )
-from vitsee_core.dictionaries.files import save_dictionary
+from vitsee_core.dictionaries.dictionary import save_dictionary
 from vitsee_core.features import choose_features
 from vitsee_core.figures.patch_sheets import WHOLE, Map, Sheet, SheetLine, layer_name
 from vitsee_core.figures.plotting import styled
@@ -63,9 +63,8 @@ from vitsee_core.runtime.options import (
 )
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.store_selection import select_each
-from vitsee_core.statistics.jackknife import Blocks
+from vitsee_core.statistics.jackknife import Blocks, jackknife_cells
 from vitsee_core.statistics.shares import jackknife_share
-from vitsee_core.statistics.value_columns import jackknife_cells
 from vitsee_core.tables.columns import SITE, cell_columns, in_time, site_columns
 from vitsee_core.tables.files import check_new_files
 from vitsee_core.tables.glances import some_of

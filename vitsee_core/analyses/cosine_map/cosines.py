@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.patch_maps.views import View
-from vitsee_core.statistics.autocorrelation import autocorrelation
+from vitsee_core.statistics.covariance import autocorrelation
 from vitsee_core.types import Float, Mask
 
 if TYPE_CHECKING:

@@ -35,8 +35,7 @@ from vitsee_core.analyses.dense_probe.pixels import (
 )
 from vitsee_core.masks.class_maps import IGNORED, ClassMap, ClassMaps
 from vitsee_core.masks.depth_maps import MIN_DEPTH, DepthMaps
-from vitsee_core.statistics.jackknife import SHARE
-from vitsee_core.statistics.value_columns import interval_cells
+from vitsee_core.statistics.jackknife import SHARE, interval_cells
 from vitsee_core.types import Float, Integers, Mask
 
 BOTH, PREDICTED, LABELLED = range(3)

@@ -43,6 +43,7 @@ from vitsee_core.labels.changed_outputs import (
     AGREEMENT,
     OUTPUT_INTERVALS,
     RIGHT_BASE,
+    BlockMeans,
     output_rows,
     top1_cells,
 )
@@ -55,10 +56,8 @@ from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.similarity import Estimator, GramOptions, Representation, hsic, summarise
 from vitsee_core.similarity import options as pairwise
 from vitsee_core.similarity.hsic import without_value
-from vitsee_core.statistics.block_means import BlockMeans
-from vitsee_core.statistics.jackknife import Blocks
+from vitsee_core.statistics.jackknife import Blocks, Cells
 from vitsee_core.statistics.shares import PAIRED_TEST
-from vitsee_core.statistics.value_columns import Cells
 from vitsee_core.tables.columns import SITE, VALUES, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured
 from vitsee_core.tables.metrics import asked_for

@@ -34,6 +34,8 @@ from vitsee_core.labels.changed_outputs import (
     KL,
     OUTPUT_INTERVALS,
     RIGHT,
+    BlockMean,
+    BlockMeans,
     compare_outputs,
     loss,
     output_rows,
@@ -52,10 +54,8 @@ from vitsee_core.runtime.options import (
 )
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.store_selection import select_each
-from vitsee_core.statistics.block_means import BlockMean, BlockMeans
-from vitsee_core.statistics.jackknife import Blocks, interval
+from vitsee_core.statistics.jackknife import Blocks, Cells, interval
 from vitsee_core.statistics.shares import PAIRED_TEST
-from vitsee_core.statistics.value_columns import Cells
 from vitsee_core.tables.columns import SITE, VALUES, site_columns
 from vitsee_core.tables.glances import some_of
 from vitsee_core.tables.headlines import Answer, extremes, measured, picked

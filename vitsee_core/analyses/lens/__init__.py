@@ -55,9 +55,9 @@ from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.runtime.streaming import Rows, each_slab
 from vitsee_core.statistics.image_statistics import METHODS, block_labels, statistic
+from vitsee_core.statistics.jackknife import Cells, cells_of, mean_cells
 from vitsee_core.statistics.shares import METHOD as SHARES
 from vitsee_core.statistics.shares import as_share
-from vitsee_core.statistics.value_columns import Cells, cells_of, mean_cells
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, first_and_last
 from vitsee_core.tables.results import Table

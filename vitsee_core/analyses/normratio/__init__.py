@@ -44,6 +44,7 @@ from vitsee_core.statistics.image_statistics import (
     estimates_of,
     statistic,
 )
+from vitsee_core.statistics.jackknife import columns_of
 from vitsee_core.statistics.skip_branch import (
     TOKENS,
     ReadQuantities,
@@ -54,7 +55,6 @@ from vitsee_core.statistics.skip_branch import (
     place_columns,
     places_of,
 )
-from vitsee_core.statistics.value_columns import columns_of
 from vitsee_core.tables.columns import SITE, in_time, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured
 from vitsee_core.tables.metrics import asked_for

@@ -58,10 +58,10 @@ from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.runtime.streaming import Rows, each_slab
 from vitsee_core.statistics.image_statistics import METHODS, block_labels, statistic
+from vitsee_core.statistics.jackknife import Cells, columns_of, jackknife_cells, mean_cells
 from vitsee_core.statistics.shares import METHOD as SHARES
 from vitsee_core.statistics.shares import as_share
 from vitsee_core.statistics.skip_branch import TokenPlace, place_columns, places_of
-from vitsee_core.statistics.value_columns import Cells, columns_of, jackknife_cells, mean_cells
 from vitsee_core.tables.columns import SITE, in_time, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured
 from vitsee_core.tables.metrics import asked_for

@@ -51,8 +51,14 @@ from vitsee_core.runtime.options import KNOWLEDGE, SITES, Gather, Offers, Option
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.runtime.streaming import Rows
-from vitsee_core.statistics.covariance.spectra import PrincipalAxes, principal_axes
-from vitsee_core.statistics.covariance.sums import CovarianceSums, block_sums, say_cost, total
+from vitsee_core.statistics.covariance import (
+    CovarianceSums,
+    PrincipalAxes,
+    block_sums,
+    principal_axes,
+    say_cost,
+    total,
+)
 from vitsee_core.statistics.image_statistics import METHODS
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.tables.columns import SITE, cell_columns, in_time, site_columns

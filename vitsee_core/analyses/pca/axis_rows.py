@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 
 from vitsee_core.runtime.streaming import thread_map
-from vitsee_core.statistics.covariance.spectra import PrincipalAxes, principal_axes
-from vitsee_core.statistics.covariance.sums import CovarianceSums, total
-from vitsee_core.statistics.jackknife import SHARE
-from vitsee_core.statistics.value_columns import jackknife_cells
+from vitsee_core.statistics.covariance import CovarianceSums, PrincipalAxes, principal_axes, total
+from vitsee_core.statistics.jackknife import SHARE, jackknife_cells
 from vitsee_core.types import Mask
 
 OF_AXES = ("explained_variance", "axis_agreement")

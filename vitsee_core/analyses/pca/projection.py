@@ -11,7 +11,7 @@ import numpy as np
 from vitsee_core.patch_maps.views import View
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.streaming import Rows, each_slab
-from vitsee_core.statistics.covariance.spectra import PrincipalAxes
+from vitsee_core.statistics.covariance import PrincipalAxes
 from vitsee_core.types import Float, Float32, Integers, Mask
 
 if TYPE_CHECKING:

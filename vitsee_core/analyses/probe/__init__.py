@@ -56,8 +56,14 @@ from vitsee_core.analyses.probe.settings import (
 )
 from vitsee_core.analyses.probe.sgd import Training
 from vitsee_core.features import SiteFeatures, compared, require_comparable
-from vitsee_core.labels.labelled_rows import LabelledRows, check_disjoint
-from vitsee_core.labels.options import ALLOW_SHARED, PER_CLASS, RANDOM_BASELINE, TESTS
+from vitsee_core.labels.labelled_rows import (
+    ALLOW_SHARED,
+    PER_CLASS,
+    RANDOM_BASELINE,
+    TESTS,
+    LabelledRows,
+    check_disjoint,
+)
 from vitsee_core.masks.segments import Examples, Segmentation, as_segmentation, examples_of
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution

@@ -18,19 +18,21 @@ from numpy.typing import NDArray
 
 from vitsee_core.analyses.probe.draws import Draw
 from vitsee_core.features import SiteFeatures
+from vitsee_core.kernels.l2_choice import GRID, HeldOut, LeaveOneOut
 from vitsee_core.kernels.ridge import (
-    GRID,
     Algebra,
     Factors,
-    HeldOut,
-    LeaveOneOut,
     Linear,
+    Piece,
     SufficientStats,
+    TrainingSums,
     from_kernel,
+    mean_target,
+    n_bytes,
     ranks,
     solve,
+    targets,
 )
-from vitsee_core.kernels.ridge.solver import Piece, TrainingSums, mean_target, n_bytes, targets
 from vitsee_core.labels.labelled_rows import LabelledRows, random_pieces
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.streaming import thread_map

@@ -27,12 +27,12 @@ from vitsee_core.analyses.probe.responses import (
 )
 from vitsee_core.analyses.probe.score import each_selection
 from vitsee_core.features import SiteFeatures, choose_features, compared
-from vitsee_core.kernels.ridge import GRID, Algebra, Factors
+from vitsee_core.kernels.l2_choice import GRID
+from vitsee_core.kernels.ridge import Algebra, Factors
 from vitsee_core.labels.labelled_rows import in_split, shared_images
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
-from vitsee_core.statistics.jackknife import UNLIMITED, Blocks, Limits
-from vitsee_core.statistics.value_columns import interval_cells
+from vitsee_core.statistics.jackknife import UNLIMITED, Blocks, Limits, interval_cells
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table

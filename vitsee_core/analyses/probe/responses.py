@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.features.imports.arrays import read_arrays, read_ids
+from vitsee_core.features.imports import read_arrays, read_ids
 from vitsee_core.runtime.options import Option
 from vitsee_core.statistics.jackknife import block_sums
 from vitsee_core.types import Float, Integers

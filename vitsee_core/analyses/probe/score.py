@@ -25,7 +25,7 @@ from vitsee_core.analyses.probe.fit import (
 )
 from vitsee_core.analyses.probe.sgd import Training, fit_sgd
 from vitsee_core.features import SiteFeatures, check_alike
-from vitsee_core.kernels.ridge import GRID
+from vitsee_core.kernels.l2_choice import GRID
 from vitsee_core.labels.labelled_rows import LabelledRows
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.machine import human_bytes

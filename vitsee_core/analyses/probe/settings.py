@@ -19,8 +19,9 @@ from typing import Any
 
 from vitsee_core.analyses.probe.draws import HELD_OUT
 from vitsee_core.analyses.probe.sgd import Training
-from vitsee_core.kernels.ridge import GRID, Algebra, HeldOut, LeaveOneOut
-from vitsee_core.labels.options import word_or_number
+from vitsee_core.kernels.l2_choice import GRID, HeldOut, LeaveOneOut
+from vitsee_core.kernels.ridge import Algebra
+from vitsee_core.labels.labelled_rows import word_or_number
 from vitsee_stores.errors import VitseeError
 
 PRESETS = ("raghu", "big_vision")

@@ -46,7 +46,7 @@ from vitsee_core.figures.depth_curves import DEPTH_LABEL, add_curve_legend, draw
 from vitsee_core.figures.panels import em, note_count, panels, stack
 from vitsee_core.figures.plotting import GREY, styled
 from vitsee_core.masks import RULES, MaskTruth, ground_truth, open_masks
-from vitsee_core.masks.options import BACKGROUND, PANOPTIC, VOID, objects
+from vitsee_core.masks.sources import BACKGROUND_OPTION, PANOPTIC, VOID_OPTION, objects
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
@@ -143,8 +143,8 @@ def run(
     foreground: Annotated[
         str, Option("Which tokens are foreground: half of their pixels are, or any.", choices=RULES)
     ] = "half",
-    background: Annotated[Sequence[int], BACKGROUND] = (),
-    void: Annotated[int | str | None, VOID] = None,
+    background: Annotated[Sequence[int], BACKGROUND_OPTION] = (),
+    void: Annotated[int | str | None, VOID_OPTION] = None,
     panoptic: Annotated[Path | None, PANOPTIC] = None,
     best: Annotated[
         str,

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from vitsee_core.runtime.one_thread import one_blas_thread
-from vitsee_core.similarity.shift import Shift
+from vitsee_core.similarity.representation import Shift
 from vitsee_core.types import Float, Float32, Integers, Mask
 
 # Beyond this, matrices over all pairs of images use a random sample of images.

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.features.clamped import quantile_of_sizes
+from vitsee_core.features.matrix import quantile_of_sizes
 from vitsee_core.runtime.streaming import choose_rows
 from vitsee_core.similarity import Representation
-from vitsee_core.similarity.pairing import paired_rows
+from vitsee_core.similarity.pairs import paired_rows
 from vitsee_core.tables.headlines import extremes, picked
 
 if TYPE_CHECKING:

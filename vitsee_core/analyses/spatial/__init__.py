@@ -49,7 +49,7 @@ from vitsee_core.figures.panels import Grid, note_count, stack
 from vitsee_core.figures.plotting import styled
 from vitsee_core.masks import ground_truth, open_masks
 from vitsee_core.masks.labels import Labels
-from vitsee_core.masks.options import BACKGROUND, PANOPTIC, VOID, objects
+from vitsee_core.masks.sources import BACKGROUND_OPTION, PANOPTIC, VOID_OPTION, objects
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.one_thread import one_blas_thread
@@ -58,8 +58,7 @@ from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.runtime.streaming import Rows, each_slab
 from vitsee_core.statistics.image_statistics import METHODS
-from vitsee_core.statistics.jackknife import SHARE, Blocks
-from vitsee_core.statistics.value_columns import jackknife_cells, mean_cells
+from vitsee_core.statistics.jackknife import SHARE, Blocks, jackknife_cells, mean_cells
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, first_and_last, measured
 from vitsee_core.tables.metrics import asked_for
@@ -129,8 +128,8 @@ def run(
     ] = (),
     sites: Annotated[Sequence[str], SITES] = ("blocks",),
     masks: Annotated[Path | Sequence[Path], objects(": adds srss", "no srss")] = (),
-    background: Annotated[Sequence[int], BACKGROUND] = (),
-    void: Annotated[int | str | None, VOID] = None,
+    background: Annotated[Sequence[int], BACKGROUND_OPTION] = (),
+    void: Annotated[int | str | None, VOID_OPTION] = None,
     panoptic: Annotated[Path | None, PANOPTIC] = None,
     execution: Annotated[
         Execution, Offers("images seed jobs memory", dask="slabs, and the masks of --masks,")

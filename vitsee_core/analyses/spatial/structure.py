@@ -40,7 +40,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.masks.labels import FOREGROUND, VOID, Labels
-from vitsee_core.statistics.autocorrelation import autocorrelation
+from vitsee_core.statistics.covariance import autocorrelation
 from vitsee_core.types import Float, Integers, Mask
 
 COSINES = ("lds", "cds", "lds_scaled", "cds_scaled", "rmsc", "mean_cos")

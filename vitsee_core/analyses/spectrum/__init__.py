@@ -2,7 +2,7 @@
 
 Of one vector per image (class token, mean over patches, `pooled`), or of all tokens as examples:
 `rankme`, `effective_rank`, `participation_ratio`, `alpha`, `anisotropy` as in
-`covariance.spectra`. Of one vector per image also `twonn` and, where the images have labels, `nc1`,
+`statistics.covariance`. Of one vector per image also `twonn` and, where they have labels, `nc1`,
 `cdnv`, `nc2_norms`, `nc2_angles`, `nc4`, see `measures`.
 
 Each number depends on how many examples it is of, and cannot exceed a `cap`; so each row has the
@@ -40,14 +40,18 @@ from vitsee_core.runtime.options import KNOWLEDGE, SITES, Offers, metrics_option
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.runtime.streaming import Rows, thread_map
-from vitsee_core.statistics.covariance import spectra
-from vitsee_core.statistics.covariance.spectra import Spectrum
-from vitsee_core.statistics.covariance.sums import CovarianceSums, block_sums, say_cost, total
+from vitsee_core.statistics.covariance import METRICS as OF_SPECTRA
+from vitsee_core.statistics.covariance import (
+    CovarianceSums,
+    Spectrum,
+    block_sums,
+    say_cost,
+    total,
+)
 from vitsee_core.statistics.image_statistics import METHODS
-from vitsee_core.statistics.jackknife import UNLIMITED, Blocks
+from vitsee_core.statistics.jackknife import UNLIMITED, Blocks, jackknife_cells
 from vitsee_core.statistics.shares import METHOD as SHARES
 from vitsee_core.statistics.shares import jackknife_share
-from vitsee_core.statistics.value_columns import jackknife_cells
 from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured, picked
 from vitsee_core.tables.metrics import OF_THIS_SIZE, asked_for, depends_on_size
@@ -90,7 +94,7 @@ SOURCE = "Garrido et al. 2023; Papyan et al. 2020; Facco et al. 2017"
 AT_A_GLANCE = "effective_rank"
 
 OF_CLASSES = (*measures.METRICS, measures.FOURTH)
-METRICS = (*spectra.METRICS, "twonn", *OF_CLASSES)
+METRICS = (*OF_SPECTRA, "twonn", *OF_CLASSES)
 COLUMNS = (
     *(*SITE, "token", "cap", "half_a", "half_b"),
     *("metric", "value", "std", "low", "high", "n_images", "n_examples"),

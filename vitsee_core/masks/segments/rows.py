@@ -17,8 +17,8 @@ from vitsee_core.images.placement import place
 from vitsee_core.labels.labelled_rows import LabelledRows, in_split
 from vitsee_core.masks import MaskSource, open_masks
 from vitsee_core.masks.mask_truth import cut_to_image, match_rows
-from vitsee_core.masks.options import BACKGROUND, PANOPTIC, SEGMENTS, VOID
 from vitsee_core.masks.segments.vectors import SegmentFeatures, Sparse, Weigher, Weights
+from vitsee_core.masks.sources import BACKGROUND_OPTION, PANOPTIC, SEGMENTS, VOID_OPTION
 from vitsee_core.runtime.machine import counted
 from vitsee_core.runtime.options import Option
 from vitsee_core.runtime.progress import counting
@@ -49,8 +49,8 @@ class Segmentation:
 
     masks: Annotated[Path | str | Sequence[Path | str], SEGMENTS]
     panoptic: Annotated[Path | str | None, PANOPTIC] = None
-    background: Annotated[Sequence[int], BACKGROUND] = ()
-    void: Annotated[int | str | None, VOID] = None
+    background: Annotated[Sequence[int], BACKGROUND_OPTION] = ()
+    void: Annotated[int | str | None, VOID_OPTION] = None
     weights: Annotated[
         str | None,
         Option(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.kernels.ridge.solver import Factors, class_sums, ranks
+from vitsee_core.kernels.ridge import Factors, class_sums, ranks
 from vitsee_core.types import Float, Integers
 
 GRID = tuple(2.0**e for e in range(-10, 20))  # of Google's few-shot evaluations
