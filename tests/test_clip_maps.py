@@ -31,7 +31,7 @@ from tests.clip_stores import (
 )
 from tests.printed_text import flaws
 from tests.stores import write_residuals, write_sites
-from vitsee_core.analyses import attn_map, cosine_map, normratio, norms, pca
+from vitsee_core.analyses import attn_map, concepts, cosine_map, normratio, norms, pca
 from vitsee_core.analyses.norms.stream_norms import neighbour_cosines
 from vitsee_core.attention.head_maps import per_query
 from vitsee_core.figures.clip_strips import Moment
@@ -355,3 +355,26 @@ def test_no_attention_is_recomputed_frame_by_frame(tmp_path: Path) -> None:
     store = write_clip_attention(tmp_path / "s.zarr", level="summary", clip=clip)
     with pytest.raises(MissingInput, match="s holds clips that an image model saw frame by frame"):
         attn_map.run(store, image=["0"])
+
+
+def test_concepts_are_shown_in_their_frames(tmp_path: Path) -> None:
+    """Crops of the square's cells: bright within, the ground or white around."""
+    store = write_clips(tmp_path / "s.zarr")
+    site = store.site("blocks.0.out")
+    at = [(clip, time, *path_of(clip)[time]) for clip, time in ((1, 2), (0, 0), (2, 3))]
+    rows = np.array([[clip for clip, *_ in at]])
+    cells = np.array([[(time * SIDE + row) * SIDE + col for _, time, row, col in at]])
+    (line,) = concepts.crops(store, site, rows, cells, None)
+    for text, (_, _, row, col) in zip(line, at, strict=True):
+        expected = np.full((3 * CELL, 3 * CELL), 255)
+        for y, x in np.ndindex(3, 3):
+            if row + y - 1 in range(SIDE) and col + x - 1 in range(SIDE):
+                bright = (y, x) == (1, 1)
+                expected[y * CELL : (y + 1) * CELL, x * CELL : (x + 1) * CELL] = (
+                    230 if bright else 40
+                )
+        pixels = decode(text)
+        assert (pixels == expected.repeat(2, 0).repeat(2, 1)[..., None]).all()
+    figure = concepts.plot(concepts.run(store, k=2, method="kmeans"))
+    shown = [axes.get_images()[0].get_array() for axes in figure.axes if axes.get_images()]
+    assert all(np.ptp(np.asarray(pixels)) > 0 for pixels in shown) and len(shown) == 2 * N

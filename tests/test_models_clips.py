@@ -26,6 +26,7 @@ from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model, own_model
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table, sketch
+from vitsee_core.models.sources.processors import Processor
 from vitsee_core.models.sources.transformers_classes import clip_frames
 from vitsee_core.models.sources.transformers_inputs import adapt
 from vitsee_stores import open_store
@@ -471,6 +472,7 @@ def test_a_folder_with_its_processor(case: tuple[str, str, str], tmp_path: Path)
     sizes = {"size": {"shortest_edge": 37}, "crop_size": {"height": SIDE, "width": SIDE}}
     processor = processor_kind(**sizes)
     processor.save_pretrained(tmp_path)
+    assert not Processor(processor, name).cuts  # a clip of one frame is no image in tiles
     model = load_model(f"transformers:{tmp_path}")
     frames = frames_of(model.module)
     assert frames is not None

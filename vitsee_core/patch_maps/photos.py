@@ -261,5 +261,25 @@ def model_inputs(
     except VitseeError as error:
         log.warning("the figure will lack the pictures: %s", error)
         return {}
-    last = [one[..., 0, :, :] if one.shape[-3] == 1 else np.moveaxis(one, -3, -1) for one in pixels]
-    return dict(zip(rows, last, strict=True))
+    return dict(zip(rows, map(_channels_last, pixels), strict=True))
+
+
+def clip_frames(
+    store: Store, wanted: Collection[tuple[int, int]], data: str | None
+) -> dict[tuple[int, int], NDArray[np.uint8]]:
+    """(row, sampled frame) -> the frame's pixels as `model_inputs` gives them, of many clips: one
+    of them is in memory at a time."""
+    pictures, found = Pictures(store, data), {}
+    try:
+        for row in sorted({row for row, _ in wanted}):
+            pixels = _channels_last(pictures(np.array([row]))[0])
+            found |= {(row, k): pixels[k].copy() for other, k in wanted if other == row}
+    except VitseeError as error:
+        log.warning("the figure will lack the pictures: %s", error)
+        return {}
+    return found
+
+
+def _channels_last(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Pixels with channels behind rows and columns, or without the one channel."""
+    return pixels[..., 0, :, :] if pixels.shape[-3] == 1 else np.moveaxis(pixels, -3, -1)

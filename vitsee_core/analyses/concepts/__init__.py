@@ -48,7 +48,7 @@ from vitsee_core.figures.patch_sheets import WHOLE, Map, Sheet, SheetLine, layer
 from vitsee_core.figures.plotting import styled
 from vitsee_core.images.embedded_pictures import decode, encode
 from vitsee_core.models.provenance import Provenance
-from vitsee_core.patch_maps.photos import Photograph, Shown, photographs
+from vitsee_core.patch_maps.photos import Photograph, Shown, clip_frames, photographs
 from vitsee_core.patch_maps.views import Edges, View, grid_sites
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
@@ -332,24 +332,33 @@ SMALLEST = 48  # pixels of a crop's shorter side, enlarged from fewer
 def crops(
     store: Store, site: SiteSpec, rows: Integers, cells: Integers, data: str | None
 ) -> list[list[str]]:
-    """PNG, in base64, of each patch with its neighbours; "" where the picture cannot be had, and of
-    clips. rows, cells: (concepts, n) of the store, and of the site's grid, row by row; data: where
-    the images are now, by default where extract read them."""
-    layout = store.site(site.name).layout
+    """PNG, in base64, of each patch with its neighbours, of clips in the frame in the middle of the
+    patch's time; "" where the picture cannot be had. rows, cells: (concepts, n) of the store, and
+    of the site's grid, time by time and row by row; data: where the images are now, by default
+    where extract read them."""
+    layout, clip = store.site(site.name).layout, store.plan.clip
     assert layout is not None and layout.grid is not None
-    if store.plan.clip is not None:
-        return [[""] * rows.shape[1] for _ in rows]
-    view = View.of(store, [site])
-    shown = Shown(store, view, sorted({int(row) for row in rows.ravel()}), [site])
-    photos = photographs(shown, [view.seen(row) for row in shown.rows], data)
-    n_cols = layout.grid[1]
+    view, photos = View.of(store, [site]), {}
+    places = layout.grid[0] * layout.grid[1]
+    if clip is None:
+        frames = np.zeros_like(cells)
+        shown = Shown(store, view, sorted({int(row) for row in rows.ravel()}), [site])
+        of_rows = photographs(shown, [view.seen(row) for row in shown.rows], data)
+        photos = {(row, 0): photo for row, photo in of_rows.items()}
+    else:
+        frames = (2 * (cells // places) + 1) * clip.frames // (2 * (layout.frames or 1))
+        wanted = {*zip(rows.ravel().tolist(), frames.ravel().tolist(), strict=True)}
+        for (row, frame), pixels in clip_frames(store, wanted, data).items():
+            photos[row, frame] = Photograph(pixels, view.input_edges(row))
     found = []
-    for of_concept, at in zip(rows.tolist(), cells.tolist(), strict=True):
-        line = []
-        for row, cell in zip(of_concept, at, strict=True):
-            edges = _around(view.grid_edges(layout, row), layout.grid, divmod(cell, n_cols))
-            line.append(encode(_crop(photos[row], edges)) if row in photos else "")
-        found.append(line)
+    for line in zip(rows.tolist(), frames.tolist(), (cells % places).tolist(), strict=True):
+        cut = []
+        for row, frame, cell in zip(*line, strict=True):
+            where = divmod(cell, layout.grid[1])
+            edges = _around(view.grid_edges(layout, row), layout.grid, where)
+            photo = photos.get((row, frame))
+            cut.append("" if photo is None else encode(_crop(photo, edges)))
+        found.append(cut)
     return found
 
 

@@ -81,7 +81,7 @@ class Processor:
             found = self.own(images=image, return_tensors="pt")["pixel_values"][0]
         except (AssertionError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
             return False
-        return bool(found.ndim == 4)
+        return bool(found.ndim == 4 and len(found) > 1)  # one: the frame of a clip
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class Processor:
         """(channels, rows, cols) of an image, of its tiles this one, or of a clip of this one
         frame."""
         if self.of_videos:
-            made = self.own(videos=[np.asarray(image)[None]], return_tensors="pt")
+            made = self.own(videos=[np.array(image)[None]], return_tensors="pt")
         else:
             made = self.own(images=image, return_tensors="pt")
         found = next(made[key] for key in ("pixel_values", "pixel_values_videos") if key in made)[0]
