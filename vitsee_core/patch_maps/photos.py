@@ -269,7 +269,8 @@ def clip_frames(
 ) -> dict[tuple[int, int], NDArray[np.uint8]]:
     """(row, sampled frame) -> the frame's pixels as `model_inputs` gives them, of many clips: one
     of them is in memory at a time."""
-    pictures, found = Pictures(store, data), {}
+    pictures = Pictures(store, data)
+    found: dict[tuple[int, int], NDArray[np.uint8]] = {}
     try:
         for row in sorted({row for row, _ in wanted}):
             pixels = _channels_last(pictures(np.array([row]))[0])
