@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from tests.stores import write_attention, write_sites
 from vitsee_core.analyses import attn_dist, head_types, spatial
-from vitsee_core.analyses.head_types.head_geometry import Thresholds
-from vitsee_core.analyses.head_types.in_time import classify_time, measure_time
-from vitsee_core.analyses.spatial.slowness import IN_TIME
+from vitsee_core.analyses.head_types.head_geometry import Thresholds, classify_time, measure_time
+from vitsee_core.analyses.spatial.structure import IN_TIME
 from vitsee_core.attention.heads import (
     StoredAttention,
     attention_blocks,

@@ -18,8 +18,7 @@ from tests.extractions import VIT, extracted
 from tests.stores import write_sites
 from tests.tables import having, unique
 from vitsee_core.analyses.cosine_map import plot, run
-from vitsee_core.analyses.cosine_map.cosines import map_statistics, offset_means, unit_vectors
-from vitsee_core.analyses.cosine_map.spots import Spot
+from vitsee_core.analyses.cosine_map.cosines import Spot, map_statistics, offset_means, unit_vectors
 from vitsee_core.figures.plotting import figure_bytes
 from vitsee_core.patch_maps.views import View
 from vitsee_core.tables.results import Table

@@ -28,9 +28,15 @@ from tests.stores import Site, write_sites
 from tests.tables import check_chosen_metrics, groups_of, having, unique
 from vitsee_cli.main import main
 from vitsee_core.analyses import localize
-from vitsee_core.analyses.localize import COLUMNS, SITE_COLUMNS, location_maps, plot, run, site_maps
-from vitsee_core.analyses.localize.localisation import OWN_METRICS, own_patch
-from vitsee_core.analyses.localize.site_maps import SiteMaps
+from vitsee_core.analyses.localize import (
+    COLUMNS,
+    SITE_COLUMNS,
+    localisation,
+    location_maps,
+    plot,
+    run,
+)
+from vitsee_core.analyses.localize.localisation import OWN_METRICS, SiteMaps, own_patch
 from vitsee_core.features import choose_features
 from vitsee_core.runtime import product_time as cost
 from vitsee_core.similarity import Estimator, GramOptions, Hsic, Representation, hsic
@@ -693,7 +699,7 @@ def test_a_fine_grid_is_thinned_evenly(
     these tokens and all patches, and all tokens at a step of 1."""
     store, acts, pixels = fine(tmp_path)
     whole = run(store, sites=["b.0.out"], tokens=["each"])
-    monkeypatch.setattr(site_maps, "MOST_PAIRS", n_tokens * 132)
+    monkeypatch.setattr(localisation, "MOST_PAIRS", n_tokens * 132)
     found = run(store, sites=["b.0.out"])
     assert unique(found, "token") == [f"{row},{col}" for row in rows for col in cols]
     patches = cell_pixels(pixels, (12, 11), 1)

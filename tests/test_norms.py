@@ -19,7 +19,7 @@ from tests.stores import VIT as LAYOUT
 from tests.stores import write_sites
 from tests.tables import having, unique
 from vitsee_core.analyses.norms import METRICS, OF_ACTIVATIONS, OF_NORMS, plot, run
-from vitsee_core.analyses.norms.outliers import (
+from vitsee_core.analyses.norms.stream_norms import (
     bimodality,
     histogram,
     mad_threshold,

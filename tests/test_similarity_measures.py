@@ -18,9 +18,8 @@ from tests.stores import write_model
 from vitsee_cli.main import main
 from vitsee_core.analyses import cka
 from vitsee_core.analyses.similarity import COLUMNS, MEASURES, choose_measures, plot, run
-from vitsee_core.analyses.similarity.common_neighbours import Cknna, MutualKnn, nearest
 from vitsee_core.analyses.similarity.comparing import calibrate
-from vitsee_core.analyses.similarity.measure import Measure, SiteGram
+from vitsee_core.analyses.similarity.measure import Cknna, Measure, MutualKnn, SiteGram, nearest
 from vitsee_core.analyses.similarity.products import Cka, Gulp, Procrustes, RidgeR2, Rsa, Svcca
 from vitsee_core.similarity.exact import block_labels
 from vitsee_core.similarity.representation import Shift

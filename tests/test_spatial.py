@@ -20,8 +20,8 @@ from tests.stores import write_sites
 from tests.tables import having, unique
 from vitsee_cli.main import main
 from vitsee_core.analyses.spatial import METRICS, plot, run
-from vitsee_core.analyses.spatial.slowness import IN_TIME
 from vitsee_core.analyses.spatial.structure import (
+    IN_TIME,
     TokenSums,
     foreground_cosines,
     frequencies,

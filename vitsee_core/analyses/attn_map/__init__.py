@@ -40,11 +40,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from vitsee_core.analyses.attn_map import sinks
-from vitsee_core.analyses.attn_map.clip_figure import draw_clips
-from vitsee_core.analyses.attn_map.head_numbers import draw_numbers
-from vitsee_core.analyses.attn_map.image_figure import draw_images, draw_models_of_images
+from vitsee_core.analyses.attn_map.figures import draw_clips, draw_images, draw_models_of_images
 from vitsee_core.analyses.attn_map.image_maps import map_images, mean_rollout
-from vitsee_core.analyses.attn_map.sinks import draw_sinks
+from vitsee_core.analyses.attn_map.sinks import draw_numbers, draw_sinks
 from vitsee_core.attention.head_maps import (
     SUMS,
     blocks_of_each,
@@ -351,7 +349,7 @@ def plot(table: Table, scale: str = "shared", coverage: bool = True) -> Figure:
     """A grid of maps, layers in rows and heads in columns, each token grid of a model separately,
     several models side by side; for single images their pictures, maps and rollouts; for one number
     per head, or sinks, the heads against depth. Of clips a strip over time per head, see
-    `clip_figure`. From the table alone (a single image's picture is in its notes).
+    `figures`. From the table alone (a single image's picture is in its notes).
 
     Args:
         table: from `run`.

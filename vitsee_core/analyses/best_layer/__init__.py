@@ -38,15 +38,17 @@ from vitsee_core.analyses.best_layer.layer_tasks import (
     ABOUT_PATCHES,
     BEST,
     COLUMNS,
+    METHOD,
     OPTIONAL,
     PAIRS,
     PENALTIES,
+    differences,
     known_metrics,
     tasks,
     to_last,
+    with_replicates,
 )
-from vitsee_core.analyses.best_layer.paired import COLUMNS as PAIRED
-from vitsee_core.analyses.best_layer.paired import METHOD, differences, with_replicates
+from vitsee_core.analyses.best_layer.layer_tasks import PAIRED_COLUMNS as PAIRED
 from vitsee_core.figures.curve_looks import of_models
 from vitsee_core.figures.plotting import styled
 from vitsee_core.runtime.machine import counted

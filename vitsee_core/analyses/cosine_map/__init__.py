@@ -33,12 +33,13 @@ import polars as pl
 
 from vitsee_core.analyses.cosine_map.cosine_sheets import SCALES, draw_cosines
 from vitsee_core.analyses.cosine_map.cosines import (
+    MIDDLE,
     STATISTICS,
     ReadOffsets,
+    Spot,
     map_statistics,
     unit_vectors,
 )
-from vitsee_core.analyses.cosine_map.spots import MIDDLE, Spot
 from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.patch_maps.photos import SHOWN, Shown, describe_sheet, shown_rows

@@ -1,7 +1,12 @@
-"""Cosines of patches: of one patch with all others of an image, and means by offset."""
+"""Cosines of patches: of one patch with all others of an image, and means by offset.
+
+A patch is named by a cell of the grid, a pixel of the photograph, or its middle; of clips at a
+place in time, or in the middle of it.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,10 +16,108 @@ from numpy.typing import NDArray
 from vitsee_core.patch_maps.views import View
 from vitsee_core.statistics.covariance import autocorrelation
 from vitsee_core.types import Float, Mask
+from vitsee_stores.errors import SiteError, VitseeError
+from vitsee_stores.token_selection import TokenSelection, parse_place
 
 if TYPE_CHECKING:
     from vitsee_core.features import SiteFeatures
-    from vitsee_stores import Slab
+    from vitsee_stores import SiteSpec, Slab, Store
+    from vitsee_stores.layout import TokenLayout
+
+MIDDLE = "middle"
+EXPECTED = (
+    "ROW,COL of the token grid (3,5; of clips FRAME,ROW,COL, too), X,Ypx of the original image "
+    f"(120,80px), or {MIDDLE} of what the model saw"
+)
+_PIXEL = re.compile(r"([0-9]+) *, *([0-9]+) *px")
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A patch named by a user; without cell and pixel the middle."""
+
+    text: str  # as given
+    cell: tuple[int, ...] | None = None  # (row, col) of the grid, of clips (frame, row, col), too
+    pixel: tuple[int, int] | None = None  # (x, y) of the original image
+
+    @classmethod
+    def parse(cls, text: str | tuple[int, ...]) -> Spot:
+        """Parse `ROW,COL` or (row, col), with or without the frame before them, `X,Ypx`, or
+        `middle`.
+
+        Raises:
+            VitseeError: none of them.
+        """
+        if isinstance(text, tuple):
+            return cls(",".join(map(str, text)), cell=text)
+        if (cell := parse_place(text)) is not None:
+            return cls(",".join(map(str, cell)), cell=cell)
+        if match := _PIXEL.fullmatch(text):
+            x, y = int(match[1]), int(match[2])
+            return cls(f"{x},{y}px", pixel=(x, y))
+        if text != MIDDLE:
+            raise VitseeError(f"no patch {text!r}; expected {EXPECTED}")
+        return cls(text)
+
+    def place(self, store: Store, site: SiteSpec, view: View, row: int) -> tuple[float, float]:
+        """(y, x) on an image, as fractions of it; the middle of a cell.
+
+        Raises:
+            SiteError: the grid has no such cell.
+            VitseeError: the image has no such pixel.
+        """
+        layout = store.site(site.name).layout
+        assert layout is not None
+        if self.cell is not None:
+            owner = f"{store.label}: {site.name}"
+            (token,) = TokenSelection.parse(self._cell_in(layout)).require(layout, owner)
+            centres = view.centres(layout, row)
+            y, x = centres[(token - layout.n_prefix) % len(centres)]
+            return float(y), float(x)
+        if self.pixel is not None:
+            height, width = view.size(row)
+            if self.pixel[0] >= width or self.pixel[1] >= height:
+                name = str(store.samples.id[row])
+                raise VitseeError(
+                    f"{name!r} of {store.label} has {width} x {height} pixels, counted from 0: no "
+                    f"pixel {self.text.removesuffix('px')}"
+                )
+            return (self.pixel[1] + 0.5) / height, (self.pixel[0] + 0.5) / width
+        top, left, bottom, right = view.seen(row)
+        return (top + bottom) / 2, (left + right) / 2
+
+    def _cell_in(self, layout: TokenLayout) -> tuple[int, ...]:
+        """The cell with the frame before it where the grid is a clip's and none was named."""
+        assert self.cell is not None
+        if layout.frames is None or len(self.cell) == 3:
+            return self.cell
+        return (layout.frames // 2, *self.cell)
+
+    def frame(self, layout: TokenLayout) -> int:
+        """The place in time, 0 of images; the middle one where none was named."""
+        if self.cell is not None and len(self.cell) == 3:
+            return self.cell[0]
+        return (layout.frames or 1) // 2
+
+    def index(self, store: Store, site: SiteSpec, view: View, row: int) -> int:
+        """The patch that contains it, counted row by row, of clips frame by frame.
+
+        Raises:
+            SiteError, VitseeError: as `place`; or no patch of the image is there.
+        """
+        layout = store.site(site.name).layout
+        assert layout is not None
+        at = np.array([self.place(store, site, view, row)])
+        cell = int(view.cells_at(layout, row, at)[0])
+        of_frame = layout.n_body // (layout.frames or 1)
+        if cell < 0 or not view.on_image(layout, np.array([row]))[0, cell]:
+            name = str(store.samples.id[row])
+            raise SiteError(
+                f"{site.name} of {store.label} has no patch of {name!r} at {self.text}: it lies "
+                "outside of what the model saw, or beside the image"
+            )
+        return self.frame(layout) * of_frame + cell
+
 
 STATISTICS = ("cosine_mean", "cosine_neighbours", "cosine_area")
 

@@ -29,21 +29,19 @@ from numpy.typing import NDArray
 
 from vitsee_core.analyses.head_types.head_geometry import (
     SHAPE_SCORES,
+    TEMPORAL,
+    TIME_AGREEMENT,
+    TIME_TYPES,
     TYPES,
     UNDEFINED,
     Scores,
     Thresholds,
-    classify,
-    measure,
-    repetition,
-)
-from vitsee_core.analyses.head_types.in_time import (
-    TEMPORAL,
-    TIME_AGREEMENT,
-    TIME_TYPES,
     TimeScores,
+    classify,
     classify_time,
+    measure,
     measure_time,
+    repetition,
 )
 from vitsee_core.attention.head_maps import (
     ALIGNED_FRAMES,

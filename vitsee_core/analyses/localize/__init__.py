@@ -55,13 +55,13 @@ from vitsee_core.analyses.localize.localisation import (
     SITE_METRICS,
     TOKEN_METRICS,
     Maps,
+    SiteMaps,
     chance,
     replicates_of,
     site_summary,
     token_summary,
 )
 from vitsee_core.analyses.localize.location_maps import draw_curves, draw_maps, draw_token_summary
-from vitsee_core.analyses.localize.site_maps import SiteMaps
 from vitsee_core.features import compared
 from vitsee_core.figures.plotting import styled
 from vitsee_core.models.provenance import DATA
@@ -177,7 +177,7 @@ def run(
 
     Args:
         tokens: "each" (all of the grid), "cls", or cells of the grid; by default each, of finer
-            grids than 38 x 38 (`site_maps.MOST_PAIRS` pairs of a token and a patch), or where the
+            grids than 38 x 38 (`MOST_PAIRS` pairs of a token and a patch), or where the
             maps do not fit the memory, those of every s-th row and column, s the least that fits
             (see `localisation.every_nth`): the notes name them, and `n_tokens` counts them. Each is
             compared with all patches.

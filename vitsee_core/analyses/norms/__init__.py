@@ -36,18 +36,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 
 from vitsee_core.analyses.norms.norm_figures import draw_norms
-from vitsee_core.analyses.norms.outliers import (
-    bimodality,
-    histogram,
-    mad_threshold,
-    pooled_median,
-    share_above_mad,
-)
 from vitsee_core.analyses.norms.stream_norms import (
     NormSource,
     ReadTokens,
     TokenStatistics,
+    bimodality,
+    histogram,
+    mad_threshold,
     norm_source,
+    pooled_median,
+    share_above_mad,
 )
 from vitsee_core.patch_maps.photos import frames_seen
 from vitsee_core.runtime.arguments import analysis

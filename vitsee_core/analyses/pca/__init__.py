@@ -29,13 +29,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import polars as pl
 
-from vitsee_core.analyses.pca.axis_rows import OF_AXES, axis_rows
 from vitsee_core.analyses.pca.colour_sheets import draw_colours
 from vitsee_core.analyses.pca.projection import (
     FOREGROUND,
+    OF_AXES,
     SIDES,
     Patches,
     Projected,
+    axis_rows,
     centre_side,
     project,
 )

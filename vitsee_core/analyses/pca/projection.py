@@ -1,17 +1,20 @@
 """Principal components of a site's patches: which patches count, one pass for the axes, one for the
-scores of selected images."""
+scores of selected images, and the rows about the axes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vitsee_core.patch_maps.views import View
 from vitsee_core.runtime.execution import Execution
-from vitsee_core.runtime.streaming import Rows, each_slab
-from vitsee_core.statistics.covariance import PrincipalAxes
+from vitsee_core.runtime.streaming import Rows, each_slab, thread_map
+from vitsee_core.statistics.covariance import CovarianceSums, PrincipalAxes, principal_axes, total
+from vitsee_core.statistics.jackknife import SHARE, jackknife_cells
 from vitsee_core.types import Float, Float32, Integers, Mask
 
 if TYPE_CHECKING:
@@ -112,3 +115,42 @@ def centre_side(found: Projected, view: View, layout: TokenLayout) -> int:
             counts[k] += there.sum()
     middle, rest = sums / np.maximum(counts, 1)
     return 1 if middle >= rest else -1
+
+
+OF_AXES = ("explained_variance", "axis_agreement")
+
+
+def axis_rows(
+    sums: Sequence[CovarianceSums], axes: PrincipalAxes, n_images: int, jobs: int
+) -> list[dict[str, Any]]:
+    """For each axis its share of the variance, with the jackknife's interval and the value of two
+    halves; then for each the absolute cosine between the halves' axes. sums: of each block of
+    images, axes and n_images: of all of them."""
+    m, k = len(sums), len(axes.shares)
+    even = np.arange(m) % 2 == 0
+    subsets = [even, ~even, *(np.arange(m) != b for b in range(m))]
+    first, second, *left = thread_map(jobs)(partial(_axes_of, sums, k), subsets)
+    shares: list[dict[str, Any]] = []
+    agreements: list[dict[str, Any]] = []
+    for i in range(k):
+        about = {"component": i + 1, "n_examples": axes.n}
+        without = np.array([np.nan if one is None else one.shares[i] for one in left])
+        a, b = (np.nan if one is None else float(one.shares[i]) for one in (first, second))
+        cells = jackknife_cells(
+            float(axes.shares[i]), without if m > 1 else without[:0], n_images, SHARE
+        )
+        shares.append({**about, "metric": OF_AXES[0], "half_a": a, "half_b": b, **cells})
+        agreement = np.nan
+        if first is not None and second is not None and np.isfinite(axes.shares[i]):
+            agreement = abs(float(first.axes[i] @ second.axes[i]))
+        numbers = {"value": agreement, "n_images": n_images}
+        agreements.append({**about, "metric": OF_AXES[1], **numbers})
+    return shares + agreements
+
+
+def _axes_of(sums: Sequence[CovarianceSums], k: int, among: Mask) -> PrincipalAxes | None:
+    """Axes of the blocks in `among`; None if these have too few patches."""
+    chosen = [part for part, use in zip(sums, among, strict=True) if use]
+    if sum(part.n for part in chosen) < 2:
+        return None
+    return principal_axes(total(chosen), k)

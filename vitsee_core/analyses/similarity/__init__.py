@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 
 from vitsee_core.analyses.similarity import comparing, platonic
-from vitsee_core.analyses.similarity.common_neighbours import Cknna, MutualKnn
 from vitsee_core.analyses.similarity.comparing import Compared, compare_all, grams_of
-from vitsee_core.analyses.similarity.measure import Measure
+from vitsee_core.analyses.similarity.measure import Cknna, Measure, MutualKnn
 from vitsee_core.analyses.similarity.products import Cka, Gulp, Procrustes, RidgeR2, Rsa, Svcca
 from vitsee_core.figures.heatmaps import Panel, describe_scope, draw_heatmaps
 from vitsee_core.figures.panels import handles_of, legend_below, panels

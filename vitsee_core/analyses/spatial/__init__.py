@@ -4,7 +4,7 @@ Per image, then means over images, as in `spatial.structure`: `lds`, `cds`, `lds
 `cds_scaled`, `rmsc`, `mean_cos`, with masks `srss`, `fourier_high`, `fourier_radial`. Over all
 images, as in `spatial.shares`: `share_image`, `share_position`, `share_rest` with what
 noise would give (`null`). Of clips all that is per image is the mean over the clip's frames, and
-time comes beside it, as in `spatial.slowness`: `next_cos`, `next_other_cos`, `slowness`,
+time comes beside it, as in `structure`: `next_cos`, `next_other_cos`, `slowness`,
 `any_frame_cos`, and over all clips `other_clip_cos`.
 
 How well a model's features guide image generation follows LDS, CDS, SRSS and RMSC (|r| > 0.85) and
@@ -24,22 +24,20 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from vitsee_core.analyses.spatial.slowness import (
+from vitsee_core.analyses.spatial.structure import (
+    COSINES,
     IN_TIME,
     NEXT,
     OF_ALL,
     PER_CLIP,
-    ClipSums,
-    clip_cosines,
-    units_of,
-)
-from vitsee_core.analyses.spatial.structure import (
-    COSINES,
     SHARES,
+    ClipSums,
     ImageStructure,
     TokenSums,
+    clip_cosines,
     frequencies,
     image_structure,
+    units_of,
 )
 from vitsee_core.figures.curve_looks import site_kind
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
