@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from vitsee_core.analyses.probe import responses
-from vitsee_core.analyses.probe.draws import check_classes, draw_images, split_rows
 from vitsee_core.analyses.probe.figure import plot
 from vitsee_core.analyses.probe.fit import Task
 from vitsee_core.analyses.probe.response_run import OF_RESPONSES, refuse_of_classes, run_responses
@@ -49,12 +48,15 @@ from vitsee_core.analyses.probe.settings import (
     SEEDS,
     SOLVERS,
     Settings,
+    Training,
+    check_classes,
     choose_settings,
     choose_training,
+    draw_images,
     parse_intercept,
     parse_l2,
+    split_rows,
 )
-from vitsee_core.analyses.probe.sgd import Training
 from vitsee_core.features import SiteFeatures, compared, require_comparable
 from vitsee_core.labels.labelled_rows import (
     ALLOW_SHARED,

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.analyses.probe.draws import Draw
+from vitsee_core.analyses.probe.settings import Draw
 from vitsee_core.features import SiteFeatures
 from vitsee_core.kernels.l2_choice import GRID, HeldOut, LeaveOneOut
 from vitsee_core.kernels.ridge import (

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.analyses.probe.draws import HELD_OUT
 from vitsee_core.analyses.probe.responses import (
     SPLITS,
     Responses,
@@ -26,6 +25,7 @@ from vitsee_core.analyses.probe.responses import (
     reliability,
 )
 from vitsee_core.analyses.probe.score import each_selection
+from vitsee_core.analyses.probe.settings import HELD_OUT
 from vitsee_core.features import SiteFeatures, choose_features, compared
 from vitsee_core.kernels.l2_choice import GRID
 from vitsee_core.kernels.ridge import Algebra, Factors

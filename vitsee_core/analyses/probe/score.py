@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.analyses.probe.draws import Draw
 from vitsee_core.analyses.probe.fit import (
     ConcatenatedTokens,
     Fitted,
@@ -23,6 +22,7 @@ from vitsee_core.analyses.probe.fit import (
     probe_concatenated,
     token_bytes,
 )
+from vitsee_core.analyses.probe.settings import Draw
 from vitsee_core.analyses.probe.sgd import Training, fit_sgd
 from vitsee_core.features import SiteFeatures, check_alike
 from vitsee_core.kernels.l2_choice import GRID

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.analyses.probe.draws import Draw
 from vitsee_core.analyses.probe.fit import Fitted, Source, Task, union
+from vitsee_core.analyses.probe.settings import MOMENTUM, Draw, Training
 from vitsee_core.kernels.ridge import Linear
 from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import VitseeError
@@ -27,27 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 
-MOMENTUM, NORM_EPSILON = 0.9, 1e-6
-
-
-@dataclass(frozen=True)
-class Training:
-    """Epochs, learning rate for 256 images, images per step, whether features are batch-normalised,
-    and the torch device."""
-
-    epochs: int = 20
-    lr: float = 0.1
-    batch: int = 1024
-    batch_norm: bool = False
-    device: str = "cpu"
-
-    def describe(self) -> str:
-        norm = "batch-normalised features" if self.batch_norm else "features as they are"
-        return (
-            f"SGD on {norm}: {self.epochs} epochs, batches of {self.batch}, cross-entropy, "
-            f"momentum {MOMENTUM}, no weight decay, learning rate {self.lr:g} x batch / 256 "
-            "falling to 0 along a cosine"
-        )
+NORM_EPSILON = 1e-6
 
 
 def train_linear(
