@@ -19,9 +19,9 @@ from tests.stores import write_sites
 from tests.tables import having
 from vitsee_cli.main import main
 from vitsee_core.analyses.dense_probe import COLUMNS, plot, run
+from vitsee_core.analyses.dense_probe.linear import PixelSums, Solutions
 from vitsee_core.analyses.dense_probe.metrics import accuracy, class_ious, counted, mean_iou
 from vitsee_core.analyses.dense_probe.pixels import CellSums, Pixels, labelled_pixels, near_boundary
-from vitsee_core.analyses.dense_probe.ridge import PixelSums, Solutions
 from vitsee_core.images.placement import Placement
 from vitsee_core.masks.class_maps import IGNORED
 from vitsee_core.tables.results import Table

@@ -25,15 +25,12 @@ from vitsee_core.analyses.dense_probe import plot, run
 from vitsee_core.analyses.dense_probe.bank import (
     RARE,
     Bank,
-    Scaling,
     Search,
-    Targets,
     choose_neighbours,
     chosen_cells,
-    cross_entropy,
-    fit,
     most_votes,
 )
+from vitsee_core.analyses.dense_probe.linear import Scaling, Targets, cross_entropy, fit
 from vitsee_core.analyses.dense_probe.options import TEMPERATURE, choose_solver
 from vitsee_core.analyses.dense_probe.pixels import cell_pixels
 from vitsee_core.masks.class_maps import IGNORED

@@ -38,8 +38,13 @@ import polars as pl
 from vitsee_core.analyses.dense_probe import options
 from vitsee_core.analyses.dense_probe.metrics import METHOD, METRICS, Depth, Segmentation, Task
 from vitsee_core.analyses.dense_probe.options import CHOOSE, choose_solver, differences
-from vitsee_core.analyses.dense_probe.results import PairOfStores, Settings
-from vitsee_core.analyses.dense_probe.work import Images, pairs, pairs_of_untrained
+from vitsee_core.analyses.dense_probe.results import (
+    PairOfStores,
+    Settings,
+    pairs,
+    pairs_of_untrained,
+)
+from vitsee_core.analyses.dense_probe.work import Images
 from vitsee_core.features import compared
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves

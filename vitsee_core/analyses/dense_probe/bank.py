@@ -15,27 +15,20 @@ where none has a depth there.
 
 The number of neighbours and the distance are chosen by the patches of held-out training images.
 
-`logistic`: multinomial logistic regression of patches on their shares of classes,
-
-    min over W, b of  sum_p w_p CE(P_p, softmax(W' z_p + b)) / sum_p w_p + l2 / 2 |W|^2
-
-with P_p the shares of classes among the pixels of patch p that have one, and w_p how many these
-are: the cross-entropy of every pixel, were each given the scores of its patch. Features z are
-scaled to mean 0 and standard deviation 1 over the training patches. By L-BFGS, each l2 from the
-weights of the next larger one; l2 is chosen by the cross-entropy of held-out images. It is the
-analysis's `l2_relative` (the mean variance of a feature is 1 here): 1 / (l2 n) is scikit-learn's C.
+`logistic`: the regression of `linear`, on the patches of the bank.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.analyses.dense_probe.linear import Scaling, Targets, choose_l2, fit, linear_scores
 from vitsee_core.analyses.dense_probe.metrics import counted, mean_iou
 from vitsee_core.analyses.dense_probe.options import (
     COSINE,
@@ -50,7 +43,6 @@ from vitsee_core.analyses.dense_probe.pixels import (
     ClassHead,
     Head,
     Labels,
-    LinearScores,
     Pixels,
     Places,
     count_places,
@@ -176,29 +168,6 @@ ROWS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
-class Scaling:
-    """The numbers (dim,) that are subtracted from features, and the factors that follow."""
-
-    mean: Float
-    factor: Float
-
-    @classmethod
-    def none(cls, dim: int) -> Scaling:
-        """The scaling that leaves features as they are."""
-        return cls(np.zeros(dim), np.ones(dim))
-
-    @classmethod
-    def of(cls, tokens: Float32) -> Scaling:
-        """The scaling to mean 0 and standard deviation 1 over tokens (n, dim); constant
-        features become 0."""
-        mean, std = tokens.mean(0, dtype=np.float64), tokens.std(0, dtype=np.float64)
-        return cls(mean, np.divide(1, std, out=np.zeros_like(std), where=std > 0))
-
-    def __call__(self, tokens: Float | Float32) -> Float:
-        return (tokens - self.mean) * self.factor
-
-
-@dataclass(frozen=True)
 class Search:
     """A search among the scaled patches of a bank, `rows` (n, dim), computed on `device`."""
 
@@ -316,78 +285,6 @@ def mean_depths(depths: Float32) -> Float32:
     n, sums = there.sum(1), known.sum(1)
     whole = (sums.sum(1) / n.sum(1))[:, None]
     return np.where(n > 0, sums / np.maximum(n, 1), whole).astype(np.float32)
-
-
-TOLERANCE, ITERATIONS = 1e-9, 1000
-
-
-@dataclass(frozen=True)
-class Targets:
-    """Patches to fit: scaled features (n, dim), shares (n, classes) of each patch's pixels, which
-    add up to 1, and weights (n,) of the patches, which add up to 1."""
-
-    z: Float
-    shares: Float
-    weights: Float
-
-    @classmethod
-    def of(cls, z: Float, counts: Float) -> Targets:
-        """The targets from the number of pixels of each class in each patch, (n, classes); patches
-        without any are left out."""
-        n = counts.sum(1)
-        kept = n > 0
-        return cls(z[kept], counts[kept] / n[kept, None], n[kept] / max(n.sum(), 1))
-
-
-def fit(targets: Targets, l2s: Sequence[float]) -> dict[float, Float]:
-    """The weights at each l2, (dim + 1, classes) with the intercept last."""
-    from scipy.optimize import minimize
-
-    shape = targets.z.shape[1] + 1, targets.shares.shape[1]
-    start, found = np.zeros(shape), {}
-    for l2 in sorted(l2s, reverse=True):
-        result = minimize(
-            _loss, start.ravel(), (targets, l2), "L-BFGS-B", jac=True,
-            options={"maxiter": ITERATIONS, "ftol": 0, "gtol": TOLERANCE, "maxls": 50},
-        )  # fmt: skip
-        start = result.x.reshape(shape)
-        found[l2] = start
-    return found
-
-
-def cross_entropy(targets: Targets, weights: Float) -> float:
-    """The mean cross-entropy per pixel, without the penalty."""
-    logs, _ = _log_softmax(targets.z @ weights[:-1] + weights[-1])
-    return -float(np.einsum("n,nc,nc->", targets.weights, targets.shares, logs))
-
-
-def choose_l2(fitted: Targets, held_out: Targets, l2s: Sequence[float]) -> float:
-    """The l2 with the least cross-entropy on held-out pixels, the largest of several."""
-    found = fit(fitted, l2s)
-    return min(l2s, key=lambda l2: (cross_entropy(held_out, found[l2]), -l2))
-
-
-def linear_scores(weights: Float, scaling: Scaling) -> LinearScores:
-    """The scores of classes as a linear function of features as they are stored."""
-    own = weights[:-1] * scaling.factor[:, None]
-    return LinearScores(own, weights[-1] - scaling.mean @ own)
-
-
-def _loss(flat: Float, targets: Targets, l2: float) -> tuple[float, Float]:
-    weights = flat.reshape(-1, targets.shares.shape[1])
-    logs, shares = _log_softmax(targets.z @ weights[:-1] + weights[-1])
-    value = -float(np.einsum("n,nc,nc->", targets.weights, targets.shares, logs))
-    off = targets.weights[:, None] * (shares - targets.shares)
-    gradient = np.concatenate([targets.z.T @ off + l2 * weights[:-1], off.sum(0)[None]])
-    return value + l2 / 2 * float((weights[:-1] ** 2).sum()), gradient.ravel()
-
-
-def _log_softmax(scores: Float) -> tuple[Float, Float]:
-    """The logarithm of the softmax, and the softmax."""
-    apart = scores - scores.max(1, keepdims=True)
-    powers = np.exp(apart)
-    sums = powers.sum(1, keepdims=True)
-    return apart - np.log(sums), powers / sums
 
 
 log = logging.getLogger(__name__)

@@ -1,5 +1,6 @@
 """The probes of one pair of stores: trained, scored in one pass over the tokens of test images, and
-turned into rows; and small pictures of test images.
+turned into rows; before them which images train and which test, after them small pictures of test
+images.
 
 Pictures show an image beside its label, prediction and error, and go into the sidecar.
 """
@@ -10,6 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,10 +19,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitsee_core.analyses.dense_probe.bank import train_from_bank
+from vitsee_core.analyses.dense_probe.linear import train_ridge
 from vitsee_core.analyses.dense_probe.metrics import CLOSE, Tally, Task
 from vitsee_core.analyses.dense_probe.options import BATCH, RIDGE, SGD, Solver
 from vitsee_core.analyses.dense_probe.pixels import Head, Labels, Pixels, has_label, labelled_pixels
-from vitsee_core.analyses.dense_probe.ridge import train_ridge
 from vitsee_core.analyses.dense_probe.work import (
     HeadKey,
     Images,
@@ -29,21 +31,105 @@ from vitsee_core.analyses.dense_probe.work import (
     Sums,
     Trained,
     counted_rows,
+    drawn,
     probed,
 )
+from vitsee_core.features import require_comparable
 from vitsee_core.images.embedded_pictures import encode
+from vitsee_core.images.errors import DataError
+from vitsee_core.images.only import named_only
 from vitsee_core.images.placement import place
+from vitsee_core.labels.labelled_rows import in_split
 from vitsee_core.masks.class_maps import IGNORED, ClassMap
 from vitsee_core.models.provenance import Pictures
 from vitsee_core.patch_maps.views import grid_sites
+from vitsee_core.runtime.streaming import Rows
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.tables.columns import site_columns
-from vitsee_core.types import Float
+from vitsee_core.types import Float, Mask
+from vitsee_stores import Store, open_store
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from vitsee_core.runtime.execution import Execution
     from vitsee_stores import Slab
+
+
+def pairs(
+    train: Store,
+    tests: Sequence[Store],
+    split: str | None,
+    holdout: float | None,
+    execution: Execution,
+) -> list[tuple[Images, Images]]:
+    """The images that train and those that test, for each store that tests."""
+    if not tests:
+        ours, theirs = split_images(train, execution, split, holdout)
+        return [((train, ours), (train, theirs))]
+    require_comparable(train, tests)
+    ours = execution.rows(train)
+    return [((train, ours), (test, execution.rows(test))) for test in tests]
+
+
+def pairs_of_untrained(
+    places: Sequence[Path],
+    n_tests: int,
+    split: str | None,
+    holdout: float | None,
+    execution: Execution,
+) -> list[tuple[Images, Images]]:
+    """The same as `pairs`, for the stores of an untrained model.
+
+    Raises:
+        VitseeError: their number differs from that of the trained model's stores.
+    """
+    if not places:
+        return []
+    if len(places) != 1 + n_tests:
+        raise VitseeError(
+            f"--untrained was given {len(places)} times; expected {1 + n_tests}: the stores of a "
+            f"model with random weights for {'TRAIN and each TEST' if n_tests else 'the store'}, "
+            "in this order"
+        )
+    first, *others = [open_store(place) for place in places]
+    return pairs(first, others, split, holdout, execution)
+
+
+def split_images(
+    store: Store, execution: Execution, split: str | None, holdout: float | None
+) -> tuple[Rows, Rows]:
+    """The images of one store that train, and those that test: those of a split of its data, or in
+    the list of a file; or a share that is held out, drawn over the data set's own order.
+
+    Raises:
+        VitseeError: no such split, or nothing is left to train or to test.
+    """
+    rows = execution.rows(store)
+    if split is not None:
+        tested, how = _named(store, split), f"of split {split}"
+    else:
+        assert holdout is not None
+        tested = drawn(store, rows.mask, holdout, (execution.seed, 2))
+        how = f"{holdout:g} held out with seed {execution.seed}"
+    parts = rows.mask & ~tested, rows.mask & tested
+    for mask, use in zip(parts, ("train", "test"), strict=True):
+        if not (mask & store.valid).any():
+            raise VitseeError(f"{store.label}: no image is left to {use} ({rows.how}, {how})")
+    return tuple(  # type: ignore[return-value]
+        replace(rows, mask=mask, n_invalid=int((mask & ~store.valid).sum()), how=f"{use} {how}")
+        for mask, use in zip(parts, ("not", "those"), strict=True)
+    )
+
+
+def _named(store: Store, split: str) -> Mask:
+    """A mask (images,) of those in a split, or in the list of a file."""
+    if not Path(split).is_file():
+        return in_split(store, split)
+    try:
+        return named_only(Path(split), store.samples.id.tolist(), store.label)
+    except DataError as error:
+        raise VitseeError(str(error)) from None
+
 
 log = logging.getLogger(__name__)
 UNTRAINED = "untrained"

@@ -29,10 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from vitsee_core.analyses.dense_probe.linear import count_truth
 from vitsee_core.analyses.dense_probe.metrics import Depth
 from vitsee_core.analyses.dense_probe.options import BATCH, Solver
 from vitsee_core.analyses.dense_probe.pixels import Head, LinearScores, Pixels, Scores
-from vitsee_core.analyses.dense_probe.ridge import count_truth
 from vitsee_core.analyses.dense_probe.work import (
     HeadKey,
     Part,

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import numpy as np
@@ -21,11 +20,9 @@ from numpy.typing import NDArray
 from vitsee_core.analyses.dense_probe import pixels
 from vitsee_core.analyses.dense_probe.metrics import Task
 from vitsee_core.analyses.dense_probe.pixels import Head, Labels, Pixels, PlaceSums, nothing
-from vitsee_core.features import SiteFeatures, check_alike, choose_features, require_comparable
+from vitsee_core.features import SiteFeatures, check_alike, choose_features
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.only import named_only
 from vitsee_core.images.placement import place
-from vitsee_core.labels.labelled_rows import in_split
 from vitsee_core.masks.class_maps import ClassMaps
 from vitsee_core.masks.depth_maps import DepthMaps
 from vitsee_core.masks.mask_truth import cut_to_image, match_rows
@@ -33,7 +30,7 @@ from vitsee_core.runtime.lanes import n_lanes
 from vitsee_core.runtime.one_thread import one_blas_thread
 from vitsee_core.runtime.streaming import A, Rows
 from vitsee_core.types import Float32, Mask
-from vitsee_stores import Store, open_store
+from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 
 if TYPE_CHECKING:
@@ -48,82 +45,6 @@ EIGEN_PART = np.s_[45:471, 41:601]
 Images = tuple[Store, Rows]
 
 log = logging.getLogger(__name__)
-
-
-def pairs(
-    train: Store,
-    tests: Sequence[Store],
-    split: str | None,
-    holdout: float | None,
-    execution: Execution,
-) -> list[tuple[Images, Images]]:
-    """The images that train and those that test, for each store that tests."""
-    if not tests:
-        ours, theirs = split_images(train, execution, split, holdout)
-        return [((train, ours), (train, theirs))]
-    require_comparable(train, tests)
-    ours = execution.rows(train)
-    return [((train, ours), (test, execution.rows(test))) for test in tests]
-
-
-def pairs_of_untrained(
-    places: Sequence[Path],
-    n_tests: int,
-    split: str | None,
-    holdout: float | None,
-    execution: Execution,
-) -> list[tuple[Images, Images]]:
-    """The same as `pairs`, for the stores of an untrained model.
-
-    Raises:
-        VitseeError: their number differs from that of the trained model's stores.
-    """
-    if not places:
-        return []
-    if len(places) != 1 + n_tests:
-        raise VitseeError(
-            f"--untrained was given {len(places)} times; expected {1 + n_tests}: the stores of a "
-            f"model with random weights for {'TRAIN and each TEST' if n_tests else 'the store'}, "
-            "in this order"
-        )
-    first, *others = [open_store(place) for place in places]
-    return pairs(first, others, split, holdout, execution)
-
-
-def split_images(
-    store: Store, execution: Execution, split: str | None, holdout: float | None
-) -> tuple[Rows, Rows]:
-    """The images of one store that train, and those that test: those of a split of its data, or in
-    the list of a file; or a share that is held out, drawn over the data set's own order.
-
-    Raises:
-        VitseeError: no such split, or nothing is left to train or to test.
-    """
-    rows = execution.rows(store)
-    if split is not None:
-        tested, how = _named(store, split), f"of split {split}"
-    else:
-        assert holdout is not None
-        tested = drawn(store, rows.mask, holdout, (execution.seed, 2))
-        how = f"{holdout:g} held out with seed {execution.seed}"
-    parts = rows.mask & ~tested, rows.mask & tested
-    for mask, use in zip(parts, ("train", "test"), strict=True):
-        if not (mask & store.valid).any():
-            raise VitseeError(f"{store.label}: no image is left to {use} ({rows.how}, {how})")
-    return tuple(  # type: ignore[return-value]
-        replace(rows, mask=mask, n_invalid=int((mask & ~store.valid).sum()), how=f"{use} {how}")
-        for mask, use in zip(parts, ("not", "those"), strict=True)
-    )
-
-
-def _named(store: Store, split: str) -> Mask:
-    """A mask (images,) of those in a split, or in the list of a file."""
-    if not Path(split).is_file():
-        return in_split(store, split)
-    try:
-        return named_only(Path(split), store.samples.id.tolist(), store.label)
-    except DataError as error:
-        raise VitseeError(str(error)) from None
 
 
 def drawn(store: Store, among: Mask, share: float, seed: tuple[int, ...]) -> Mask:
