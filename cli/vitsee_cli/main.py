@@ -38,7 +38,7 @@ PATH_ERRNOS = frozenset(
 class CommandGroup(click.Group):
     """A group whose commands are the analyses, and the files of `vitsee_cli.commands`.
 
-    `vitsee_core/analyses/attn_dist.py` is `vitsee attn-dist`, see `signature`; `commands/info.py`
+    `vitsee_core/analyses/knn.py` is `vitsee knn`, see `signature`; `commands/info.py`
     holds the click command `command`. `QUESTION` of either is the heading of the help that lists
     it. Other packages add analyses, see `vitsee_core.runtime.registry`. Every command also takes
     the group's -v and -q.

@@ -31,21 +31,11 @@ if TYPE_CHECKING:
 
 
 METRICS = ("distance_px", "distance_px_raw", "distance_unit", "distance_relative")
-
-
 SECONDS = "distance_seconds"
-
-
 IN_TIME = ("distance_frames", SECONDS, "frame_mass")  # of clips
-
-
 # Two lowest and two highest blocks: cold and warm, the outermost darker.
 SHADES = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00")
-
-
 MOST_SORTED = 6  # stores, of whose blocks the sorted heads are drawn, too
-
-
 ENDS = ("first block", "second block", "last block but one", "last block")
 
 

@@ -34,25 +34,13 @@ if TYPE_CHECKING:
 
 
 AGREEMENT = ("same_type_thresholds", "same_type_slabs")
-
-
 TIME_TINTS = dict(
     zip((*TIME_TYPES, UNDEFINED), ("#BDBDBD", *COLOURS[:5], "#777777", "#EEEEEE"), strict=True)
 )
-
-
 TINTS = dict(zip((*TYPES, UNDEFINED), (*COLOURS[:5], "#BDBDBD", "#EEEEEE"), strict=True))
-
-
 _COUNTS = Grid(1, widest=60, height=11)
-
-
 _TIME_EXAMPLES = Grid(len(TIME_TYPES), width=10, widest=12, height=12, most=len(TIME_TYPES))
-
-
 _EXAMPLES = Grid(len(TYPES), width=10.5, widest=13, height=14, most=len(TYPES))
-
-
 UNSTEADY = "changes type when a threshold moves by x 0.8 or x 1.25"
 
 
