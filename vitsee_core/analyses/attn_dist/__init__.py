@@ -65,7 +65,7 @@ from vitsee_stores.errors import MissingInput
 if TYPE_CHECKING:
     from vitsee_stores import Slab, Store
 
-__all__ = ["plot", "run"]
+__all__ = ["IN_TIME", "METRICS", "plot", "run"]
 
 log = logging.getLogger(__name__)
 

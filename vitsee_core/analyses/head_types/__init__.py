@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from vitsee_stores import Store
     from vitsee_stores.plan import Clip
 
-__all__ = ["plot", "run"]
+__all__ = ["AGREEMENT", "plot", "run"]
 
 log = logging.getLogger(__name__)
 

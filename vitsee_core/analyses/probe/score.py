@@ -22,8 +22,8 @@ from vitsee_core.analyses.probe.fit import (
     probe_concatenated,
     token_bytes,
 )
-from vitsee_core.analyses.probe.settings import Draw
-from vitsee_core.analyses.probe.sgd import Training, fit_sgd
+from vitsee_core.analyses.probe.settings import Draw, Training
+from vitsee_core.analyses.probe.sgd import fit_sgd
 from vitsee_core.features import SiteFeatures, check_alike
 from vitsee_core.kernels.l2_choice import GRID
 from vitsee_core.labels.labelled_rows import LabelledRows
