@@ -30,18 +30,21 @@ from tests.clip_stores import (
     write_clips,
 )
 from tests.printed_text import flaws
-from tests.stores import write_residuals, write_sites
+from tests.stores import write, write_residuals, write_sites
 from vitsee_core.analyses import attn_map, concepts, cosine_map, normratio, norms, pca
 from vitsee_core.analyses.norms.stream_norms import neighbour_cosines
 from vitsee_core.attention.head_maps import per_query
+from vitsee_core.attention.heads import StoredAttention, even_shares
 from vitsee_core.figures.clip_strips import Moment
+from vitsee_core.figures.head_tiles import tile_table
 from vitsee_core.figures.panels import drawn_for
 from vitsee_core.images.embedded_pictures import decode
 from vitsee_core.patch_maps.photos import evenly_with
 from vitsee_core.patch_maps.views import View
 from vitsee_core.tables.results import Table
+from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, SiteError
-from vitsee_stores.layout import TokenLayout
+from vitsee_stores.layout import AttentionGroup, StorePlan, TokenLayout, arrays
 
 Array = NDArray[Any]
 MAP = (TIMES, SIDE, SIDE)
@@ -378,3 +381,85 @@ def test_concepts_are_shown_in_their_frames(tmp_path: Path) -> None:
     figure = concepts.plot(concepts.run(store, k=2, method="kmeans"))
     shown = [axes.get_images()[0].get_array() for axes in figure.axes if axes.get_images()]
     assert all(np.ptp(np.asarray(pixels)) > 0 for pixels in shown) and len(shown) == 2 * N
+
+
+# ---------------------------------------------------------------- two attentions of a block
+
+
+def divided(path: Path, cls: float) -> Store:
+    """A block with attention over time at a place, spread evenly, and attention within a frame,
+    where the class token gets this share of each query's, and the patches the rest, evenly."""
+    cells, times = SIDE * SIDE, TIMES
+    with_cls = dataclasses.replace(LAYOUT, prefix=("cls",))
+    groups = (
+        AttentionGroup("", ("blocks.0.time",), (2,), LAYOUT, (times, 1, 1)),
+        AttentionGroup("space", ("blocks.0.space",), (2,), with_cls, (1, SIDE, SIDE)),
+    )
+    places = tuple((group.blocks[0], 0, 0.0) for group in groups)
+    plan = StorePlan(
+        N, 2, "none", (), groups, "rows", places=places, clip=CLIP, inputs=(3, *[CELL * SIDE] * 2)
+    )
+    n = cells * times
+    time = np.full((N, 1, 2, n), 1 / n)
+    space = np.concatenate([np.full((N, 1, 2, 1), cls), np.full((N, 1, 2, n), (1 - cls) / n)], -1)
+    values = {"input": square_pixels()}
+    for group, received in zip(groups, (time, space), strict=True):
+        values |= {
+            f"{group.folder}received": received,
+            f"{group.folder}received_rows": received,
+            f"{group.folder}received_max": received.max(-1),
+            f"{group.folder}received_argmax": received.argmax(-1),
+            f"{group.folder}entropy": np.full((N, 1, 2), 1.0 + len(group.layout.prefix)),
+            f"{group.folder}aligned": np.full((N, 1, 2, 2 * SIDE - 1, 2 * SIDE - 1), 1 / 49),
+        }
+    there = arrays(plan)
+    kept = {name: own for name, own in values.items() if name in there}
+    return write(path, plan, kept, ids=[f"clip{i}.mp4" for i in range(N)])
+
+
+def test_a_token_that_all_windows_see_is_a_sink_above_its_even_share(tmp_path: Path) -> None:
+    """Even attention within a frame of 16 cells gives the class token 1/17, not 1/65: a score of
+    1, as each cell's is, which gets 16/17 of 64."""
+    for cls, score in ((1 / 17, 1.0), (10.5 / 17, 10.5)):
+        store = divided(tmp_path / f"{score}.zarr", cls)
+        table = attn_map.run(store, kind="sink")
+        most = table.frame.filter(metric="sink_max")
+        assert most["value"].to_list() == pytest.approx([1, 1, score, score], rel=1e-3)
+        shares = table.frame.filter(metric="sink_share", token="cls")
+        assert shares["value"].to_list() == [float(score > 10)] * 2
+        typical = table.frame.filter(metric="sink_median", site="blocks.0.space")
+        rest = (1 - cls) / 64 / (16 / 17 / 64)
+        assert typical["value"].to_list() == pytest.approx([rest] * 2, rel=1e-3)
+        attn_map.plot(table)
+
+
+@pytest.mark.parametrize("grid", [(3, 4), (5, 5)])
+def test_even_shares_against_loops(tmp_path: Path, grid: tuple[int, int]) -> None:
+    layout = TokenLayout(("cls", "reg0"), grid, frames=3, stride_frames=1.0)
+    block = StoredAttention("b", 0, 0.0, layout, "", 0, 1, (2, 3), 2)
+    cells = list(np.ndindex(3, *grid))
+    found = np.zeros(2 + len(cells))
+    for q in cells:
+        seen = [
+            k
+            for k in cells
+            if (k[0] // 2, k[1] // 2, k[2] // 3) == (q[0] // 2, q[1] // 2, q[2] // 3)
+        ]
+        for key in (0, 1, *(2 + cells.index(k) for k in seen)):
+            found[key] += 1 / (2 + len(seen)) / len(cells)
+    assert even_shares(block) == pytest.approx(found, rel=1e-12)
+
+
+def test_both_attentions_of_a_block_are_drawn(tmp_path: Path) -> None:
+    """Neither takes the other's place in the maps and pictures."""
+    store = divided(tmp_path / "s.zarr", 1 / 17)
+    table = attn_map.run(store, kind="aligned")
+    (tiles,) = tile_table(table.frame)
+    assert tiles.row_labels == ["block 0, time", "block 0, space"] and len(tiles.maps) == 4
+    attn_map.plot(table)
+    figure = attn_map.plot(attn_map.run(store, kind="entropy"))
+    left, right = figure.axes[:2]
+    (image,) = right.get_images()
+    assert np.asarray(image.get_array()).tolist() == [[1, 1], [2, 2]]
+    assert [text.get_text() for text in left.get_xticklabels()] == ["0 time", "0 space"]
+    assert [text.get_text() for text in right.get_yticklabels()] == ["0 time", "0 space"]

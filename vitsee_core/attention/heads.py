@@ -165,6 +165,22 @@ def keys_seen(block: StoredAttention) -> float:
     return seen * sum(n * a**2 for (a, _), n in in_time.items()) / layout.n_body
 
 
+def even_shares(block: StoredAttention) -> NDArray[np.float64]:
+    """(tokens,) the attention that each token gets, the mean over spatial queries, where every
+    query spreads its own evenly over what it sees: 1 / tokens without windows. Prefix tokens are
+    seen from all windows."""
+    layout, n_prefix = block.layout, block.layout.n_prefix
+    body = layout.frames or 1, *(layout.grid or (1, layout.n_body))
+    sides = block.times or body[0], *(block.window or body[1:])
+    lengths = [
+        np.array([min(side, n - i // side * side) for i in range(n)])
+        for n, side in zip(body, sides, strict=True)
+    ]
+    seen = np.einsum("t,r,c->trc", *lengths).ravel()
+    each = 1 / (seen + n_prefix)
+    return np.concatenate([np.full(n_prefix, each.mean()), seen * each / len(seen)])
+
+
 def with_windows(table: Table, members: Iterable[tuple[Store, Sequence[StoredAttention]]]) -> Table:
     """The table of blocks of stores with the column `window` ("8 x 8", null where a query sees all
     keys) and the note of that name, where any block has windows; else as it is."""

@@ -188,7 +188,12 @@ class ClipSheet:
             at += tall + GAP
         before = None
         for strip in line.strips:
-            name = "\n".join(shorten(part, int(NAMES / 0.56)) for part in strip.title.split("\n"))
+            most = int(NAMES / 0.56)
+            parts = [  # `block 3, time` is too long for a line
+                part for line in strip.title.split("\n")
+                for part in (line.split(", ") if len(line) > most else [line])
+            ]  # fmt: skip
+            name = "\n".join(shorten(part, most) for part in parts)
             text(start - 0.6, at + tall / 2, name, ha="right")
             if several and strip.store != before:
                 below = sum(other.store == strip.store for other in line.strips)

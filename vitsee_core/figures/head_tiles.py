@@ -66,10 +66,11 @@ class Tiles:
 def cut_maps(rows: pl.DataFrame) -> Iterator[tuple[int, int, str, Float]]:
     """(depth, head, site, map) of each head of a table with columns row and col, by depth and head;
     a row without a head counts as head 0. The cells of a map are in the table once each."""
-    ordered = rows.with_columns(pl.col("head").fill_null(0)).sort("depth", "head", "row", "col")
-    for (depth, head), own in ordered.group_by("depth", "head", maintain_order=True):
+    filled = rows.with_columns(pl.col("head").fill_null(0))
+    ordered = filled.sort("depth", "head", "row", "col", maintain_order=True)
+    for (depth, site, head), own in ordered.group_by("depth", "site", "head", maintain_order=True):
         height = own["row"].n_unique()
-        yield depth, head, own["site"][0], own["value"].to_numpy().reshape(height, -1)
+        yield depth, head, str(site), own["value"].to_numpy().reshape(height, -1)
 
 
 Convert = Callable[[Float, tuple[int, int] | None], Float]
@@ -84,16 +85,15 @@ def tile_table(rows: pl.DataFrame, convert: Convert | None = None) -> list[Tiles
         by_size.setdefault(entry[-1].shape, []).append(entry)
     found = []
     for entries in by_size.values():
-        layers = list(dict.fromkeys(entry[0] for entry in entries))
+        layers = list(dict.fromkeys(site for _, _, site, _ in entries))
         heads = sorted({entry[1] for entry in entries})
-        sites = {layer: site for layer, _, site, _ in entries}
         maps = {
-            (layers.index(layer), heads.index(h)): convert(values, window_of(windows.get(site)))
+            (layers.index(site), heads.index(h)): convert(values, window_of(windows.get(site)))
             if convert
             else values
-            for layer, h, site, values in entries
+            for _, h, site, values in entries
         }
-        labels = [shorten(site_words(sites[layer]), 18) for layer in layers]
+        labels = [shorten(site_words(site), 18) for site in layers]
         found.append(Tiles(maps, labels, [str(h) for h in heads]))
     return sorted(found, key=lambda tiles: -np.prod(tiles.size))
 

@@ -8,13 +8,43 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+import polars as pl
+
+from vitsee_core.figures.plotting import integer_ticks
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import PARTS, site_words
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.axis import XAxis, YAxis
 
 STEPS = (1, 2, 4, 5, 10, 20, 25, 50, 100, 200)
+
+
+def one_place_a_layer(rows: pl.DataFrame) -> tuple[pl.DataFrame, dict[int, str]]:
+    """The rows of a store, whose blocks may have several attentions (of clips over time and within
+    a frame): `depth` then counts these. Beside them the name of each depth: `3`, or `3 time`."""
+    layers = rows.select("depth", "site").unique(maintain_order=True)
+    layers = layers.sort("depth", maintain_order=True)
+    if layers["depth"].is_unique().all():
+        return rows, {depth: str(depth) for depth in layers["depth"]}
+    places = {str(site): place for place, site in enumerate(layers["site"])}
+    names = [f"{depth} {str(site).rpartition('.')[2]}" for depth, site in layers.rows()]
+    depth = pl.col("site").cast(pl.String).replace_strict(places, return_dtype=pl.Int64)
+    return rows.with_columns(depth=depth), dict(enumerate(names))
+
+
+def layer_ticks(axes: Axes, names: Mapping[int, str], limit: int = 9) -> None:
+    """Label the x axis with the depths of `one_place_a_layer`, by their names where these are
+    more than numbers."""
+    axes.set_xlabel("block")
+    if all(map(_is_number, names.values())):
+        integer_ticks(axes, [*names], limit)
+        return
+    # Of two attentions of a block the odd steps show both in turn.
+    step = next(step for step in (1, 3, 5, 7, 9, 15, 25, len(names)) if len(names) / step <= 14)
+    shown = list(names)[::step]
+    axes.set_xticks(shown, [names[place] for place in shown], rotation=90)
 
 
 @dataclass(frozen=True)

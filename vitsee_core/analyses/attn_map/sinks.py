@@ -5,7 +5,10 @@ For A (queries by keys) of one image and one head, T tokens, over spatial querie
 
     received_k = mean_q A[q, k]          score_k = T received_k
 
-so that a score is 1 on average over keys, 1 everywhere for even attention, and at most T.
+so that a score is 1 on average over keys, 1 everywhere for even attention, and at most T. Where
+queries see a window of patches and the class token (TimeSformer), even attention gives that token
+far more than 1 / T: score_k is then received_k over what even attention gives k, which needs
+`received_rows`.
 
 - `sink_max`: the largest score; `sink_median`: the median score over keys, what is left for an
   ordinary token (of stores that keep `received_rows`: extract --attention rows). Means over images.
@@ -32,12 +35,13 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from vitsee_core.attention.heads import StoredAttention
+from vitsee_core.attention.heads import StoredAttention, even_shares
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.head_tiles import NOT_FROM_ZERO, colour_range
 from vitsee_core.figures.log_ticks import plain_log_ticks
 from vitsee_core.figures.panels import colour_bar, em, handles_of, legend_below, note_count, panels
-from vitsee_core.figures.plotting import COLOURS, GREY, colour, ink, integer_ticks, reference_line
+from vitsee_core.figures.plotting import COLOURS, GREY, colour, ink, reference_line
+from vitsee_core.figures.site_axes import layer_ticks, one_place_a_layer
 from vitsee_core.runtime.progress import counting
 from vitsee_core.statistics.moments import SlabMoments, Summary
 from vitsee_core.statistics.shares import as_share
@@ -71,6 +75,7 @@ def draw_numbers(every_row: pl.DataFrame) -> Figure:
 
 def _draw_store(left: Axes, right: Axes, rows: pl.DataFrame) -> None:
     metric = rows["metric"][0]
+    rows, names = one_place_a_layer(rows)
     depths = rows["depth"].unique().sort().to_numpy()
     y = rows["value"].to_numpy()
     error = np.abs(np.stack([y - rows["low"].to_numpy(), rows["high"].to_numpy() - y]))
@@ -82,8 +87,7 @@ def _draw_store(left: Axes, right: Axes, rows: pl.DataFrame) -> None:
     }
     left.errorbar(beside_each_other(rows), y, yerr=np.nan_to_num(error), fmt="o", **look)
     draw_layer_means(left, rows)
-    integer_ticks(left, depths)
-    left.set_xlabel("block")
+    layer_ticks(left, names)
     left.set_ylabel(metric_words(metric))
     left.set_title(shorten(rows["store"][0], 24))
     note_count(left, rows)
@@ -97,7 +101,7 @@ def _draw_store(left: Axes, right: Axes, rows: pl.DataFrame) -> None:
     right.grid(False)
     most = 14
     shown = range(0, len(depths), -(-len(depths) // most))
-    right.set_yticks(shown, [str(depths[i]) for i in shown])
+    right.set_yticks(shown, [names[depths[i]] for i in shown])
     right.set_xticks(range(0, n_heads, -(-n_heads // most)))
     right.set_xlabel("head")
     right.set_ylabel("block")
@@ -151,7 +155,13 @@ def sink_rows(
         execution: resources.
     """
     layouts = {block.group: block.layout for block in blocks}
-    make = partial(SlabMoments, partial(_read, layouts))
+    by_frame = store.plan.clip is not None and store.plan.clip.by_frame
+    even = {
+        block.group: even_shares(block)
+        for block in blocks
+        if block.window_text is not None and block.layout.n_prefix and not by_frame
+    }
+    make = partial(SlabMoments, partial(_read, layouts, even))
     with counting(execution.progress, rows.n):
         found: dict[Key, Summary] = execution.fold(store, make, rows).result()
     for block in blocks:
@@ -162,6 +172,13 @@ def sink_rows(
             )
     if not any(metric == "sink_median" for metric, *_ in found):
         log.info("%s: no sink_median (extract it with --attention rows)", store.label)
+        for block in blocks:
+            if block.group in even:
+                log.info(
+                    "%s: no scores of %s, whose windows all see the prefix tokens (extract it with "
+                    "--attention rows)",
+                    *(store.label, block.site),
+                )
     keys = sorted(found, key=lambda key: _order(key, layouts))
     return [
         site_columns(store, block)
@@ -174,23 +191,29 @@ def sink_rows(
     ]
 
 
-def _read(layouts: dict[str, TokenLayout], slab: Slab) -> dict[Key, Float]:
-    """The numbers of a slab's valid images: key -> (images, blocks, heads)."""
+def _read(layouts: dict[str, TokenLayout], even: dict[str, Float], slab: Slab) -> dict[Key, Float]:
+    """The numbers of a slab's valid images: key -> (images, blocks, heads). even: of groups where
+    it is not 1 / T, the share of each token that even attention gives."""
     found: dict[Key, Float] = {}
     for group, layout in layouts.items():
         largest, place, nmi = (
             slab.attention(name, group)[slab.valid]
             for name in ("received_max", "received_argmax", "qk_nmi")
         )
+        found["qk_nmi", group, ""] = nmi
         score = layout.n_tokens * largest.astype(np.float64)
-        found["sink_max", group, ""] = score
         folder = f"attention/{group}/" if group else "attention/"
         if slab.store.has(folder + ROWS):
             received = slab.attention(ROWS, group)[slab.valid].astype(np.float64)
-            found["sink_median", group, ""] = layout.n_tokens * np.median(received, -1)
+            scores = received / even.get(group, 1 / layout.n_tokens)
+            found["sink_median", group, ""] = np.median(scores, -1)
+            if group in even:
+                score, place = scores.max(-1), scores.argmax(-1)
+        elif group in even:
+            continue
+        found["sink_max", group, ""] = score
         if _can_sink(layout):
             found |= _shares(group, layout, score, place)
-        found["qk_nmi", group, ""] = nmi
     return found
 
 
@@ -248,13 +271,13 @@ def draw_sinks(every_row: pl.DataFrame) -> Figure:
     figure, every = panels(3 * len(stores), most=3)
     lines = [every[i : i + 3] for i in range(0, len(every), 3)]
     colours = _colours(every_row)
-    for line, rows in zip(lines, stores, strict=True):
+    for line, every_layer in zip(lines, stores, strict=True):
+        rows, names = one_place_a_layer(every_layer)
         _draw_scores(line[0], rows, colours)
         _draw_shares(line[1], rows, colours)
         _draw_information(line[2], rows)
         for axes in line:
-            integer_ticks(axes, rows["depth"].to_numpy())
-            axes.set_xlabel("block")
+            layer_ticks(axes, names)
             axes.set_title(shorten(rows["store"][0], 28))
             note_count(axes, rows)
     top = max(line[2].get_ylim()[1] for line in lines)

@@ -20,7 +20,8 @@ from vitsee_core.attention.head_maps import (
 )
 from vitsee_core.figures.head_tiles import cut_maps, mark_middle, stretched
 from vitsee_core.figures.panels import Grid, legend_below, map_axes, note_count, small, stack
-from vitsee_core.figures.plotting import COLOURS, GREY, integer_ticks, styled
+from vitsee_core.figures.plotting import COLOURS, GREY, styled
+from vitsee_core.figures.site_axes import layer_ticks, one_place_a_layer
 from vitsee_core.tables.columns import window_of
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
@@ -83,7 +84,7 @@ def _draw_counts(axes: Axes, rows: pl.DataFrame, of: str) -> None:
 
     tints = TINTS if of == "type" else TIME_TINTS
     steady = rows.filter(metric=AGREEMENT[0] if of == "type" else TIME_AGREEMENT[0])
-    steady = steady.with_columns(sure=pl.col("value").eq_missing(1))
+    steady, names = one_place_a_layer(steady.with_columns(sure=pl.col("value").eq_missing(1)))
     depths = steady["depth"].unique().sort().to_numpy()
     base = np.zeros(len(depths))
     for kind in tints:
@@ -101,8 +102,7 @@ def _draw_counts(axes: Axes, rows: pl.DataFrame, of: str) -> None:
     axes.set_title(shorten(rows["store"][0], 28) + ("" if of == "type" else ", in time"))
     note_count(axes, steady)
     axes.grid(False, axis="x")
-    integer_ticks(axes, depths, 13)
-    axes.set_xlabel("block")
+    layer_ticks(axes, names, 13)
     axes.set_ylabel("heads")
     axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
 
