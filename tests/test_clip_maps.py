@@ -397,7 +397,15 @@ def divided(path: Path, cls: float) -> Store:
     )
     places = tuple((group.blocks[0], 0, 0.0) for group in groups)
     plan = StorePlan(
-        N, 2, "none", (), groups, "rows", places=places, clip=CLIP, inputs=(3, *[CELL * SIDE] * 2)
+        N,
+        2,
+        "none",
+        (),
+        groups,
+        "rows",
+        places=places,
+        clip=CLIP,
+        inputs=(3, CELL * SIDE, CELL * SIDE),
     )
     n = cells * times
     time = np.full((N, 1, 2, n), 1 / n)
