@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.attention_calls import PER_HEAD, PER_IMAGE, PREFIXES, SUMS, Call, random_scores, reduce
 from vitsee_core.reductions import AttentionReducer
-from vitsee_core.reductions.grid_distances import _sum_by_offset_fold, distances, sum_by_offset
+from vitsee_core.reductions.summary import _sum_by_offset_fold, distances, sum_by_offset
 from vitsee_stores.layout import TokenLayout
 
 

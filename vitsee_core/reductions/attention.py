@@ -15,8 +15,7 @@ import torch
 
 from vitsee_core.reductions.cpu_passes import COUNTS, IN_TIME, NUMBERS, CpuPasses
 from vitsee_core.reductions.device_passes import BLOCK_BYTES, DevicePasses
-from vitsee_core.reductions.grid_distances import grid_distances
-from vitsee_core.reductions.summary import AttentionScores, AttentionSummary
+from vitsee_core.reductions.summary import AttentionScores, AttentionSummary, grid_distances
 from vitsee_core.runtime.device import no_autocast
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from vitsee_core.reductions.cpu_sums import (
     sum_heads,
     sum_queries,
 )
-from vitsee_core.reductions.grid_distances import GridDistances
-from vitsee_core.reductions.summary import AttentionScores
+from vitsee_core.reductions.summary import AttentionScores, GridDistances
 from vitsee_core.runtime.threads import run_split
 from vitsee_core.types import Float32
 

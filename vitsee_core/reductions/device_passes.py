@@ -10,8 +10,7 @@ import torch
 
 from vitsee_core.kernels.reused_memory import Buffers
 from vitsee_core.reductions.cpu_passes import COUNTS, IN_TIME, NUMBERS
-from vitsee_core.reductions.grid_distances import GridDistances, sum_by_offset
-from vitsee_core.reductions.summary import AttentionScores
+from vitsee_core.reductions.summary import AttentionScores, GridDistances, sum_by_offset
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -27,13 +27,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import polars as pl
 
-from vitsee_core.analyses.effect.changes import COSINE, ReadChange
-from vitsee_core.features import SiteFeatures, choose_features
+from vitsee_core.analyses.effect.changes import (
+    COSINE,
+    LOGITS,
+    ReadChange,
+    alike_sites,
+    cka_rows,
+    outputs_of_both,
+    pairs_of_sites,
+)
 from vitsee_core.figures.curve_looks import store_looks
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import INTERVAL, draw_depth_curves
@@ -52,10 +59,8 @@ from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import FLOW, SITES, Offers, metrics_option
 from vitsee_core.runtime.progress import counting
-from vitsee_core.runtime.store_selection import select_each, sites_of
-from vitsee_core.similarity import Estimator, GramOptions, Representation, hsic, summarise
+from vitsee_core.similarity import Estimator, GramOptions
 from vitsee_core.similarity import options as pairwise
-from vitsee_core.similarity.hsic import without_value
 from vitsee_core.statistics.jackknife import Blocks, Cells
 from vitsee_core.statistics.shares import PAIRED_TEST
 from vitsee_core.tables.columns import SITE, VALUES, site_columns
@@ -66,8 +71,7 @@ from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words
 from vitsee_stores import require_paired
-from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
-from vitsee_stores.manifest import few
+from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.weights_names import weights_name
 
 if TYPE_CHECKING:
@@ -75,7 +79,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from vitsee_core.tables.results import Table
-    from vitsee_stores import SiteSpec, Store
+    from vitsee_stores import Store
 
 log = logging.getLogger(__name__)
 
@@ -116,9 +120,7 @@ COLUMNS = (
     *("n_images", "n_only_base", "n_only_changed"),
 )
 METRICS = ("top1", "top1_difference", AGREEMENT, "kl", "cka", COSINE)
-LOGITS = "logits"
 COSINES = (-1.0, 1.0)
-OUTPUTS_OF = "extract with --sites head, or a model with a classifier"
 
 
 @analysis
@@ -172,9 +174,10 @@ def run(
     images = replace(chosen, mask=mask)
     blocks = Blocks.of(base, mask, execution.seed)
     remarks = _changed_base(base)
-    pairs = _pairs((base, *changed), sites if len(wanted) > len(of_outputs) else ())
+    pairs = pairs_of_sites((base, *changed), sites if len(wanted) > len(of_outputs) else ())
     outputs = {
-        store.label: _outputs(base, store, remarks) if of_outputs else None for store in changed
+        store.label: outputs_of_both(base, store, remarks) if of_outputs else None
+        for store in changed
     }
     if not pairs and not any(outputs.values()):
         raise MissingInput(f"nothing to compare: {'; '.join(remarks) or 'no sites'}")
@@ -185,14 +188,14 @@ def run(
         ReadChange(
             outputs[store.label],
             not reason,
-            _alike(base, store, pairs if COSINE in wanted else {}, tokens, remarks),
+            alike_sites(base, store, pairs if COSINE in wanted else {}, tokens, remarks),
         )
         for store in changed
     ]
     grams = GramOptions(cache, not no_cache, execution.device, execution.memory, execution.map)
     how = Estimator(estimator or "auto")
     of_cka = pairs if "cka" in wanted else {}
-    cka, notes = _cka(base, changed, of_cka, tokens, execution, remarks, how, grams)
+    cka, notes = cka_rows(base, changed, of_cka, tokens, execution, remarks, how, grams)
     for remark in remarks:
         log.info("%s", remark)
     rows: list[Cells] = []
@@ -257,117 +260,6 @@ def _changed_base(base: Store) -> list[str]:
         f"the base {base.label} is itself a changed model ({weights_name(record)}): effects are "
         "differences from it, not from the whole model"
     ]
-
-
-def _pairs(stores: Sequence[Store], sites: Sequence[str]) -> dict[str, list[SiteSpec]]:
-    """Label -> the sites of the base that a changed store holds, too.
-
-    Raises:
-        SiteError: there is none.
-    """
-    if not sites:
-        return {}
-    try:
-        selected = select_each(stores, sites, sites_of)
-    except SiteError as error:
-        raise SiteError(f"{error} (--sites none compares the outputs alone)") from None
-    base, *others = selected.members
-    pairs = {}
-    for store, own in others:
-        names = {site.name for site in own}
-        pairs[store.label] = [site for site in base[1] if site.name in names]
-        if not pairs[store.label]:
-            raise SiteError(
-                f"{store.label} has none of the sites of {base[0].label}, "
-                f"{few([site.name for site in base[1]])}; it has {few(sorted(names))} "
-                "(--sites none compares the outputs alone)"
-            )
-    return pairs
-
-
-def _outputs(
-    base: Store, changed: Store, remarks: list[str]
-) -> tuple[SiteFeatures, SiteFeatures] | None:
-    """The logits of both; None, with a remark, where one keeps none.
-
-    Raises:
-        StoreMismatch: they are of other classes.
-    """
-    for store in (base, changed):
-        if LOGITS not in store.sites:
-            remark = f"no outputs: {store.label} keeps no logits ({OUTPUTS_OF})"
-            remarks += [remark] if remark not in remarks else []
-            return None
-    ours, theirs = (choose_features(s, s.sites[LOGITS]) for s in (base, changed))
-    if ours.dim != theirs.dim:
-        raise StoreMismatch(
-            f"{base.label} has outputs of {ours.dim} classes, {changed.label} of {theirs.dim}; "
-            "expected the same classes"
-        )
-    return ours, theirs
-
-
-def _alike(
-    base: Store,
-    changed: Store,
-    pairs: dict[str, list[SiteSpec]],
-    tokens: str,
-    remarks: list[str],
-) -> tuple[tuple[SiteFeatures, SiteFeatures], ...]:
-    """The features of the sites whose tokens correspond; the others are left out with a remark."""
-    found, left = [], []
-    for site in pairs.get(changed.label, ()):
-        both = [choose_features(s, s.sites[site.name], tokens) for s in (base, changed)]
-        names = [[token.name for token in own.tokens] for own in both]
-        if names[0] == names[1] and both[0].dim == both[1].dim:
-            found.append((both[0], both[1]))
-        else:
-            left.append(site.name)
-    if left:
-        remarks.append(
-            f"{changed.label}: no cosine at {few(left)}, whose tokens or channels are not those of "
-            f"{base.label}"
-        )
-    return tuple(found)
-
-
-def _cka(
-    base: Store,
-    changed: Sequence[Store],
-    pairs: dict[str, list[SiteSpec]],
-    tokens: str,
-    execution: Execution,
-    remarks: list[str],
-    estimator: Estimator,
-    options: GramOptions,
-) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
-    """Label -> a row of CKA for each site; and what is to be said of them."""
-    if not pairs:
-        return {}, {}
-    sites = {site.name: site for own in pairs.values() for site in own}
-    ours = [Representation(base, site, tokens) for site in sites.values()]
-    sides = [(store, site) for store in changed for site in pairs[store.label]]
-    theirs = [Representation(store, store.sites[site.name], tokens) for store, site in sides]
-    h = hsic(
-        ours, theirs, estimator=estimator, images=execution.images, seed=execution.seed,
-        options=options, progress=execution.progress,
-    )  # fmt: skip
-    of_both = [(f"{r.store.label} {r.site.name}" for r in side) for side in (ours, theirs)]
-    for names, own in zip(of_both, (h.rows, h.cols), strict=True):
-        remarks += without_value([*names], own)
-    similarity, places = summarise(h), {name: i for i, name in enumerate(sites)}
-    found: dict[str, list[dict[str, Any]]] = {store.label: [] for store in changed}
-    for j, (store, site) in enumerate(sides):
-        at = (places[site.name], j)
-        numbers = {"value": similarity.cka, "std": similarity.std}
-        numbers |= {"low": similarity.low, "high": similarity.high}
-        found[store.label].append(
-            site_columns(store, store.sites[site.name])
-            | {"metric": "cka", "spread": h.spread, "n_images": h.n_images}
-            | {name: float(of[at]) for name, of in numbers.items()}
-            | {WORD: None if similarity.without is None else similarity.without[:, *at]}
-        )
-    return found, h.notes
 
 
 def headline(table: Table) -> list[Answer]:

@@ -1,21 +1,33 @@
-"""The numbers per image of a slab of the base and of the changed store: outputs and cosines."""
+"""What is compared of the base and of a changed store: sites, outputs, CKA, and the numbers per
+image of a slab of both."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.features import SiteFeatures
+from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.labels.changed_outputs import compare_outputs
+from vitsee_core.runtime.execution import Execution
+from vitsee_core.runtime.store_selection import select_each, sites_of
+from vitsee_core.similarity import Estimator, GramOptions, Representation, hsic, summarise
+from vitsee_core.similarity.hsic import without_value
+from vitsee_core.tables.columns import site_columns
+from vitsee_core.tables.replicates import WORD
 from vitsee_core.types import Float, Float32
+from vitsee_stores.errors import SiteError, StoreMismatch
+from vitsee_stores.manifest import few
 
 if TYPE_CHECKING:
-    from vitsee_stores import Slab
+    from vitsee_stores import SiteSpec, Slab, Store
 
 PIECE_BYTES = 64 << 20  # of tokens of one store that are compared at a time
 COSINE = "cosine"
+LOGITS = "logits"
+OUTPUTS_OF = "extract with --sites head, or a model with a classifier"
 
 
 @dataclass(frozen=True)
@@ -77,3 +89,114 @@ def cosines(a: Float32, b: Float32) -> Float:
     norms = np.sqrt(aa * bb)
     found = np.divide(dot(a, b), norms, out=np.zeros_like(norms), where=norms > 0)
     return np.where((aa == 0) & (bb == 0), 1.0, found)
+
+
+def pairs_of_sites(stores: Sequence[Store], sites: Sequence[str]) -> dict[str, list[SiteSpec]]:
+    """Label -> the sites of the base that a changed store holds, too.
+
+    Raises:
+        SiteError: there is none.
+    """
+    if not sites:
+        return {}
+    try:
+        selected = select_each(stores, sites, sites_of)
+    except SiteError as error:
+        raise SiteError(f"{error} (--sites none compares the outputs alone)") from None
+    base, *others = selected.members
+    pairs = {}
+    for store, own in others:
+        names = {site.name for site in own}
+        pairs[store.label] = [site for site in base[1] if site.name in names]
+        if not pairs[store.label]:
+            raise SiteError(
+                f"{store.label} has none of the sites of {base[0].label}, "
+                f"{few([site.name for site in base[1]])}; it has {few(sorted(names))} "
+                "(--sites none compares the outputs alone)"
+            )
+    return pairs
+
+
+def outputs_of_both(
+    base: Store, changed: Store, remarks: list[str]
+) -> tuple[SiteFeatures, SiteFeatures] | None:
+    """The logits of both; None, with a remark, where one keeps none.
+
+    Raises:
+        StoreMismatch: they are of other classes.
+    """
+    for store in (base, changed):
+        if LOGITS not in store.sites:
+            remark = f"no outputs: {store.label} keeps no logits ({OUTPUTS_OF})"
+            remarks += [remark] if remark not in remarks else []
+            return None
+    ours, theirs = (choose_features(s, s.sites[LOGITS]) for s in (base, changed))
+    if ours.dim != theirs.dim:
+        raise StoreMismatch(
+            f"{base.label} has outputs of {ours.dim} classes, {changed.label} of {theirs.dim}; "
+            "expected the same classes"
+        )
+    return ours, theirs
+
+
+def alike_sites(
+    base: Store,
+    changed: Store,
+    pairs: dict[str, list[SiteSpec]],
+    tokens: str,
+    remarks: list[str],
+) -> tuple[tuple[SiteFeatures, SiteFeatures], ...]:
+    """The features of the sites whose tokens correspond; the others are left out with a remark."""
+    found, left = [], []
+    for site in pairs.get(changed.label, ()):
+        both = [choose_features(s, s.sites[site.name], tokens) for s in (base, changed)]
+        names = [[token.name for token in own.tokens] for own in both]
+        if names[0] == names[1] and both[0].dim == both[1].dim:
+            found.append((both[0], both[1]))
+        else:
+            left.append(site.name)
+    if left:
+        remarks.append(
+            f"{changed.label}: no cosine at {few(left)}, whose tokens or channels are not those of "
+            f"{base.label}"
+        )
+    return tuple(found)
+
+
+def cka_rows(
+    base: Store,
+    changed: Sequence[Store],
+    pairs: dict[str, list[SiteSpec]],
+    tokens: str,
+    execution: Execution,
+    remarks: list[str],
+    estimator: Estimator,
+    options: GramOptions,
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, Any]]:
+    """Label -> a row of CKA for each site; and what is to be said of them."""
+    if not pairs:
+        return {}, {}
+    sites = {site.name: site for own in pairs.values() for site in own}
+    ours = [Representation(base, site, tokens) for site in sites.values()]
+    sides = [(store, site) for store in changed for site in pairs[store.label]]
+    theirs = [Representation(store, store.sites[site.name], tokens) for store, site in sides]
+    h = hsic(
+        ours, theirs, estimator=estimator, images=execution.images, seed=execution.seed,
+        options=options, progress=execution.progress,
+    )  # fmt: skip
+    of_both = [(f"{r.store.label} {r.site.name}" for r in side) for side in (ours, theirs)]
+    for names, own in zip(of_both, (h.rows, h.cols), strict=True):
+        remarks += without_value([*names], own)
+    similarity, places = summarise(h), {name: i for i, name in enumerate(sites)}
+    found: dict[str, list[dict[str, Any]]] = {store.label: [] for store in changed}
+    for j, (store, site) in enumerate(sides):
+        at = (places[site.name], j)
+        numbers = {"value": similarity.cka, "std": similarity.std}
+        numbers |= {"low": similarity.low, "high": similarity.high}
+        found[store.label].append(
+            site_columns(store, store.sites[site.name])
+            | {"metric": "cka", "spread": h.spread, "n_images": h.n_images}
+            | {name: float(of[at]) for name, of in numbers.items()}
+            | {WORD: None if similarity.without is None else similarity.without[:, *at]}
+        )
+    return found, h.notes
