@@ -54,12 +54,7 @@ from vitsee_core.attention.head_maps import (
     spatial,
     sum_slabs,
 )
-from vitsee_core.attention.heads import (
-    StoredAttention,
-    attention_blocks,
-    read_heads,
-    with_windows,
-)
+from vitsee_core.attention.heads import StoredAttention, attention_blocks, read_heads, with_windows
 from vitsee_core.figures.clip_strips import of_clips
 from vitsee_core.figures.head_tiles import draw_grid
 from vitsee_core.figures.model_tiles import draw_models

@@ -19,11 +19,7 @@ import polars as pl
 
 from vitsee_core.figures.curve_looks import baselines_of, of_models, site_kind
 from vitsee_core.figures.panels import Grid, room, small, stack
-from vitsee_core.figures.plotting import (
-    GREY,
-    figure_bytes,
-    styled,
-)
+from vitsee_core.figures.plotting import GREY, figure_bytes, styled
 from vitsee_core.tables.formats import FIGURE_ENDINGS, ending_of
 from vitsee_core.tables.headlines import picked
 from vitsee_core.tables.metrics import direction

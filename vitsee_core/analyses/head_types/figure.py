@@ -14,10 +14,7 @@ from vitsee_core.analyses.head_types.head_geometry import (
     TYPES,
     UNDEFINED,
 )
-from vitsee_core.attention.head_maps import (
-    ALIGNED_FRAMES,
-    per_query,
-)
+from vitsee_core.attention.head_maps import ALIGNED_FRAMES, per_query
 from vitsee_core.figures.head_tiles import cut_maps, mark_middle, stretched
 from vitsee_core.figures.panels import Grid, legend_below, map_axes, note_count, small, stack
 from vitsee_core.figures.plotting import COLOURS, GREY, styled

@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.analyses.retrieve.truth import (
-    JUNK,
-    ONE,
-    RELEVANT,
-    RetrievalTruth,
-    Setting,
-)
+from vitsee_core.analyses.retrieve.truth import JUNK, ONE, RELEVANT, RetrievalTruth, Setting
 from vitsee_core.features import SiteFeatures, check_alike, choose_features, require_comparable
 from vitsee_core.labels.labelled_rows import check_label_spaces, labelled_rows, random_pieces
 from vitsee_core.runtime.machine import counted

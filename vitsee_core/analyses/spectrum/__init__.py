@@ -41,13 +41,7 @@ from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.runtime.streaming import Rows, thread_map
 from vitsee_core.statistics.covariance import METRICS as OF_SPECTRA
-from vitsee_core.statistics.covariance import (
-    CovarianceSums,
-    Spectrum,
-    block_sums,
-    say_cost,
-    total,
-)
+from vitsee_core.statistics.covariance import CovarianceSums, Spectrum, block_sums, say_cost, total
 from vitsee_core.statistics.image_statistics import METHODS
 from vitsee_core.statistics.jackknife import UNLIMITED, Blocks, jackknife_cells
 from vitsee_core.statistics.shares import METHOD as SHARES
