@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitsee_stores import SiteSpec, Store
+    from vitsee_stores import Store
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,11 @@ def run(
     heads = _heads(a, chosen)
     distances = _distances(a, b, chosen, execution)
     groups = _groups(distances, window, cumulative)
-    sites = b.select(sites_b) if sites_b else _lower_half(b)
+    sites = (
+        b.select(sites_b)
+        if sites_b
+        else [site for site in b.select("blocks") if site.rel_depth <= 0.5]
+    )
     how = choose_estimator(
         stores,
         preset,
@@ -269,10 +273,6 @@ def _describe_groups(groups: Sequence[NDArray[np.int64]], cumulative: bool) -> s
     if cumulative:
         return "the most local heads, one more each time"
     return "single heads" if size == 1 else f"windows of {size} heads"
-
-
-def _lower_half(store: Store) -> list[SiteSpec]:
-    return [site for site in store.select("blocks") if site.rel_depth <= 0.5]
 
 
 def over_groups(h: Hsic, members: NDArray[np.float64]) -> Hsic:

@@ -114,14 +114,6 @@ def _read(read: Callable[[Path], T], path: Path, what: str) -> T:
         raise VitseeError(f"{path} is no {what}: {one_line(error)}") from None
 
 
-def _npy(path: Path) -> Arrays:
-    return Arrays({path.stem: np.lib.format.open_memmap(path, mode="r")})
-
-
-def _npz(path: Path) -> Arrays:
-    return Arrays(read_npz(path, str(path)))
-
-
 def _pt(path: Path) -> Arrays:
     import torch
 
@@ -207,7 +199,13 @@ def _is_number(cell: Any) -> bool:
 
 _TABLES = {".csv": _csv_columns, ".tsv": _csv_columns, ".parquet": _parquet_columns}
 _READERS: dict[str, Callable[[Path], Arrays]] = {
-    **{".npy": _npy, ".npz": _npz, ".pt": _pt, ".pth": _pt, ".safetensors": _safetensors},
+    **{
+        ".npy": lambda path: Arrays({path.stem: np.lib.format.open_memmap(path, mode="r")}),
+        ".npz": lambda path: Arrays(read_npz(path, str(path))),
+        ".pt": _pt,
+        ".pth": _pt,
+        ".safetensors": _safetensors,
+    },
     **{ending: _of_columns(read) for ending, read in _TABLES.items()},
 }
 

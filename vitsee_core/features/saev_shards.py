@@ -37,7 +37,7 @@ from vitsee_stores.errors import SiteError, VitseeError, reason
 from vitsee_stores.weights_names import weights_name
 
 if TYPE_CHECKING:
-    from vitsee_stores import SiteSpec, Slab, Store
+    from vitsee_stores import Slab, Store
 
 log = logging.getLogger(__name__)
 
@@ -98,10 +98,11 @@ def export_saev(
             f"an image has {n_tokens * len(chosen)} tokens; {tokens_per_shard} tokens per file are "
             "less than one image"
         )
+    outputs = all(own.site.part == "out" for own in chosen)
     about = {
         "family": FAMILY,
         "ckpt": store.manifest.model.get("name", "") or store.label,
-        "layers": _layers([own.site for own in chosen]),
+        "layers": [own.site.depth - 1 if outputs else i for i, own in enumerate(chosen)],
         "content_tokens_per_example": layout.n_body,
         "cls_token": with_cls,
         "d_model": dim,
@@ -133,7 +134,8 @@ def export_saev(
     partial_place = hidden_name(place)
     try:
         partial_place.mkdir(parents=True)
-        shards = _open_shards(partial_place, n, shape)
+        paths = [partial_place / f"acts{k:06d}.bin" for k in range(-(-n // shape[0]))]
+        shards = [np.memmap(path, "<f4", "w+", shape=shape) for path in paths]
         places = np.cumsum(mask) - 1
         work = partial(_write_slab, chosen, with_cls, shards, places)
         jobs = max(1, min(execution.jobs, execution.budget // chosen[0].slab_bytes))
@@ -185,22 +187,11 @@ def _folder_of(store: Store) -> str:
     return str(folder.resolve()) if folder is not None and folder.is_dir() else "."
 
 
-def _layers(sites: Sequence[SiteSpec]) -> list[int]:
-    if all(site.part == "out" for site in sites):
-        return [site.depth - 1 for site in sites]
-    return list(range(len(sites)))
-
-
 def _place(folder: Path, about: dict[str, Any]) -> Path:
     whole = folder.resolve()
     root = whole if whole.parts[-2:] == ("saev", "shards") else whole / "saev" / "shards"
     text = json.dumps(about, separators=(",", ":"), ensure_ascii=False)
     return root / hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def _open_shards(folder: Path, n: int, shape: tuple[int, ...]) -> list[np.memmap[Any, Any]]:
-    paths = [folder / f"acts{k:06d}.bin" for k in range(-(-n // shape[0]))]
-    return [np.memmap(path, "<f4", "w+", shape=shape) for path in paths]
 
 
 def _write_slab(

@@ -126,8 +126,10 @@ def compare_outputs(
 ) -> dict[str, Float]:
     """Metric -> (images,) of logits (images, classes); with labels (images,), -1 for none, which of
     both have the label's class as their first: NaN where there is none."""
+    from scipy.special import log_softmax
+
     first, then = base.argmax(1), changed.argmax(1)
-    log_p, log_q = log_softmax(base), log_softmax(changed)
+    log_p, log_q = log_softmax(base, axis=1), log_softmax(changed, axis=1)
     found = {
         AGREEMENT: (first == then).astype(np.float64),
         KL: (np.exp(log_p) * (log_p - log_q)).sum(1),
@@ -143,13 +145,6 @@ def compare_outputs(
         ONLY_CHANGED: right & ~right_base,
     }
     return found | {name: np.where(known, of, np.nan) for name, of in shares.items()}
-
-
-def log_softmax(logits: Float) -> Float:
-    """Logarithms of the softmax of (images, classes), along classes."""
-    shifted = logits - logits.max(1, keepdims=True)
-    log_sums: Float = np.log(np.exp(shifted).sum(1, keepdims=True))
-    return shifted - log_sums
 
 
 def top1_cells(mean: BlockMean) -> Cells:

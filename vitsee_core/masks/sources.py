@@ -176,16 +176,6 @@ class SeveralMasks(Several[MaskSource]):
         return source.segments(k)
 
 
-def join_masks(sources: Sequence[MaskSource]) -> MaskSource:
-    """One source, or several as one.
-
-    Raises:
-        VitseeError: an image is in two of them.
-    """
-    check_once(sources)
-    return sources[0] if len(sources) == 1 else SeveralMasks(tuple(sources))
-
-
 def check_once(sources: Sequence[PixelSource]) -> None:
     """Raises VitseeError: an image is in two sources."""
     seen: dict[str, PixelSource] = {}
@@ -236,7 +226,8 @@ def open_masks(
             f"--panoptic is the folder of one panoptic file's PNG files; {n_panoptic} of the masks "
             "are such files: leave it out"
         )
-    return join_masks(found)
+    check_once(found)
+    return found[0] if len(found) == 1 else SeveralMasks(tuple(found))
 
 
 def _open(

@@ -93,7 +93,12 @@ class AttentionReducer:
         sums = self._no_sums(n_parts, call.n_heads)
         bounds = [call.n_images * part // n_parts for part in range(n_parts + 1)]
         self._passes.reduce(call, bounds, kept, out, sums, (n_threads, n_sharing))
-        total = {name: sum_in_order(parts) for name, parts in sums.items()}
+        # Always in the same order: bitwise equal whatever else runs at the same time.
+        total = {
+            name: parts[0] if len(parts) == 1
+            else torch.from_numpy(np.add.reduce(parts.numpy(), axis=0))
+            for name, parts in sums.items()
+        }  # fmt: skip
         return AttentionSummary(
             **dict(zip(self._numbers, out["numbers"], strict=True)),
             **dict(zip(COUNTS, out["counts"], strict=True)),
@@ -163,14 +168,6 @@ class AttentionReducer:
         n_parts = max(1, min(MAX_PARTS, call.n_images * image_bytes // PART_BYTES))
         n_parts = min(n_parts, max(1, call.n_images))
         return n_parts, min(torch.get_num_threads(), n_parts), 1
-
-
-def sum_in_order(parts: Tensor) -> Tensor:
-    """The sum over the first axis, always in the same order: bitwise equal whatever else runs at
-    the same time."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.from_numpy(np.add.reduce(parts.numpy(), axis=0))
 
 
 def rollout(head_means: Sequence[Tensor], layout: TokenLayout, residual: bool = True) -> Tensor:

@@ -242,7 +242,12 @@ def paired_rows(stores: Sequence[Store], chosen: Rows, pair_by: str = "image") -
             mask = mask & require_paired(first, other)
         return Paired(dict.fromkeys(names, np.flatnonzero(mask)))
     for store in stores if others else ():
-        _refuse_twice(store)
+        names, counts = np.unique(store.samples.id, return_counts=True)
+        if (counts > 1).any():
+            raise StoreMismatch(
+                f"{store.label} holds {(counts > 1).sum()} ids more than once "
+                f"({names[counts > 1][0]!s}, ...); rows cannot be paired by id"
+            )
     rows = np.flatnonzero(mask)
     paired = [rows]
     for other in others:
@@ -270,14 +275,3 @@ def paired_rows(stores: Sequence[Store], chosen: Rows, pair_by: str = "image") -
         equal &= first.samples.hash[rows] == other.samples.hash[of_store]
     notes = {"paired": "by id", "left_out": left, "with_equal_bytes": int(equal.sum())}
     return Paired(dict(zip(names, paired, strict=True)), {"pairing": notes})
-
-
-def _refuse_twice(store: Store) -> None:
-    """Raises StoreMismatch if two rows of a store share an id."""
-    ids, counts = np.unique(store.samples.id, return_counts=True)
-    twice = ids[counts > 1]
-    if len(twice):
-        raise StoreMismatch(
-            f"{store.label} holds {len(twice)} ids more than once ({twice[0]!s}, ...); rows cannot "
-            "be paired by id"
-        )

@@ -76,14 +76,6 @@ def quantities(
     return {name: _QUANTITY[name](zz, ff, zf) for name in names}
 
 
-def _norm_ratio(zz: Float, ff: Float, zf: Float) -> Float:
-    return np.sqrt(_over(zz, ff))
-
-
-def _cos_branch(zz: Float, ff: Float, zf: Float) -> Float:
-    return np.clip(_over(zf, np.sqrt(zz * ff)), -1, 1)
-
-
 def _cos_out(zz: Float, ff: Float, zf: Float) -> Float:
     total = zz + 2 * zf + ff
     total[total <= ROUNDING * (zz + ff)] = 0
@@ -91,8 +83,8 @@ def _cos_out(zz: Float, ff: Float, zf: Float) -> Float:
 
 
 _QUANTITY: dict[str, Callable[[Float, Float, Float], Float]] = {
-    "norm_ratio": _norm_ratio,
-    "cos_branch": _cos_branch,
+    "norm_ratio": lambda zz, ff, zf: np.sqrt(_over(zz, ff)),
+    "cos_branch": lambda zz, ff, zf: np.clip(_over(zf, np.sqrt(zz * ff)), -1, 1),
     "cos_out": _cos_out,
     "skip_norm": lambda zz, ff, zf: np.sqrt(zz),
     "branch_norm": lambda zz, ff, zf: np.sqrt(ff),

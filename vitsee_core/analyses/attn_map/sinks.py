@@ -281,8 +281,10 @@ def draw_sinks(every_row: pl.DataFrame) -> Figure:
             axes.set_title(shorten(rows["store"][0], 28))
             note_count(axes, rows)
     top = max(line[2].get_ylim()[1] for line in lines)
+    scores = every_row.filter(metric="sink_max").select(pl.max_horizontal("high", "value").max())
     for line in lines:
-        line[0].set_ylim(*_limits(every_row))
+        # From just below even attention to above the threshold and all scores.
+        line[0].set_ylim(0.85, 1.25 * max(scores.item() or 0, THRESHOLD))
         line[1].set_ylim(0, 1)
         line[2].set_ylim(-0.03 * top, top)
     _add_legend(figure, lines, colours)
@@ -308,13 +310,6 @@ def _colours(rows: pl.DataFrame) -> dict[str, str]:
     kinds = named["token"].unique(maintain_order=True).to_list()
     rest = [kind for kind in kinds if kind not in COLOUR_OF]
     return {kind: COLOUR_OF.get(kind) or OTHERS[rest.index(kind) % len(OTHERS)] for kind in kinds}
-
-
-def _limits(rows: pl.DataFrame) -> tuple[float, float]:
-    """The y axis of scores: from just below even attention to above the threshold and all
-    scores."""
-    scores = rows.filter(metric="sink_max").select(pl.max_horizontal("high", "value").max())
-    return 0.85, 1.25 * max(scores.item() or 0, THRESHOLD)
 
 
 def _draw_scores(axes: Axes, rows: pl.DataFrame, colours: dict[str, str]) -> None:

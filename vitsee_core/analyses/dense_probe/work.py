@@ -342,7 +342,11 @@ class Part:
         Raises:
             VitseeError: no image has a map.
         """
-        grids = {one.name: _grid_key(one.layout) for one in chosen}
+        # Equal for grids that lie alike on the input.
+        grids = {
+            one.name: f"{one.layout.grid} every {one.layout.stride_px} from {one.layout.offset_px}"
+            for one in chosen
+        }
         layouts = {grids[one.name]: one.layout for one in chosen}
         truth, counts = Truth.find(store, task.maps, rows, layouts, resolution, eigen)
         return cls(store, task, {one.name: one for one in chosen}, grids, truth, counts)
@@ -369,11 +373,6 @@ class Part:
             f"no pixel of the {self.n_images} {use} images of {self.store.label} has a "
             f"{self.task.label} in {self.truth.maps.name} (all are ignored, or were cropped)"
         )
-
-
-def _grid_key(layout: TokenLayout) -> str:
-    """A key that is equal for grids that lie alike on the input."""
-    return f"{layout.grid} every {layout.stride_px} from {layout.offset_px}"
 
 
 def counted_rows(slab: Slab) -> list[int]:

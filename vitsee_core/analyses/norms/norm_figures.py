@@ -80,7 +80,7 @@ def draw_norms(table: Table) -> Figure:
     tiles = [_tiles(own) for own in stores] if with_maps else []
     histograms = [Grid(len(stores), width=28, widest=44, height=17)] if with_histogram else []
     maps = [
-        _strips_grid(cells, sites) if of_clips(cells)
+        tile_grid(_strips(cells, sites)) if sites and of_clips(cells)
         else small_maps(len(sites), 3) if sites else Grid(1, height=2.5)
         for _, cells, sites in tiles
     ]  # fmt: skip
@@ -238,10 +238,6 @@ def _strips(cells: pl.DataFrame, sites: Sequence[str], n_frames: int | None = No
         [shorten(site_words(s), 18) for s in sites],
         [Moment(t, n).frames(n_frames or n) for t in of_time],
     )
-
-
-def _strips_grid(cells: pl.DataFrame, sites: Sequence[str]) -> Grid:
-    return tile_grid(_strips(cells, sites)) if sites else Grid(1, height=2.5)
 
 
 def _draw_strips(

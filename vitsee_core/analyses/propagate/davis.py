@@ -274,7 +274,12 @@ def _video(
     for other, own, size in zip(stores[1:], frames[1:], sizes[1:], strict=True):
         if own != frames[0] or (size != sizes[0]).any():
             raise StoreMismatch(f"{store.label} and {other.label} hold other frames of {name}")
-    _check_order(store, name, frames[0])
+    for before, after in pairwise(frames[0]):
+        if not _natural(before) < _natural(after):
+            raise VitseeError(
+                f"{store.label}: in {name} frame {after} follows {before}; expected frames in the "
+                "order of their names (00009 before 00010: pad the numbers)"
+            )
     if len(frames[0]) < SCORED_FROM:
         raise VitseeError(
             f"{store.label}: {name} has {len(frames[0])} frames; expected at least {SCORED_FROM}, "
@@ -351,15 +356,6 @@ def _frames(store: Store, run: FrameRows, masks: Mapping[str, str]) -> tuple[str
         return tuple(every[k] for k in run.clip.chosen(sample, line))
     ids = store.samples.id[list(run.rows)].tolist()
     return tuple(Path(i.rpartition("/")[2]).stem for i in ids)
-
-
-def _check_order(store: Store, name: str, frames: Sequence[str]) -> None:
-    for before, after in pairwise(frames):
-        if not _natural(before) < _natural(after):
-            raise VitseeError(
-                f"{store.label}: in {name} frame {after} follows {before}; expected frames in the "
-                "order of their names (00009 before 00010: pad the numbers)"
-            )
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

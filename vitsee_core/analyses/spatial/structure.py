@@ -102,7 +102,8 @@ def _of_image(x: Float) -> tuple[dict[str, float], Float, int]:
     there = length > 0
     units = x / np.where(there, length, 1)[..., np.newaxis]
     values = _cosines(units, there)
-    amplitude = log_amplitude(x)
+    # Mean over channels; frequency 0 first.
+    amplitude = np.log(np.abs(np.fft.fft2(x, axes=(0, 1))) + TINY).mean(-1)
     base = amplitude[0, 0]
     last = (min(amplitude.shape) - 1) // 2
     square = amplitude.shape[0] == amplitude.shape[1] and last > 0
@@ -161,11 +162,6 @@ def _distances(rows: int, cols: int) -> Integers:
     y = np.minimum(np.arange(2 * rows), 2 * rows - np.arange(2 * rows))
     x = np.minimum(np.arange(2 * cols), 2 * cols - np.arange(2 * cols))
     return np.minimum(np.add.outer(y, x), rows + cols - 2)
-
-
-def log_amplitude(x: Float) -> Float:
-    """(rows, cols) log(|FFT2| + 1e-6), mean over channels; frequency 0 first."""
-    return np.log(np.abs(np.fft.fft2(x, axes=(0, 1))) + TINY).mean(-1)
 
 
 @lru_cache(maxsize=16)
