@@ -242,11 +242,11 @@ def paired_rows(stores: Sequence[Store], chosen: Rows, pair_by: str = "image") -
             mask = mask & require_paired(first, other)
         return Paired(dict.fromkeys(names, np.flatnonzero(mask)))
     for store in stores if others else ():
-        names, counts = np.unique(store.samples.id, return_counts=True)
-        if (counts > 1).any():
+        each, times = np.unique(store.samples.id, return_counts=True)
+        if (times > 1).any():
             raise StoreMismatch(
-                f"{store.label} holds {(counts > 1).sum()} ids more than once "
-                f"({names[counts > 1][0]!s}, ...); rows cannot be paired by id"
+                f"{store.label} holds {(times > 1).sum()} ids more than once "
+                f"({each[times > 1][0]!s}, ...); rows cannot be paired by id"
             )
     rows = np.flatnonzero(mask)
     paired = [rows]
