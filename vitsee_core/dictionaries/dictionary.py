@@ -52,9 +52,18 @@ if TYPE_CHECKING:
 
     from vitsee_stores import Store
 
+log = logging.getLogger(__name__)
+
 ENCODED = ("linear", "relu", "topk", "batchtopk", "jumprelu")  # kinds with W_enc and b_enc
 KINDS = (*ENCODED, "nearest", "nnls")
 NNLS_STEPS, NNLS_TOLERANCE = 500, 1e-7
+FORMAT = "vitsee-dictionary"
+CONFIG = "cfg.json"
+SAVED = ("kind", "k", "centre", "positive", "clamp", "site")  # fields in the metadata
+_SAEV_KINDS = {"Relu": "relu", "TopK": "topk", "BatchTopK": "batchtopk"}
+_SAELENS_KINDS = {"standard": "relu", "topk": "topk", "jumprelu": "jumprelu"}
+Tensors = dict[str, Float32]
+Told = dict[str, Any]  # fields of `Dictionary` that a file tells
 
 
 @dataclass(frozen=True)
@@ -210,15 +219,6 @@ def explained(n: int, error: float, squares: float, total: Float) -> float:
     return float(1 - error / spread) if spread > 1e-12 * squares else np.nan
 
 
-log = logging.getLogger(__name__)
-
-FORMAT = "vitsee-dictionary"
-CONFIG = "cfg.json"
-SAVED = ("kind", "k", "centre", "positive", "clamp", "site")  # fields in the metadata
-_SAEV_KINDS = {"Relu": "relu", "TopK": "topk", "BatchTopK": "batchtopk"}
-_SAELENS_KINDS = {"standard": "relu", "topk": "topk", "jumprelu": "jumprelu"}
-
-
 @dataclass(frozen=True)
 class Overrides:
     """The user's own statements about a file, which stand in place of what it says itself."""
@@ -228,10 +228,6 @@ class Overrides:
     threshold: float | None = None
     centre: bool | None = None
     clamp: bool | None = None
-
-
-Tensors = dict[str, Float32]
-Told = dict[str, Any]  # fields of `Dictionary` that a file tells
 
 
 def read_dictionary(path: Path, overrides: Overrides | None = None) -> Dictionary:

@@ -45,6 +45,9 @@ T = TypeVar("T")
 ID, LABEL = "id", "label"
 # Columns that `vitsee export` writes beside the features.
 ABOUT = (ID, LABEL, "row", "index", "split")
+SLAB = 256
+MEAN, GROUP = "mean", "blocks"  # so that analyses take imported sites by default
+LARGEST = {"float16": 65504.0, "float32": float(np.finfo(np.float32).max)}
 
 
 @dataclass(frozen=True)
@@ -208,10 +211,6 @@ _READERS: dict[str, Callable[[Path], Arrays]] = {
     },
     **{ending: _of_columns(read) for ending, read in _TABLES.items()},
 }
-
-SLAB = 256
-MEAN, GROUP = "mean", "blocks"  # so that analyses take imported sites by default
-LARGEST = {"float16": 65504.0, "float32": float(np.finfo(np.float32).max)}
 
 
 @dataclass(frozen=True)

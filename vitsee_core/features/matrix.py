@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 Box = tuple[slice, ...]
 Part = tuple[LazyArray, Box]
+RADIX_BITS = 16  # of a float32, that one pass of the radix selection counts
+_ROWS = 256
+_COLUMNS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -165,11 +168,6 @@ def _pieces(box: Box, chunks: Sequence[int], limit: int) -> Iterator[Box]:
     for at in range(first.start, first.stop):
         for rest in _pieces(box[1:], chunks[1:], limit):
             yield (slice(at, at + 1), *rest)
-
-
-RADIX_BITS = 16  # of a float32, that one pass of the radix selection counts
-_ROWS = 256
-_COLUMNS = 1 << 16
 
 
 class ClampedArray(LazyArray):

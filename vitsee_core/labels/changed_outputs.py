@@ -30,6 +30,15 @@ if TYPE_CHECKING:
     from vitsee_stores import Slab
 
 Key = Any  # hashable
+# Keys of what `compare_outputs` gives; AGREEMENT and KL are metrics.
+RIGHT, RIGHT_BASE, ONLY_BASE, ONLY_CHANGED = "right", "right base", "only base", "only changed"
+AGREEMENT, KL = "agreement", "kl"
+NOT_NEGATIVE = (0.0, np.inf)
+OUTPUT_INTERVALS = {
+    "top1, agreement": SHARES,
+    "top1_difference": PAIRED,
+    "kl": f"delete-a-block jackknife over images: {BLOCKS}",
+}
 
 
 @dataclass(frozen=True)
@@ -108,17 +117,6 @@ class BlockMeans:
 
     def result(self) -> dict[Key, BlockMean]:
         return dict(self._found)
-
-
-# Keys of what `compare_outputs` gives; AGREEMENT and KL are metrics.
-RIGHT, RIGHT_BASE, ONLY_BASE, ONLY_CHANGED = "right", "right base", "only base", "only changed"
-AGREEMENT, KL = "agreement", "kl"
-NOT_NEGATIVE = (0.0, np.inf)
-OUTPUT_INTERVALS = {
-    "top1, agreement": SHARES,
-    "top1_difference": PAIRED,
-    "kl": f"delete-a-block jackknife over images: {BLOCKS}",
-}
 
 
 def compare_outputs(

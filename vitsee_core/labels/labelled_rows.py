@@ -34,6 +34,15 @@ INTERVAL_METHOD = (
 )
 SHOWN = 4
 DRAWN_AT_ONCE = 1024
+TESTS = Option("", default="none")
+RANDOM_BASELINE = Option(
+    "Add the rows of Gaussian features of the same shape.",
+    "--baseline",
+    choices=("random",),
+    default="none",
+)
+PER_CLASS = Option("Add top1_class of each class.")
+ALLOW_SHARED = Option("Go on where the same image trains and tests.  [default: refuse]")
 
 
 @dataclass(frozen=True)
@@ -325,17 +334,6 @@ def why_not_own(store: Store, mask: Mask, n_classes: int) -> str:
             "classes"
         )
     return ""
-
-
-TESTS = Option("", default="none")
-RANDOM_BASELINE = Option(
-    "Add the rows of Gaussian features of the same shape.",
-    "--baseline",
-    choices=("random",),
-    default="none",
-)
-PER_CLASS = Option("Add top1_class of each class.")
-ALLOW_SHARED = Option("Go on where the same image trains and tests.  [default: refuse]")
 
 
 def word_or_number(text: str, words: Sequence[str], expected: str) -> str | float:

@@ -27,10 +27,8 @@ from vitsee_stores.layout import TokenLayout
 from vitsee_stores.manifest import few
 
 if TYPE_CHECKING:
-    from vitsee_core.images.transform import Recipe
     from vitsee_core.runtime.streaming import Rows
     from vitsee_stores import Store
-    from vitsee_stores.layout import TokenLayout
 
 log = logging.getLogger(__name__)
 

@@ -34,6 +34,16 @@ from vitsee_core.masks.labels import (
 from vitsee_core.runtime.options import Option
 from vitsee_stores.errors import VitseeError
 
+PANOPTIC = Option(
+    "The PNG files of a panoptic .json file.",
+    metavar="DIR",
+    default="the folder beside it that is called as it is",
+    only_with=("masks",),
+)
+Source = TypeVar("Source", bound=PixelSource)
+VOID_VALUE = 255
+_EXPECTED = "a folder of PNG masks or a COCO .json file"
+
 
 def parse_void(text: str) -> str | int:
     """A pixel value, or `none`.
@@ -63,12 +73,6 @@ SEGMENTS = Option(
     "(instances or panoptic), or a folder of PNG masks, named as the images are but for the "
     "ending, with one segment per value. Repeatable: splits of one data set.  [default: images and "
     "their labels]"
-)
-PANOPTIC = Option(
-    "The PNG files of a panoptic .json file.",
-    metavar="DIR",
-    default="the folder beside it that is called as it is",
-    only_with=("masks",),
 )
 
 BACKGROUND_OPTION = Option(
@@ -116,9 +120,6 @@ def read_numbers(folder: str, name: str, hint: str = "") -> NDArray[Any]:
             f"class numbers{hint}"
         )
     return np.asarray(image)
-
-
-Source = TypeVar("Source", bound=PixelSource)
 
 
 @dataclass(frozen=True)
@@ -185,10 +186,6 @@ def check_once(sources: Sequence[PixelSource]) -> None:
             if other is not source:
                 both = "twice" if other.name == source.name else f"and in {source.name}"
                 raise VitseeError(f"the image {key} is in {other.name} {both}; give each once")
-
-
-VOID_VALUE = 255
-_EXPECTED = "a folder of PNG masks or a COCO .json file"
 
 
 def open_masks(

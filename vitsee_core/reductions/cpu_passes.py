@@ -47,6 +47,8 @@ NUMBERS = (
 # The rows of `numbers` that follow for clips.
 IN_TIME = ("distance_frames", "frame_mass")
 COUNTS = ("n_queries", "received_argmax")
+NO_CLS = np.empty((0, 0, 0), np.float32)
+NO_TIMES = np.empty((0, 0, 0))
 
 
 @compiled
@@ -139,10 +141,6 @@ def numbers_of(
                 numbers[9, image, head] = own * each
             counts[0, image, head] = n_queries
             counts[1, image, head] = -1 if broken else which
-
-
-NO_CLS = np.empty((0, 0, 0), np.float32)
-NO_TIMES = np.empty((0, 0, 0))
 
 
 class CpuPasses:

@@ -18,6 +18,27 @@ from numpy.typing import NDArray
 
 from vitsee_core.kernels.compiled import EXACT, compiled
 
+# Sums over an image's queries, by head.
+TOTALS = ("entropy", "within", "reach_raw", "reach", "reach_unit", "query_std", "n_queries")
+# Numbers in a vector: of the widest units one register, of others two or four.
+LANES = 16
+QUERIES = 8  # at a time
+LEAST = np.float32(-np.inf)
+TINY = np.float32(np.finfo(np.float32).tiny)
+ZERO, ONE = np.float32(0), np.float32(1)
+# exp(x) = 2^n exp(r) with x = n ln 2 + r; ln 2 in two parts, the first with few digits. exp(r) is
+# 1 + r + r^2 times a polynomial, the minimax of the relative error: 3e-9, and with all roundings
+# within 1 unit in the last place. Below LEAST_EXPONENT it is 0, as is what a float32 can only hold
+# with fewer digits. A number plus ROUND ends in the integer that is nearest to it.
+LOG2_E, LN_2, LN_2_REST = (np.float32(x) for x in (1.44269504, 0.693359375, -2.12194440e-4))
+EXP_2, EXP_3, EXP_4, EXP_5, EXP_6 = (
+    np.float32(x)
+    for x in (4.9999993432e-1, 1.6666520399e-1, 4.1668390790e-2, 8.3687451271e-3, 1.3814539879e-3)
+)
+ROUND, BITS_OF_ONE = np.float32(1.5 * 2**23), 127 << 23
+LEAST_EXPONENT, LEAST_SCORE = np.float32(-87.3), np.float32(-104)
+SMALLEST, MAGNITUDE = np.int32(-(2**31)), np.int32(2**31 - 1)
+
 
 class Geometry(NamedTuple):
     """The positions of tokens on the grid."""
@@ -68,30 +89,6 @@ class OverImages(NamedTuple):
     in_time: NDArray[np.float64]  # (parts, heads, offsets in time) of clips, else no parts
     received: NDArray[np.float64]  # (parts, heads, tokens) of `OfHeads.received_rows`
     cls: NDArray[np.float64]  # (parts, heads, tokens) of `InCommon.cls_rows`
-
-
-# Sums over an image's queries, by head.
-TOTALS = ("entropy", "within", "reach_raw", "reach", "reach_unit", "query_std", "n_queries")
-
-# Numbers in a vector: of the widest units one register, of others two or four.
-LANES = 16
-QUERIES = 8  # at a time
-LEAST = np.float32(-np.inf)
-TINY = np.float32(np.finfo(np.float32).tiny)
-ZERO, ONE = np.float32(0), np.float32(1)
-
-# exp(x) = 2^n exp(r) with x = n ln 2 + r; ln 2 in two parts, the first with few digits. exp(r) is
-# 1 + r + r^2 times a polynomial, the minimax of the relative error: 3e-9, and with all roundings
-# within 1 unit in the last place. Below LEAST_EXPONENT it is 0, as is what a float32 can only hold
-# with fewer digits. A number plus ROUND ends in the integer that is nearest to it.
-LOG2_E, LN_2, LN_2_REST = (np.float32(x) for x in (1.44269504, 0.693359375, -2.12194440e-4))
-EXP_2, EXP_3, EXP_4, EXP_5, EXP_6 = (
-    np.float32(x)
-    for x in (4.9999993432e-1, 1.6666520399e-1, 4.1668390790e-2, 8.3687451271e-3, 1.3814539879e-3)
-)
-ROUND, BITS_OF_ONE = np.float32(1.5 * 2**23), 127 << 23
-LEAST_EXPONENT, LEAST_SCORE = np.float32(-87.3), np.float32(-104)
-SMALLEST, MAGNITUDE = np.int32(-(2**31)), np.int32(2**31 - 1)
 
 
 @compiled

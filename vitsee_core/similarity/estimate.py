@@ -56,6 +56,7 @@ ILL_CONDITIONED = 1e4
 CONSTANT = (8 * np.finfo(np.float32).eps) ** -2.0
 
 log = logging.getLogger(__name__)
+FEWEST_SLABS = 10
 
 
 def hsic(
@@ -270,9 +271,6 @@ def _conditioned(comparison: Comparison, result: Hsic) -> tuple[Hsic, dict[str, 
         else [p - comparison.n_rows for p in constant if p >= comparison.n_rows]
     )
     return without(result, rows, cols), offsets
-
-
-FEWEST_SLABS = 10
 
 
 def within_slabs(comparison: Comparison, estimator: Estimator) -> Hsic:

@@ -55,6 +55,8 @@ REPEATS = (
 )
 SLABS = "as jackknife, a slab of images left out at a time"
 METHODS = {"jackknife": JACKKNIFE, "repeats": REPEATS, "slabs": SLABS, "": "none"}
+# Multiplications of a tile below which threads cost more than they save.
+FEW = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -235,10 +237,6 @@ def stacked(parts: Sequence[Hsic]) -> Hsic:
         np.stack([getattr(part, name) for part in parts]) for name in ("cross", "rows", "cols")
     )
     return Hsic(cross, rows, cols)
-
-
-# Multiplications of a tile below which threads cost more than they save.
-FEW = 1 << 24
 
 
 @dataclass

@@ -19,6 +19,8 @@ from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Store
 
+log = logging.getLogger(__name__)
+
 Side = tuple["Store", "SiteSpec"]
 
 DEFAULT_SITES = ("blocks",)
@@ -31,6 +33,7 @@ SKIPS = {
     "channel.branch": ("mid",),
     "branch": ("shortcut", "in"),
 }
+PAIR_BY = ("image", "id")
 
 
 @dataclass(frozen=True)
@@ -201,11 +204,6 @@ def _skip(store: Store, branch: SiteSpec) -> SiteSpec:
         f"{store.label} keeps {branch.name} without its skip {names[0]}; run: vitsee extract MODEL "
         "--sites residual ..."
     )
-
-
-PAIR_BY = ("image", "id")
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

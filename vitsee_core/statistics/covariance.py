@@ -51,7 +51,15 @@ if TYPE_CHECKING:
     from vitsee_core.features import SiteFeatures
     from vitsee_stores import Slab, Store
 
+log = logging.getLogger(__name__)
+
 ROWS_AT_ONCE = 1024  # examples in float64 at a time
+DOUBLE = 0.5  # of the rate of products in single precision
+METRICS = ("rankme", "effective_rank", "participation_ratio", "alpha", "anisotropy")
+FIRST_RANK, LAST_RANK = 11, 100
+# Below this part of the sum of squares the scatter is rounding: all examples are equal.
+ALIKE = 1e-10
+SMALL = 1024  # channels up to which several threads do not compute axes sooner than one
 
 
 @dataclass
@@ -248,10 +256,6 @@ def total(parts: Sequence[CovarianceSums]) -> CovarianceSums:
     return whole
 
 
-log = logging.getLogger(__name__)
-DOUBLE = 0.5  # of the rate of products in single precision
-
-
 def say_cost(sites: Sequence[SiteFeatures], n_images: int) -> float:
     """Log the estimated time of one pass over the tokens of these sites, from a short trial; only
     at debug level (-v) if it is seconds.
@@ -272,12 +276,6 @@ def say_cost(sites: Sequence[SiteFeatures], n_images: int) -> float:
         *(human_bytes(read), rough_time(seconds)),
     )
     return products
-
-
-METRICS = ("rankme", "effective_rank", "participation_ratio", "alpha", "anisotropy")
-FIRST_RANK, LAST_RANK = 11, 100
-# Below this part of the sum of squares the scatter is rounding: all examples are equal.
-ALIKE = 1e-10
 
 
 @dataclass(frozen=True)
@@ -391,9 +389,6 @@ def power_law(eigenvalues: Float) -> float:
 def _eigenvalues(matrix: Float) -> Float:
     """Largest first; negative rounding errors become 0."""
     return np.maximum(np.linalg.eigvalsh(matrix)[::-1], 0.0)
-
-
-SMALL = 1024  # channels up to which several threads do not compute axes sooner than one
 
 
 @dataclass(frozen=True)

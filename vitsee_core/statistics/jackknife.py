@@ -31,6 +31,18 @@ METHOD = (
     "value without one block of images each; runs of rows of a shuffled store, dealt out with the "
     "seed else"
 )
+DRAWS = 4_000
+MOST_PAIRED = (
+    100  # rows whose pairs are drawn; beyond that Bonferroni's bound, which needs no draws
+)
+SIMULTANEOUS = (
+    "low, high: value -+ q * std, simultaneous: with 95 % confidence the differences between all "
+    "rows of which the best was chosen lie in such intervals, so that the choice on the same "
+    "images needs no further correction. q: 0.95 quantile of the largest |t| of all pairs "
+    f"(n_blocks - 1 degrees of freedom, correlated as the replicates; {DRAWS:,} draws with seed 0; "
+    f"Bonferroni's of more than {MOST_PAIRED} rows)"
+)
+Cells = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -119,19 +131,6 @@ def cut(value: Float, low: Float, high: Float, limits: Limits) -> tuple[Float, F
     return (np.maximum(low, np.minimum(value, least)), np.minimum(high, np.maximum(value, most)))
 
 
-DRAWS = 4_000
-MOST_PAIRED = (
-    100  # rows whose pairs are drawn; beyond that Bonferroni's bound, which needs no draws
-)
-SIMULTANEOUS = (
-    "low, high: value -+ q * std, simultaneous: with 95 % confidence the differences between all "
-    "rows of which the best was chosen lie in such intervals, so that the choice on the same "
-    "images needs no further correction. q: 0.95 quantile of the largest |t| of all pairs "
-    f"(n_blocks - 1 degrees of freedom, correlated as the replicates; {DRAWS:,} draws with seed 0; "
-    f"Bonferroni's of more than {MOST_PAIRED} rows)"
-)
-
-
 def largest_t(replicates: Float) -> float:
     """The q with P(max over pairs |difference| / error > q) = 0.05 if no two rows differ.
 
@@ -161,9 +160,6 @@ def largest_t(replicates: Float) -> float:
             largest = np.maximum(largest, t.max(0))
     # Rows that never differ leave the one pair's quantile.
     return max(float(np.quantile(largest, LEVEL)), t_quantile(m - 1))
-
-
-Cells = dict[str, Any]
 
 
 def mean_cells(values: ArrayLike, labels: Integers) -> Cells:

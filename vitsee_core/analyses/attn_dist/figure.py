@@ -37,6 +37,7 @@ IN_TIME = ("distance_frames", SECONDS, "frame_mass")  # of clips
 SHADES = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00")
 MOST_SORTED = 6  # stores, of whose blocks the sorted heads are drawn, too
 ENDS = ("first block", "second block", "last block but one", "last block")
+KINDS = ("attention over the clip", "attention over time", "attention within a frame")
 
 
 @styled
@@ -175,9 +176,6 @@ def _with_kinds(rows: pl.DataFrame) -> list[pl.DataFrame]:
 def _top(largest: float) -> float:
     """The end of a y axis from 0; 1 where all values are 0, as distances in time within frames."""
     return 1.06 * largest if largest > 1e-6 else 1.0
-
-
-KINDS = ("attention over the clip", "attention over time", "attention within a frame")
 
 
 def _kind(window: str) -> str:

@@ -58,6 +58,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROLLOUTS = {"rollout": "rollout", "rollout_no_residual": "without residual term"}
+SMALLEST, LARGEST = 5.4, 9.0  # ems of a map
+UNIT = "attention"
+PICTURE = ["store", "image", "query"]
+OWN = "own"  # the query of a model where no cell is asked for
+MOST = 24  # strips of a store, an image and a query
+LAYERS, HEADS = 6, 4  # drawn of each where there are more
+ROLLOUT = "rollout"
 
 
 def draw_images(table: Table, scale: str) -> Figure:
@@ -170,12 +177,6 @@ def _number_heads(axes: Axes, tiles: Tiles, heads: list[int]) -> None:
         axes.text(x - width * 0.46, y - height * 0.46, str(head), path_effects=outline, **look)
 
 
-SMALLEST, LARGEST = 5.4, 9.0  # ems of a map
-UNIT = "attention"
-PICTURE = ["store", "image", "query"]
-OWN = "own"  # the query of a model where no cell is asked for
-
-
 def draw_models_of_images(table: Table, scale: str) -> Figure:
     """One map per store, image and query: a line per image, its picture and a column per store
     (Walmer et al. 2023, Fig. 13); the rollouts, which are of no head, are in the table alone. Of
@@ -275,11 +276,6 @@ def _draw_heads(table: Table, heads: pl.DataFrame, scale: str) -> Figure:
             title = f"{_asked(own)}, by head"
             draw_side_by_side(part, grid, tiles, title, UNIT, scale=scale, limits=limits)
     return figure
-
-
-MOST = 24  # strips of a store, an image and a query
-LAYERS, HEADS = 6, 4  # drawn of each where there are more
-ROLLOUT = "rollout"
 
 
 def draw_clips(table: Table, scale: str, titles: Mapping[str, str]) -> Figure:

@@ -60,6 +60,19 @@ if TYPE_CHECKING:
     from vitsee_stores import Slab, Store
     from vitsee_stores.layout import TokenLayout
 
+log = logging.getLogger(__name__)
+
+THRESHOLD = 10.0
+ROWS = "received_rows"
+PATCHES = "patches"
+COLUMNS = (*(*SITE, "token", "head"), *("metric", "value", "std", "low", "high", "n_images"))
+Key = tuple[str, str, str]  # metric, group, token
+CLS = "cls"
+COLOUR_OF = {PATCHES: COLOURS[1], CLS: COLOURS[0]}
+OTHERS = (COLOURS[2], COLOURS[3], COLOURS[4], COLOURS[5])
+MOST_STORES = 6  # with panels of their own
+MEANS = ("sink_max", "sink_share", "qk_nmi")
+
 
 def draw_numbers(every_row: pl.DataFrame) -> Figure:
     """One line of panels per store. Left: every head with its 95 % interval against depth, the
@@ -126,15 +139,6 @@ def layer_means(rows: pl.DataFrame, depths: Any) -> pl.Series:
 def draw_layer_means(axes: Axes, rows: pl.DataFrame) -> None:
     depths = rows["depth"].unique().sort()
     axes.plot(depths, layer_means(rows, depths), color=ink(), label="layer mean")
-
-
-log = logging.getLogger(__name__)
-
-THRESHOLD = 10.0
-ROWS = "received_rows"
-PATCHES = "patches"
-COLUMNS = (*(*SITE, "token", "head"), *("metric", "value", "std", "low", "high", "n_images"))
-Key = tuple[str, str, str]  # metric, group, token
 
 
 def sink_rows(
@@ -249,13 +253,6 @@ def _within(metric: str, cells: dict[str, float | int]) -> dict[str, float | int
         return as_share(cells)
     top = np.inf if metric in ("sink_max", "sink_median") else 1.0
     return cells | {name: float(np.clip(cells[name], 0.0, top)) for name in ("low", "high")}
-
-
-CLS = "cls"
-COLOUR_OF = {PATCHES: COLOURS[1], CLS: COLOURS[0]}
-OTHERS = (COLOURS[2], COLOURS[3], COLOURS[4], COLOURS[5])
-MOST_STORES = 6  # with panels of their own
-MEANS = ("sink_max", "sink_share", "qk_nmi")
 
 
 def draw_sinks(every_row: pl.DataFrame) -> Figure:

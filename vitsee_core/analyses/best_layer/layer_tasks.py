@@ -53,6 +53,16 @@ AVERAGED = pl.col("token").is_in(MEANS).any().over("store", "site")
 ABOUT_PATCHES = pl.col("row").is_not_null() & AVERAGED
 MADE = frozenset(("task", "ties", "n_layers", "n_overlap"))
 PAIRS = ("store_a", "site_a", "depth_a", "store_b", "site_b", "depth_b", "metric", "value")
+PLACE = ("token", "row", "col", "head")
+PAIRED_COLUMNS = (
+    *PAIR,
+    *(f"{name}_{side}" for side in "ab" for name in PLACE),
+    *("task", "k", "shots", *PENALTIES, "class", *VALUES, "n_images", "n_blocks"),
+)
+METHOD = (
+    "value: row a less row b; std: standard error of a delete-a-block jackknife over the blocks of "
+    f"images that both rows share; {SIMULTANEOUS}"
+)
 
 
 def known_metrics(files: Sequence[ResultFile]) -> list[str]:
@@ -179,19 +189,6 @@ def to_last(rows: pl.DataFrame) -> Iterator[tuple[str, str, pl.DataFrame]]:
         place = {"store": pl.lit(store), "rel_depth": pl.col("depth") / top}
         layers = found.sort("depth", maintain_order=True).with_columns(**place)
         yield store, last, layers.select("store", "site", "rel_depth", *numbers)
-
-
-PLACE = ("token", "row", "col", "head")
-
-PAIRED_COLUMNS = (
-    *PAIR,
-    *(f"{name}_{side}" for side in "ab" for name in PLACE),
-    *("task", "k", "shots", *PENALTIES, "class", *VALUES, "n_images", "n_blocks"),
-)
-METHOD = (
-    "value: row a less row b; std: standard error of a delete-a-block jackknife over the blocks of "
-    f"images that both rows share; {SIMULTANEOUS}"
-)
 
 
 def with_replicates(files: Sequence[ResultFile]) -> list[ResultFile]:

@@ -30,6 +30,7 @@ EXPECTED = (
     f"(120,80px), or {MIDDLE} of what the model saw"
 )
 _PIXEL = re.compile(r"([0-9]+) *, *([0-9]+) *px")
+STATISTICS = ("cosine_mean", "cosine_neighbours", "cosine_area")
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,6 @@ class Spot:
                 "outside of what the model saw, or beside the image"
             )
         return self.frame(layout) * of_frame + cell
-
-
-STATISTICS = ("cosine_mean", "cosine_neighbours", "cosine_area")
 
 
 def unit_vectors(x: NDArray[np.floating], keep: Mask) -> Float:

@@ -67,7 +67,13 @@ if TYPE_CHECKING:
     from vitsee_core.runtime.execution import Execution
     from vitsee_stores import Slab
 
+log = logging.getLogger(__name__)
+
 RARE, ANY = "rare", "any"
+ROWS_AT_ONCE = 1 << 16
+AT_ONCE = 1 << 24  # votes in memory
+QUERIES_AT_ONCE = 1024
+WORK = 4  # times the bytes of a bank's tokens that a solver takes for copies
 
 
 @dataclass(frozen=True)
@@ -164,9 +170,6 @@ class BankParts(Sums[Collecting]):
         return Bank(*map(np.concatenate, every))
 
 
-ROWS_AT_ONCE = 1 << 16
-
-
 @dataclass(frozen=True)
 class Search:
     """A search among the scaled patches of a bank, `rows` (n, dim), computed on `device`."""
@@ -211,9 +214,6 @@ def _nearest_by_l2(
         best, places = values.topk(min(k, values.shape[1]), dim=1)
         which = numbers.gather(1, places)
     return best.float().cpu().numpy(), which.cpu().numpy()
-
-
-AT_ONCE = 1 << 24  # votes in memory
 
 
 @dataclass(frozen=True)
@@ -285,12 +285,6 @@ def mean_depths(depths: Float32) -> Float32:
     n, sums = there.sum(1), known.sum(1)
     whole = (sums.sum(1) / n.sum(1))[:, None]
     return np.where(n > 0, sums / np.maximum(n, 1), whole).astype(np.float32)
-
-
-log = logging.getLogger(__name__)
-
-QUERIES_AT_ONCE = 1024
-WORK = 4  # times the bytes of a bank's tokens that a solver takes for copies
 
 
 def train_from_bank(part: Part, solver: Solver, execution: Execution) -> Trained:

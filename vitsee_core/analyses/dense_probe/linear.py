@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from vitsee_core.runtime.execution import Execution
     from vitsee_stores import Slab
 
+TOLERANCE, ITERATIONS = 1e-9, 1000
+
 
 @dataclass
 class PixelSums:
@@ -326,9 +328,6 @@ class Scaling:
 
     def __call__(self, tokens: Float | Float32) -> Float:
         return (tokens - self.mean) * self.factor
-
-
-TOLERANCE, ITERATIONS = 1e-9, 1000
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,12 @@ if TYPE_CHECKING:
     from vitsee_core.runtime.execution import Execution
     from vitsee_stores import Slab
 
+log = logging.getLogger(__name__)
+
+UNTRAINED = "untrained"
+MOST_PIXELS = 320  # along a picture's longer side
+WRONG, RIGHT, NOTHING = (204, 51, 17), (221, 221, 221), (255, 255, 255)
+
 
 def pairs(
     train: Store,
@@ -129,12 +135,6 @@ def _named(store: Store, split: str) -> Mask:
         return named_only(Path(split), store.samples.id.tolist(), store.label)
     except DataError as error:
         raise VitseeError(str(error)) from None
-
-
-log = logging.getLogger(__name__)
-UNTRAINED = "untrained"
-MOST_PIXELS = 320  # along a picture's longer side
-WRONG, RIGHT, NOTHING = (204, 51, 17), (221, 221, 221), (255, 255, 255)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ EIGEN_PART = np.s_[45:471, 41:601]
 Images = tuple[Store, Rows]
 
 log = logging.getLogger(__name__)
+_LAST = re.compile(r"last([1-9]\d*)")
+W = TypeVar("W")
 
 
 def drawn(store: Store, among: Mask, share: float, seed: tuple[int, ...]) -> Mask:
@@ -189,9 +191,6 @@ def eigen_crop(where: str, depths: Labels) -> Labels:
     return found
 
 
-_LAST = re.compile(r"last([1-9]\d*)")
-
-
 def parse_concat(text: str) -> int:
     """The number of last sites: 4 of `last4`. Raises VitseeError: another word."""
     if (found := _LAST.fullmatch(text)) is None:
@@ -304,9 +303,6 @@ def probed(store: Store, sites: Sequence[SiteSpec], concat: int | None) -> list[
 def _place(layout: TokenLayout | None) -> str:
     assert layout is not None
     return f"{layout.grid} every {layout.stride_px} px"
-
-
-W = TypeVar("W")
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitsee_core.tables.results import Table
     from vitsee_stores import Store
 
 log = logging.getLogger(__name__)

@@ -70,7 +70,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-    from vitsee_core.tables.results import Table
     from vitsee_stores import Store
     from vitsee_stores.layout import SiteSpec
 

@@ -70,7 +70,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitsee_core.tables.results import Table
     from vitsee_stores import Slab, Store
 
 log = logging.getLogger(__name__)

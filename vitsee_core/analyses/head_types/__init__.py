@@ -63,7 +63,6 @@ from vitsee_core.tables.results import Table
 from vitsee_core.types import Float
 
 if TYPE_CHECKING:
-    from vitsee_core.tables.results import Table
     from vitsee_stores import Store
     from vitsee_stores.plan import Clip
 

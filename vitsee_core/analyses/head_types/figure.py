@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitsee_core.tables.results import Table
-
 
 AGREEMENT = ("same_type_thresholds", "same_type_slabs")
 TIME_TINTS = dict(

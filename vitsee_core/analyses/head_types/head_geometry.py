@@ -94,6 +94,17 @@ RANGES = {
     **dict.fromkeys(("strict", "focus", "repetition", "keys"), (0.0, 1.0)),
     **{"offset": (0.0, math.inf), "elongation": (1.0, math.inf)},
 }
+TIME_TYPES = (
+    *("same frame", "previous frame", "next frame", "frame offset"),
+    *("same place", "near frames", "all frames"),
+)
+TEMPORAL = TIME_TYPES[1:5]
+TIME_SCORES = (
+    *("frame_mass", "near_frames_mass", "offset_frames", "offset_frames_mass"),
+    "place_elsewhere",
+)
+TIME_AGREEMENT = ("same_time_thresholds", "same_time_slabs")
+FEWEST_TIMES = 3  # with fewer every frame is near
 
 
 @dataclass(frozen=True)
@@ -302,19 +313,6 @@ def _axis(scores: Scores, t: Thresholds) -> str:
 def direction(dy: float, dx: float) -> str:
     """One of `DIRECTIONS`, the nearest; rows count from the top."""
     return DIRECTIONS[round(math.atan2(dy, dx) / (math.pi / 4)) % 8]
-
-
-TIME_TYPES = (
-    *("same frame", "previous frame", "next frame", "frame offset"),
-    *("same place", "near frames", "all frames"),
-)
-TEMPORAL = TIME_TYPES[1:5]
-TIME_SCORES = (
-    *("frame_mass", "near_frames_mass", "offset_frames", "offset_frames_mass"),
-    "place_elsewhere",
-)
-TIME_AGREEMENT = ("same_time_thresholds", "same_time_slabs")
-FEWEST_TIMES = 3  # with fewer every frame is near
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitsee_core.tables.results import Table
     from vitsee_stores import SiteSpec, Store
 
 log = logging.getLogger(__name__)

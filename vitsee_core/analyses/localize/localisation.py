@@ -31,11 +31,17 @@ if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Store
     from vitsee_stores.layout import TokenLayout
 
+log = logging.getLogger(__name__)
+
 OWN_METRICS = ("own_cka", "own_rank", "own_rank_relative", "own_margin")
 TOKEN_METRICS = (*OWN_METRICS, "peak_distance_px")
 # A jackknife says nothing of ranks, places and counts: leaving some images out seldom changes them.
 SMOOTH = ("own_cka", "own_margin")
 SITE_METRICS = ("own_top1", *TOKEN_METRICS)
+WORDS = ("each", "cls")
+# Tokens times patches of a site of which all tokens are compared unless they are asked for: grids
+# of up to 38 x 38. Not the memory alone, so that machines give the same table.
+MOST_PAIRS = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -201,14 +207,6 @@ def _with_spread(
     std[[name not in SMOOTH for name in metrics]] = np.nan
     half = t_quantile(m - 1) * std
     return {"value": value, "std": std, "low": value - half, "high": value + half}
-
-
-log = logging.getLogger(__name__)
-
-WORDS = ("each", "cls")
-# Tokens times patches of a site of which all tokens are compared unless they are asked for: grids
-# of up to 38 x 38. Not the memory alone, so that machines give the same table.
-MOST_PAIRS = 1 << 21
 
 
 @dataclass(frozen=True)

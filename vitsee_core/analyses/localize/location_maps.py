@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-    from vitsee_core.tables.results import Table
 
 CURVES = ("own_top1", "own_margin", "peak_distance_px")
 

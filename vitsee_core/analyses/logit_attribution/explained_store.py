@@ -46,7 +46,11 @@ if TYPE_CHECKING:
     from vitsee_core.models.loaded import LoadedModel
     from vitsee_stores import SiteSpec, Store
 
+log = logging.getLogger(__name__)
+
 PROVEN = 1e-5  # of the branch's largest value; float32 sums over some thousand channels
+METRIC = "logit"
+LABEL, PREDICTED = "label", "predicted"
 
 
 @dataclass
@@ -105,12 +109,6 @@ def _fitted(layer: nn.Linear, heads: Float, branch: Float, n_heads: int) -> Proj
     if not np.abs(plain * factor - branch).max() <= PROVEN * np.abs(branch).max():
         return None
     return Projection(weight * factor[:, np.newaxis], bias * factor, n_heads)
-
-
-log = logging.getLogger(__name__)
-
-METRIC = "logit"
-LABEL, PREDICTED = "label", "predicted"
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 SKIPS = {"attn": "in", "token": "in", "mlp": "mid", "channel": "mid"}
 SUMS = {"attn": "mid", "token": "mid", "mlp": "out", "channel": "out"}
 IMAGES_AT_ONCE = 8  # activations in float64 at a time
+N_MAD = 6.0
+MAD_SCALE = 1.4826  # makes the median absolute deviation of a normal sample its sigma
+BINS_PER_OCTAVE = 8
+PIECE = 1 << 18  # norms worked on at a time
 
 
 @dataclass(frozen=True)
@@ -204,12 +208,6 @@ def neighbour_cosines(cells: Float32) -> Float:
         over = tuple(range(1, count.ndim))
         found: Float = np.nansum(total / count, axis=over) / (count > 0).sum(over)
     return found
-
-
-N_MAD = 6.0
-MAD_SCALE = 1.4826  # makes the median absolute deviation of a normal sample its sigma
-BINS_PER_OCTAVE = 8
-PIECE = 1 << 18  # norms worked on at a time
 
 
 def mad_threshold(norms: Float) -> float:

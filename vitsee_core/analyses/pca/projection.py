@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 CENTRE = (0.25, 0.75)  # shares of height and width: the middle of an image
 SIDES = {"positive": 1, "negative": -1}
 FOREGROUND = ("none", *SIDES, "centre")
+OF_AXES = ("explained_variance", "axis_agreement")
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,6 @@ def centre_side(found: Projected, view: View, layout: TokenLayout) -> int:
             counts[k] += there.sum()
     middle, rest = sums / np.maximum(counts, 1)
     return 1 if middle >= rest else -1
-
-
-OF_AXES = ("explained_variance", "axis_agreement")
 
 
 def axis_rows(

@@ -44,6 +44,8 @@ parse_l2 = partial(
 parse_intercept = partial(
     word_or_number, words=(FREE,), expected=f"{FREE} or a number above 0, e.g. 100"
 )
+HELD_OUT = 0.2  # of each class, to choose l2
+SHOWN = 6
 
 
 @dataclass(frozen=True)
@@ -202,10 +204,6 @@ def choose_training(
         if value is not None
     }
     return Training(device=device, **given)
-
-
-HELD_OUT = 0.2  # of each class, to choose l2
-SHOWN = 6
 
 
 @dataclass(frozen=True)

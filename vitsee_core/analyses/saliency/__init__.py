@@ -67,7 +67,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from vitsee_core.masks import MaskSource
-    from vitsee_core.tables.results import Table
     from vitsee_stores import Store
 
 log = logging.getLogger(__name__)

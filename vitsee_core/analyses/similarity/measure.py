@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 # Beyond this, matrices over all pairs of images use a random sample of images.
 MOST_DENSE = 4096
+# Relative residue of cancellation after rounding to float32.
+CANCELLED = 1e-6
+CONSTANT = 1e-10
+AT_ONCE = 32  # pairs of representations per thread
 
 
 class Measure(ABC):
@@ -103,11 +107,6 @@ class Measure(ABC):
         """Approximate bytes of a state of n images."""
 
 
-# Relative residue of cancellation after rounding to float32.
-CANCELLED = 1e-6
-CONSTANT = 1e-10
-
-
 @dataclass(frozen=True)
 class SiteGram:
     """The Gram matrix of one representation of n images in the forms that measures need."""
@@ -162,9 +161,6 @@ class SiteGram:
         raw = own + 2 * self.shift.along + self.shift.squared
         spread = raw - self.shift.n_features * self.shift.means**2
         return self.zero | (spread <= CANCELLED * raw)
-
-
-AT_ONCE = 32  # pairs of representations per thread
 
 
 def nearest(cosines: Float, k: int) -> Mask:

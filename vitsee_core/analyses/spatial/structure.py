@@ -65,6 +65,12 @@ from vitsee_core.types import Float, Integers, Mask
 COSINES = ("lds", "cds", "lds_scaled", "cds_scaled", "rmsc", "mean_cos")
 FAR, REACH, SIDE = 6, 8, 16
 TINY = 1e-6  # below the logarithm of an amplitude
+SHARES = ("share_image", "share_position", "share_rest")
+ALIKE = 1e-12
+NEXT = "next_cos"
+PER_CLIP = (NEXT, "next_other_cos", "slowness", "any_frame_cos")
+OF_ALL = "other_clip_cos"
+IN_TIME = (*PER_CLIP, OF_ALL)
 
 
 def scaled(cells: int, grid: tuple[int, int]) -> int:
@@ -201,10 +207,6 @@ def foreground_cosines(cells: NDArray[np.floating], labels: Labels) -> float:
     return float((means[0] - means[1]).mean())
 
 
-SHARES = ("share_image", "share_position", "share_rest")
-ALIKE = 1e-12
-
-
 @dataclass
 class TokenSums:
     """Sums over the tokens of images, from which shares of variance follow."""
@@ -254,12 +256,6 @@ class TokenSums:
             return dict.fromkeys(SHARES, math.nan)
         image, position = (n - 1) / left, (t - 1) / left
         return dict(zip(SHARES, (image, position, 1 - image - position), strict=True))
-
-
-NEXT = "next_cos"
-PER_CLIP = (NEXT, "next_other_cos", "slowness", "any_frame_cos")
-OF_ALL = "other_clip_cos"
-IN_TIME = (*PER_CLIP, OF_ALL)
 
 
 def units_of(cells: NDArray[np.floating]) -> Float:

@@ -37,7 +37,6 @@ from vitsee_stores.token_selection import Token, TokenSelection
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Slab, Store
-    from vitsee_stores.layout import TokenLayout
 
 Sparse = tuple[Integers, Float32]
 SMALLEST = 1e-9  # of a segment's area: less is rounding at a cell's edge
