@@ -128,6 +128,20 @@ data_options = together(
         help="Of --short-side: run the model on tiles of its own input size and put their tokens "
         "into one grid per image; images may differ in size.",
     ),
+    click.option(
+        "--native",
+        is_flag=True,
+        help="Of towers of vision-language models: bring each image to the size that the model's "
+        "own image processor gives it, in its own proportions, with a grid of its own.",
+    ),
+    a_number(
+        "--min-pixels",
+        help="Of --native: enlarge images of fewer pixels.  [default: the image processor's]",
+    ),
+    a_number(
+        "--max-pixels",
+        help="Of --native: shrink images of more pixels.  [default: the image processor's]",
+    ),
 )
 
 recompute_data_option = click.option(

@@ -41,7 +41,7 @@ __all__ = [
 
 FORMAT_VERSION = 2
 # Format extensions that this package reads, as named in a manifest's `features`.
-FEATURES: tuple[str, ...] = ("box", "canvas", "clips", "window")
+FEATURES: tuple[str, ...] = ("box", "canvas", "clips", "native", "window")
 COMMIT_BYTES = 4096
 CHECKSUM_BYTES = 4
 SMALL_CHUNK, LARGE_CHUNK = 4 << 20, 16 << 20

@@ -97,7 +97,7 @@ class Manifest:
         fields: dict[str, Any] = jsonable(dataclasses.asdict(self))
         if self.growth is None:
             del fields["growth"]
-        fields["plan"] = _without_absent(fields["plan"])
+        fields["plan"] = without_absent(fields["plan"])
         return fields
 
     @classmethod
@@ -151,18 +151,21 @@ class Manifest:
 
 
 # Fields of a plan, at whatever depth, that are written only where they are not None.
-LATER_FIELDS = ("window", "frames", "stride_frames", "clip")
+LATER_FIELDS = (
+    *("window", "frames", "stride_frames", "clip"),
+    *("short_side", "min_pixels", "max_pixels", "own_grids"),
+)
 
 
-def _without_absent(value: Any) -> Any:
-    """A plan in JSON without those of `LATER_FIELDS` that are None."""
+def without_absent(value: Any) -> Any:
+    """A plan, or a part of it, in JSON without those of `LATER_FIELDS` that are None."""
     if isinstance(value, dict):
         return {
-            key: _without_absent(item)
+            key: without_absent(item)
             for key, item in value.items()
             if item is not None or key not in LATER_FIELDS
         }
-    return [_without_absent(item) for item in value] if isinstance(value, list) else value
+    return [without_absent(item) for item in value] if isinstance(value, list) else value
 
 
 class _Identity(Struct):
@@ -212,6 +215,8 @@ class _Transform(Struct):
     fill: str | None = None
     short_side: Count | None = None
     multiple: Count | None = None
+    min_pixels: Count | None = None
+    max_pixels: Count | None = None
     processor: str | None = None
     mean: list[Real] | None = None
     std: list[Real] | None = None

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 CODECS = ("none", "zstd", "lz4")
 LEVELS = ("none", "summary", "rows", "full")
 TIMES = ("ordered", "shuffled", "still")
+NATIVE = ("pixels", "patches")  # crop modes at native resolution
 
 
 def one_of(*words: str) -> Meta:
@@ -167,6 +168,11 @@ class ErfPlan:
     size: Size
 
 
+# The longest side of an image over its shortest that is brought to native resolution.
+MOST_ASPECT = 200
+_LEAST_SCALE, _MOST_SCALE, _SCALES_APART = 1e-6, 100.0, 1e-5
+
+
 def corner_size(size: Size, short_side: int, multiple: int) -> Size:
     """(height, width) to which an image of this size is resized: the short side exactly, the long
     side in proportion, rounded down to the multiple. Integer arithmetic gives the same result on
@@ -176,21 +182,97 @@ def corner_size(size: Size, short_side: int, multiple: int) -> Size:
     return (short_side, long) if height <= width else (long, short_side)
 
 
+def pixels_size(size: Size, multiple: int, least: int, most: int) -> Size:
+    """(height, width) to which the smart resize of Qwen-VL's image processors brings an image of
+    this size: both sides rounded to the multiple; in its own proportions rounded down where that
+    has more than `most` pixels, and rounded up where it has fewer than `least`.
+
+    Raises:
+        ValueError: a side is smaller than the multiple, or one is more than `MOST_ASPECT` times
+            the other.
+    """
+    if min(size) < multiple:
+        raise ValueError(
+            f"{size[1]} x {size[0]} pixels are smaller than the {multiple} x {multiple} of one "
+            "group of patches"
+        )
+    if max(size) > MOST_ASPECT * min(size):
+        raise ValueError(
+            f"of {size[1]} x {size[0]} pixels one side is more than {MOST_ASPECT} times the other"
+        )
+    height, width = (round(side / multiple) * multiple for side in size)
+    if height * width > most:
+        scale = math.sqrt(size[0] * size[1] / most)
+        height, width = (
+            max(multiple, math.floor(side / scale / multiple) * multiple) for side in size
+        )
+    elif height * width < least:
+        scale = math.sqrt(least / (size[0] * size[1]))
+        height, width = (math.ceil(side * scale / multiple) * multiple for side in size)
+    return height, width
+
+
+def patches_size(size: Size, patch: int, most: int) -> Size:
+    """(height, width) to which SigLIP 2 NaFlex' image processors bring an image of this size: as
+    many patches, of sides that are multiples of `patch`, as `most` pixels hold. They search the
+    scale by halves, which is repeated here."""
+
+    def scaled(scale: float) -> Size:
+        height, width = (max(patch, math.ceil(side * scale / patch) * patch) for side in size)
+        return height, width
+
+    low, high = _LEAST_SCALE, _MOST_SCALE
+    while high - low >= _SCALES_APART:
+        scale = (low + high) / 2
+        if math.prod(scaled(scale)) <= most:
+            low = scale
+        else:
+            high = scale
+    return scaled(low)
+
+
 @dataclass(frozen=True)
 class Canvas:
-    """A fixed-size input for images of several sizes."""
+    """A fixed-size input for images of several sizes.
 
-    size: Size  # (height, width) in pixels, the same for all images
-    short_side: Side  # see `corner_size`
-    multiple: Side  # see `corner_size`
-    # (height, width) of the input that the model saw at once; None where it saw the whole canvas,
-    # which every image then fills
+    Attributes:
+        size: (height, width) in pixels, the same for all images.
+        short_side, multiple: see `corner_size`; short_side is None at native resolution.
+        tiles: (height, width) of the input that the model saw at once; None where it saw each image
+            whole.
+        crop_mode: how an image becomes its part of the canvas: "corner" by `corner_size`; at native
+            resolution "pixels" by `pixels_size`, "patches" by `patches_size`.
+        min_pixels, max_pixels: the bounds of these two; "patches" has the upper one alone.
+        own_grids: True where images at native resolution do not all fill the canvas, None where
+            they do: the model then saw each image alone, with a grid of its own.
+    """
+
+    size: Size
+    short_side: Side | None = None
+    multiple: Side = 1
     tiles: Size | None = None
-    crop_mode: Annotated[str, one_of("corner")] = "corner"
+    crop_mode: Annotated[str, one_of("corner", *NATIVE)] = "corner"
+    min_pixels: Length | None = None
+    max_pixels: Length | None = None
+    own_grids: bool | None = None
+
+    @property
+    def is_native(self) -> bool:
+        """Whether images have native resolution."""
+        return self.crop_mode in NATIVE
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the model saw tiles, or images with grids of their own: what needs one grid for
+        all images is not there then."""
+        return self.tiles is not None or bool(self.own_grids)
 
     def image(self, size: Size) -> Size:
-        """(height, width) of an original image on the canvas."""
-        return corner_size(size, self.short_side, self.multiple)
+        """(height, width) of an original image on the canvas. Raises ValueError: as
+        `pixels_size`."""
+        return canvas_size(
+            size, self.crop_mode, self.multiple, self.short_side, self.min_pixels, self.max_pixels
+        )
 
     def filled(self, sizes: NDArray[Any]) -> NDArray[np.bool_]:
         """(images,) which of these original sizes, (images, 2), cover the whole canvas. A size of
@@ -199,8 +281,31 @@ class Canvas:
         known, back = np.unique(sizes, axis=0, return_inverse=True)
         for k, (height, width) in enumerate(known.tolist()):
             if height > 0 and width > 0:
-                covers[back.ravel() == k] = self.image((height, width)) == self.size
+                try:
+                    fills = self.image((height, width)) == self.size
+                except ValueError:  # no image of a canvas has it
+                    fills = False
+                covers[back.ravel() == k] = fills
         return covers
+
+
+def canvas_size(
+    size: Size,
+    crop_mode: str,
+    multiple: int,
+    short_side: int | None,
+    least: int | None,
+    most: int | None,
+) -> Size:
+    """(height, width) that an image of this size has on a canvas, by the canvas' own numbers.
+    Raises ValueError: as `pixels_size`."""
+    if crop_mode == "corner":
+        assert short_side is not None
+        return corner_size(size, short_side, multiple)
+    assert most is not None
+    if crop_mode == "patches":
+        return patches_size(size, multiple, most)
+    return pixels_size(size, multiple, least or 1, most)
 
 
 @dataclass(frozen=True)
@@ -270,6 +375,7 @@ class StorePlan:
             "canvas": self.canvas is not None,
             "window": windows,
             "clips": self.clip is not None,
+            "native": self.canvas is not None and self.canvas.is_native,
         }
         return tuple(name for name, there in used.items() if there)
 

@@ -18,7 +18,7 @@ import numpy as np
 from msgspec import Meta
 
 from vitsee_stores.layout import ArraySpec, arrays, n_places
-from vitsee_stores.plan import StorePlan, TokenLayout
+from vitsee_stores.plan import Canvas, StorePlan, TokenLayout
 
 T = TypeVar("T")
 
@@ -30,6 +30,7 @@ Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 MOST_NAME_BYTES = 200
 MOST_ROW_BYTES, MOST_CHUNKS = 1 << 40, 1 << 22
 MAY_BE_ABSENT = ("grams", "boxes")  # and is false then
+_OF_CROP_MODES = ("short_side", "min_pixels", "max_pixels")
 SHOWN = 60
 # msgspec's words -> ours
 _WORDS = {
@@ -244,10 +245,34 @@ def _check_parts(plan: StorePlan) -> None:
             raise ValueError(f"plan.erf.sites names {lost[0]}, which has no stored grid")
     if plan.rollout and not plan.attention:
         raise ValueError("plan.rollout is true without attention")
-    if plan.canvas is not None and plan.canvas.tiles is not None:
-        more = (plan.attention, plan.sublayers, plan.grams, plan.erf)
-        if any(more) or any(s.layout is None or s.layout.n_prefix for s in plan.sites):
-            raise ValueError("plan.canvas has tiles, beside what tiles do not have")
+    if plan.canvas is not None:
+        _check_canvas(plan.canvas, plan)
+
+
+def _check_canvas(canvas: Canvas, plan: StorePlan) -> None:
+    """Check that a canvas has the numbers of its crop mode, and the plan nothing beside it that
+    tiles and grids of their own do not have."""
+    has = {name for name in _OF_CROP_MODES if getattr(canvas, name) is not None}
+    needs = {"corner": {"short_side"}, "pixels": {"min_pixels", "max_pixels"}}
+    wanted = needs.get(canvas.crop_mode, {"max_pixels"})
+    if has != wanted:
+        raise ValueError(
+            f"plan.canvas.crop_mode is {canvas.crop_mode} with {', '.join(sorted(has)) or 'none'} "
+            f"of {', '.join(_OF_CROP_MODES)}, expected {' and '.join(sorted(wanted))}"
+        )
+    if (canvas.min_pixels or 0) > (canvas.max_pixels or math.inf):
+        most = f"at most plan.canvas.max_pixels, {canvas.max_pixels}"
+        raise unexpected("plan.canvas.min_pixels", canvas.min_pixels, most)
+    if (canvas.own_grids and not canvas.is_native) or (canvas.tiles and canvas.is_native):
+        what = "tiles" if canvas.is_native else "own_grids"
+        raise ValueError(f"plan.canvas has {what}, which images of {canvas.crop_mode} do not have")
+    if not canvas.in_parts:
+        return
+    more = (plan.attention, plan.sublayers, plan.grams, plan.erf)
+    layouts = [site.layout for site in plan.sites if site.kind != "vector" or canvas.tiles]
+    if any(more) or any(one is None or one.grid is None or one.n_prefix for one in layouts):
+        what = "tiles" if canvas.tiles else "own_grids"
+        raise ValueError(f"plan.canvas has {what}, beside what {what} do not have")
 
 
 def _check_arrays(specs: dict[str, ArraySpec]) -> None:

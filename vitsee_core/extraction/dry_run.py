@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vitsee_core.extraction.begin import prepare
 from vitsee_core.extraction.gram_strategy import choose_strategy
 from vitsee_core.extraction.image_layout import ImageLayout
-from vitsee_core.extraction.options import ModelOptions, Request
+from vitsee_core.extraction.options import OF_NATIVE, ModelOptions, Request
 from vitsee_core.extraction.prepare import check_output, chosen_images, cut_sides, plan_contents
 from vitsee_core.extraction.run import default_batch, erf_cost, strategy_of
 from vitsee_core.images.clips import has_clips
@@ -68,6 +68,7 @@ def needs_weights(model: ModelOptions, asked: Request) -> bool:
     """Whether the options depend on weights, whatever the architecture."""
     data, run = asked.data, asked.run
     canvas = data.short_side is not None or data.tiles or data.multiple is not None or data.of_clips
+    canvas = canvas or any(getattr(data, name) for name in OF_NATIVE)
     ablated = model.ablate_skip or source_of(model.name).skips_left_out
     changed = ablated or any(model.interventions.values())
     if canvas or changed or asked.keep.erf or _brings_arguments(model):

@@ -14,7 +14,7 @@ from vitsee_core.models.loaded import LoadedModel
 from vitsee_stores import StoreWriter
 from vitsee_stores.errors import IdentityMismatch
 from vitsee_stores.layout import FORMAT_VERSION, StorePlan
-from vitsee_stores.manifest import Manifest, check_identity, jsonable
+from vitsee_stores.manifest import Manifest, check_identity, jsonable, without_absent
 from vitsee_stores.plan import Canvas
 from vitsee_stores.weights_names import weights_name
 
@@ -31,7 +31,7 @@ def fixed_identity(
         "transform": model.transform,
         "n_images": len(selection.samples),
         "samples_fingerprint": selection.samples.fingerprint(),
-        **({} if canvas is None else {"canvas": asdict(canvas)}),
+        **({} if canvas is None else {"canvas": without_absent(asdict(canvas))}),
     }
 
 

@@ -1,6 +1,8 @@
 """How images and clips reach the model. `--short-side`: images in their own proportions, on one
 canvas; the model sees the whole canvas if all images fill it, else (`--tiles`) tiles of its own
-input size. `--frames`: frames of clips, together or one by one."""
+input size. `--native`: each image at the size that the model's own image processor gives it, on one
+canvas; where they differ in size the model sees each alone. `--frames`: frames of clips, together
+or one by one."""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitsee_core.extraction.by_frame import check_by_frame, clip_table
-from vitsee_core.extraction.options import DataOptions, ModelOptions, OptionError, Request
+from vitsee_core.extraction.native import OWN_GRIDS, table_on_canvas
+from vitsee_core.extraction.options import (
+    OF_CLIPS,
+    DataOptions,
+    ModelOptions,
+    OptionError,
+    Request,
+)
 from vitsee_core.extraction.tiles import TILED, n_tiles
 from vitsee_core.images import ImageError, Selection
 from vitsee_core.images.clip_times import SHUFFLED
@@ -30,6 +39,7 @@ from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.packing import packing_of
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
+from vitsee_core.models.sources.native_resize import canvas_transform
 from vitsee_core.runtime.machine import counted
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import SiteSpec, StorePlan, TokenLayout
@@ -37,6 +47,7 @@ from vitsee_stores.plan import Canvas, Clip, Size
 
 log = logging.getLogger(__name__)
 
+OWN_BOUND = " (the image processor's own where it is not given)"
 READERS = 8  # threads that read the headers of images
 TRANSFORM = ("input_size", "interpolation", "mean", "std")
 
@@ -91,8 +102,10 @@ def lay_out(asked: Request, selection: Selection, stored: StorePlan | None = Non
     if isinstance(options, LoadedModel):
         model = options
     else:
-        model = load_model(**vars(options), frames=frames)
+        model = load_model(**vars(options), frames=frames, native=data.native)
     model.module.cpu()
+    if data.native:
+        return _at_native(model, asked, selection, stored)
     table = site_table(model)
     clip = _clip(data, model, before)
     if clip is not None:
@@ -123,6 +136,76 @@ def lay_out(asked: Request, selection: Selection, stored: StorePlan | None = Non
         return ImageLayout(model, table, table, canvas, {}, notes)
     kept, left_out = _tiled(table, canvas, tiles, step)
     return ImageLayout(model, table, kept, canvas, left_out, notes)
+
+
+def _at_native(
+    model: LoadedModel, asked: Request, selection: Selection, stored: StorePlan | None
+) -> ImageLayout:
+    """A tower on images at native resolution. Where they differ in size its sites are found on
+    images of its own size, or of the canvas' where that is smaller.
+
+    Raises:
+        VitseeError: bounds that are missing, or are none; no image that can be brought to them.
+    """
+    canvas, notes = _bounded(model, asked.data), tuple[str, ...]()
+    if stored is not None and stored.canvas is not None:
+        own = stored.canvas.own_grids
+        canvas = dataclasses.replace(canvas, size=stored.canvas.size, own_grids=own)
+    else:
+        canvas, notes = _around(canvas, image_sizes(selection), selection)
+    channels, *size = model.input_size
+    seen = canvas.size
+    if canvas.own_grids:
+        for name in ("grams", "erf"):
+            if getattr(asked.keep, name):
+                raise VitseeError(f"--{name} is not supported: {OWN_GRIDS}")
+        seen = min(size[0], seen[0]), min(size[1], seen[1])
+    names = (*TRANSFORM, "processor")
+    transform = {key: model.transform[key] for key in names if key in model.transform}
+    transform |= {"input_size": (channels, *canvas.size), **canvas_transform(canvas)}
+    model = dataclasses.replace(model, input_size=(channels, *seen), transform=transform)
+    table = site_table(model)
+    if not canvas.own_grids:
+        return ImageLayout(model, table, table, canvas, {}, notes)
+    kept, left_out = table_on_canvas(table, canvas)
+    return ImageLayout(model, table, kept, canvas, left_out, notes)
+
+
+def _bounded(model: LoadedModel, data: DataOptions) -> Canvas:
+    """The canvas, still without a size, with the bounds that are asked for. Raises VitseeError:
+    neither processor nor options say them, or they do not fit the model."""
+    canvas = model.native
+    assert canvas is not None
+    given = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
+    if canvas.crop_mode == "patches" and data.min_pixels is not None:
+        raise VitseeError(
+            f"--min-pixels is not supported: {model.name} gets as many patches of every image as "
+            "--max-pixels hold"
+        )
+    wanted = ("max_pixels",) if canvas.crop_mode == "patches" else ("min_pixels", "max_pixels")
+    changed = {name for name, number in given.items() if number is not None}
+    canvas = dataclasses.replace(
+        canvas,
+        min_pixels=data.min_pixels or canvas.min_pixels,
+        max_pixels=data.max_pixels or canvas.max_pixels,
+    )
+    for name in wanted:
+        option, number = f"--{name.replace('_', '-')}", getattr(canvas, name)
+        if number is None:
+            raise VitseeError(
+                f"{model.name} has no image processor, which would say {option}: give it"
+            )
+        if name in changed and number < canvas.multiple**2:
+            raise VitseeError(
+                f"{option} is {number}, less than the {canvas.multiple} x {canvas.multiple} pixels "
+                f"of one group of patches of {model.name}; expected at least {canvas.multiple**2}"
+            )
+    if (canvas.min_pixels or 0) > (canvas.max_pixels or 0):
+        raise VitseeError(
+            f"--min-pixels {canvas.min_pixels} is more than --max-pixels {canvas.max_pixels}"
+            f"{'' if len(changed) == 2 else OWN_BOUND}; expected at most as many"
+        )
+    return canvas
 
 
 def _clip(data: DataOptions, model: LoadedModel, stored: Clip | None) -> Clip | None:
@@ -165,6 +248,8 @@ def describe(canvas: Canvas | None) -> str:
         return ""
     height, width = canvas.size
     line = f"canvas of {width} x {height} pixels"
+    if canvas.own_grids:
+        return f"{line}, each image alone on a grid of its own"
     if canvas.tiles is None:
         return line
     most = n_tiles(canvas.size, canvas.tiles)
@@ -191,6 +276,13 @@ def image_sizes(selection: Selection) -> NDArray[np.int64]:
 
 def _check_options(asked: Request) -> None:
     options, data = asked.model, asked.data
+    if data.native:
+        _check_native(options, data)
+        return
+    for name in ("min_pixels", "max_pixels"):
+        if getattr(data, name) is not None:
+            option = name.replace("_", "-")
+            raise OptionError(f"--{option} is about images at native resolution: give --native too")
     if data.short_side is None:
         if data.tiles or data.multiple is not None:
             name = "--tiles" if data.tiles else "--multiple"
@@ -216,6 +308,20 @@ def _check_options(asked: Request) -> None:
         for name in ("grams", "erf"):
             if getattr(asked.keep, name):
                 raise VitseeError(f"--{name} is not supported with --tiles: {TILED}")
+
+
+def _check_native(options: ModelOptions | LoadedModel, data: DataOptions) -> None:
+    if not isinstance(options, ModelOptions):
+        raise OptionError("native needs the model's image processor: give a model's name")
+    of_data = ("short_side", "multiple", "tiles", *OF_CLIPS)
+    of_model = ("img_size", "crop_mode", "crop_pct", "fill", "transform")
+    for of, names in ((data, of_data), (options, of_model)):
+        for name in names:
+            if getattr(of, name):
+                raise OptionError(
+                    f"--{name.replace('_', '-')} and --native exclude each other: with --native "
+                    "the model's image processor says the size of each image"
+                )
 
 
 def _step(model: LoadedModel, table: SiteTable) -> int:
@@ -272,20 +378,23 @@ def _around(
     """The canvas that the largest images need, and remarks about it."""
     needed: Counter[Size] = Counter()
     names: dict[Size, str] = {}
+    why = "expected image files that Pillow opens"
     for name, (height, width) in zip(selection.samples.ids, sizes.tolist(), strict=True):
         if height > 0 and width > 0:
-            image = asked.image((height, width))
+            try:
+                image = asked.image((height, width))
+            except ValueError as error:  # refused on reading, as unreadable
+                why = f"{name}: {error}"
+                continue
             if math.prod(image) > MOST_PIXELS:
                 continue  # refused on reading, as unreadable
             needed[image] += 1
             names.setdefault(image, name)
     if not needed:
-        raise VitseeError(
-            f"no image of {selection.source.name} can be read; expected image files that Pillow "
-            "opens"
-        )
+        raise VitseeError(f"no image of {selection.source.name} can be read; {why}")
     size = max(h for h, _ in needed), max(w for _, w in needed)
-    if asked.tiles is None and len(needed) > 1:
+    own_grids = True if asked.is_native and len(needed) > 1 else None
+    if asked.tiles is None and not asked.is_native and len(needed) > 1:
         shown = [f"{w} x {h} ({names[h, w]})" for h, w in list(needed)[:2]]
         height, width = needed.most_common(1)[0][0]
         raise VitseeError(
@@ -302,7 +411,7 @@ def _around(
             "few large ones out with --only, or give --codec zstd, which the empty part costs "
             "nothing",
         )
-    return dataclasses.replace(asked, size=size), notes
+    return dataclasses.replace(asked, size=size, own_grids=own_grids), notes
 
 
 def _tiled(

@@ -54,7 +54,7 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
 _SEVERAL = ("sites", "tokens", "dtype", "ablate_skip", *INTERVENTIONS)
 _COUNTS = (
     *("images", "per_class", "slab", "batch_size", "erf", "short_side", "multiple"),
-    *("frames", "every"),
+    *("frames", "every", "min_pixels", "max_pixels"),
 )
 _PATHS = ("checkpoint", "only")
 _PAIRS = ("img_size",)
@@ -91,10 +91,11 @@ def extract(
         map: of `dask_map`, whose workers make the slabs of a model that they can load by its name.
         progress: advanced by the images done, e.g. a bar.
         options: those of `vitsee extract`, with `_`: images, per_class, only, split, seed, order,
-            short_side, multiple, tiles, frames, every, time, label_key, image_column,
-            label_column, sites, tokens, attention, residual, inputs, grams, erf,
-            head_weights, dtype, codec, slab, precision, batch_size, device, workers, shard,
-            on_error, force, ablate_skip, replace, ablate_heads, block_attention, registers;
+            short_side, multiple, tiles, native, min_pixels, max_pixels, frames, every, time,
+            label_key, image_column, label_column, sites, tokens, attention, residual, inputs,
+            grams, erf, head_weights, dtype, codec, slab, precision, batch_size, device,
+            workers, shard, on_error, force, ablate_skip, replace, ablate_heads,
+            block_attention, registers;
             of a name also checkpoint, checkpoint_key, random_init, img_size, img_mean, img_std,
             crop_pct, crop_mode, fill, processor, trust_remote_code, model_args.
 

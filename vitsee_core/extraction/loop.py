@@ -20,6 +20,7 @@ from vitsee_core.extraction.buffers import SlabBuffers, to_store
 from vitsee_core.extraction.by_frame import FrameObserver
 from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.gram_strategy import GramStrategy
+from vitsee_core.extraction.native import NativeCapture, NativeObserver
 from vitsee_core.extraction.plan import hook_points
 from vitsee_core.extraction.prepare import Prepared
 from vitsee_core.extraction.signals import StopRequest
@@ -69,7 +70,11 @@ class SlabLoop:
         self.progress = progress
         prepared, plan, device = self.prepared, self.prepared.plan, self.prepared.device
         table = prepared.table
-        capture = Capture(prepared.model, table, **hook_points(table, plan))
+        capture: Capture | NativeCapture
+        if plan.canvas is not None and plan.canvas.own_grids:
+            capture = NativeCapture(prepared.model, table, plan)
+        else:
+            capture = Capture(prepared.model, table, **hook_points(table, plan))
         feed = PixelFeed(loading, device)
         with (
             freed_memory_kept() if device.type == "cpu" else nullcontext(),
@@ -113,6 +118,8 @@ class SlabLoop:
             kind = SlabObserver
             if plan.canvas is not None and plan.canvas.tiles is not None:
                 kind = TiledObserver
+            elif plan.canvas is not None and plan.canvas.own_grids:
+                kind = NativeObserver
             elif plan.clip is not None and plan.clip.by_frame:
                 kind = FrameObserver
             clock = self.clock if device.type == "cpu" else None
@@ -136,7 +143,7 @@ class SlabLoop:
         k: int,
         buffers: SlabBuffers,
         observer: SlabObserver,
-        capture: Capture,
+        capture: Capture | NativeCapture,
         feed: PixelFeed,
         stop: StopRequest,
     ) -> bool:
@@ -179,21 +186,30 @@ class SlabLoop:
     def _parts(
         self, pixels: torch.Tensor, batch: Batch, observer: SlabObserver
     ) -> Iterable[torch.Tensor]:
-        """Inputs of single forward passes: a batch, its frames, or some of its tiles."""
+        """Inputs of single forward passes: a batch, its frames, its images of one size, or some of
+        its tiles."""
         if isinstance(observer, FrameObserver):
             return (pixels.flatten(0, 1),)
+        if isinstance(observer, NativeObserver):
+            return observer.parts(pixels, batch.size.tolist())
         if not isinstance(observer, TiledObserver):
             return (pixels,)
         return observer.parts(pixels, batch.size.tolist(), self.strategy.batch_size)
 
     def _add_erf(
-        self, row: int, pixels: torch.Tensor, batch: Batch, capture: Capture, stop: StopRequest
+        self,
+        row: int,
+        pixels: torch.Tensor,
+        batch: Batch,
+        capture: Capture | NativeCapture,
+        stop: StopRequest,
     ) -> bool:
         """Receptive fields of a batch that begins at this row of the store; False if a signal came
         before they were complete."""
         plan = self.prepared.plan
         if self.erf is None or plan.erf is None or row >= plan.erf.n_images:
             return True
+        assert isinstance(capture, Capture)
         valid = torch.from_numpy(batch.valid[: plan.erf.n_images - row])
         with self.clock("erf"), capture.paused():
             return self.erf.add(pixels[: len(valid)][valid.to(pixels.device)], lambda: bool(stop))

@@ -66,8 +66,10 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Which images, in which order, and on what canvas (short_side: None for none); frames, every
-    and time: how frames are taken of clips, None for images or for the model's own number."""
+    """Which images, in which order, and on what canvas (short_side, or native: None and False for
+    none); min_pixels, max_pixels: the bounds of native resolution, None for those of the model's
+    image processor; frames, every and time: how frames are taken of clips, None for images or for
+    the model's own number."""
 
     data: str
     split: str | None = None
@@ -79,6 +81,9 @@ class DataOptions:
     short_side: int | None = None
     multiple: int | None = None
     tiles: bool = False
+    native: bool = False
+    min_pixels: int | None = None
+    max_pixels: int | None = None
     label_key: str | None = None
     image_column: str | None = None
     label_column: str | None = None
@@ -92,12 +97,14 @@ class DataOptions:
         return any(value is not None for value in (self.frames, self.every, self.time))
 
     def record(self) -> dict[str, Any]:
-        """The options as a manifest has them; without those of clips where none is given."""
-        own = asdict(self)
-        return own if self.of_clips else {k: v for k, v in own.items() if k not in OF_CLIPS}
+        """The options as a manifest has them; without those of clips, or of native resolution,
+        where none is given."""
+        absent = (() if self.of_clips else OF_CLIPS) + (() if self.native else OF_NATIVE)
+        return {key: value for key, value in asdict(self).items() if key not in absent}
 
 
 OF_CLIPS = ("frames", "every", "time")
+OF_NATIVE = ("native", "min_pixels", "max_pixels")
 
 
 @dataclass(frozen=True)

@@ -252,9 +252,10 @@ def choose_of(layout: ImageLayout, keep: KeepOptions, stored: Mapping[str, Any])
     try:
         return choose(keep, stored, layout.kept, layout.input_size)
     except SiteError as error:
-        if layout.canvas is None or layout.canvas.tiles is None:
+        if layout.canvas is None or not layout.canvas.in_parts:
             raise
-        raise VitseeError(f"{error} (--tiles keeps sites with a grid only)") from None
+        option = "--tiles" if layout.canvas.tiles else "--native"
+        raise VitseeError(f"{error} ({option} keeps sites with a grid only)") from None
 
 
 def as_model_takes(
@@ -352,9 +353,10 @@ def run_self_check(
 
 def switch_of(layout: ImageLayout, keep: KeepOptions, selection: Selection, seed: int) -> Switch:
     """The switch of the model's interventions for a store of these images. Raises VitseeError: they
-    exclude --erf and --tiles."""
+    exclude --erf, --tiles and images with grids of their own."""
     model, canvas = layout.model, layout.canvas
-    for option, asked in (("erf", keep.erf), ("tiles", canvas is not None and canvas.tiles)):
+    tiles, grids = canvas is not None and canvas.tiles, canvas is not None and canvas.own_grids
+    for option, asked in (("erf", keep.erf), ("tiles", tiles), ("native", grids)):
         if asked and model.interventions:
             raise VitseeError(f"--{option} is not supported with {model.interventions[0].text}")
     identity = fixed_identity(model, selection, canvas)

@@ -115,8 +115,9 @@ def _without_class_token(stores: Sequence[Store], tokens: Mapping[str, str]) -> 
 def _setting(store: Store, field: str) -> Any:
     identity = store.manifest.identity
     value: Any = identity.get(field) or ABSENT.get(field)
-    if field == "transform" and (identity.get("canvas") or {}).get("tiles"):
-        # Size of the largest image: the model does not see the rest of a canvas of tiles.
+    canvas = identity.get("canvas") or {}
+    if field == "transform" and (canvas.get("tiles") or canvas.get("own_grids")):
+        # Size of the largest image: the model does not see the rest of the canvas.
         value = {key: own for key, own in value.items() if key != "input_size"}
     return value
 

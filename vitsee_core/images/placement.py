@@ -17,7 +17,7 @@ from vitsee_core.images.boxes import box_pixels
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.sides import (
     Size,
-    corner_size,
+    canvas_size,
     crop_corner,
     resized,
     resized_keep_ratio,
@@ -33,11 +33,11 @@ Edges = Integers
 _RESIZES: dict[str, Callable[..., Size]] = {
     "resize": lambda size, edges, _: resized(size, edges),
     "resize_keep_ratio": lambda size, target, longest, _: resized_keep_ratio(size, target, longest),
-    "corner": lambda size, _, short, multiple, __: corner_size(size, short, multiple),
+    "corner": lambda size, _, *numbers: canvas_size(size, *numbers[:-1]),
 }
 _DECIDING = (
     *("input_size", "interpolation", "crop_pct", "crop_mode", "crop_border_pixels", "mean"),
-    *("short_side", "multiple", "processor"),
+    *("short_side", "multiple", "min_pixels", "max_pixels", "processor"),
 )
 
 

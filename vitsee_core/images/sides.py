@@ -3,10 +3,10 @@ left). `transform` moves pixels by them, `placement` moves points."""
 
 from __future__ import annotations
 
-from vitsee_stores.plan import corner_size
+from vitsee_stores.plan import canvas_size
 
 Size = tuple[int, int]
-__all__ = ["Size", "corner_size", "crop_corner", "resized", "resized_keep_ratio", "trimmed"]
+__all__ = ["Size", "canvas_size", "crop_corner", "resized", "resized_keep_ratio", "trimmed"]
 
 
 def resized(size: Size, edges: tuple[int, ...]) -> Size:

@@ -24,12 +24,13 @@ from PIL import Image, ImageOps
 from vitsee_core.images.errors import DataError, ImageError
 from vitsee_core.images.sides import (
     Size,
-    corner_size,
+    canvas_size,
     crop_corner,
     resized,
     resized_keep_ratio,
     trimmed,
 )
+from vitsee_stores.plan import NATIVE
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +99,8 @@ def to_mode(image: Image.Image, mode: str) -> Image.Image:
 def make_recipe(transform: Mapping[str, Any]) -> Recipe:
     """timm's evaluation transform for a resolved data config; with `fill` "black", what
     timm's border mode lays around an image is black in place of the mean.
-    The crop mode "corner" is our own: an image on a canvas, see `Canvas` in vitsee_stores.
+    The crop modes "corner", "pixels" and "patches" are our own: an image on a canvas, see `Canvas`
+    in vitsee_stores.
 
     Raises:
         DataError: the config is none that timm can build, or has not one or three channels.
@@ -107,9 +109,13 @@ def make_recipe(transform: Mapping[str, Any]) -> Recipe:
     if channels not in _MODES:
         raise DataError(f"the model takes {channels} channels; expected 1 (grey) or 3 (RGB)")
     shape, whole = (channels, height, width), None
-    if transform.get("crop_mode") == "corner":
-        numbers = transform["short_side"], transform["multiple"], transform["interpolation"]
-        return Recipe(shape, (("corner", ((height, width), *numbers)),))
+    if (mode := transform.get("crop_mode")) in ("corner", *NATIVE):
+        names = ("short_side", "min_pixels", "max_pixels")
+        numbers = mode, transform["multiple"], *(transform.get(name) for name in names)
+        how = transform["interpolation"]
+        if transform.get("processor") not in (None, "pil"):
+            how = f"{transform['processor']}:{how}"
+        return Recipe(shape, (("corner", ((height, width), *numbers, how)),))
     steps = usual_steps(transform)
     if steps is None:
         steps, whole = steps_of_timm(transform)
@@ -304,9 +310,17 @@ def _trim(image: Image.Image, border: int) -> Image.Image:
 
 
 def _corner(
-    image: Image.Image, canvas: Size, short_side: int, multiple: int, interpolation: str
+    image: Image.Image,
+    canvas: Size,
+    crop_mode: str,
+    multiple: int,
+    short_side: int | None,
+    min_pixels: int | None,
+    max_pixels: int | None,
+    interpolation: str,
 ) -> Image.Image:
-    size = corner_size((image.height, image.width), short_side, multiple)
+    own = image.height, image.width
+    size = canvas_size(own, crop_mode, multiple, short_side, min_pixels, max_pixels)
     if size[0] > canvas[0] or size[1] > canvas[1]:
         raise ValueError(
             f"to {size[1]} x {size[0]} on a canvas of {canvas[1]} x {canvas[0]} pixels"

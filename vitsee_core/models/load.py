@@ -52,6 +52,7 @@ def load_model(
     registers: Sequence[str] = (),
     frames: int | None = None,
     foreign: str | None = None,
+    native: bool = False,
 ) -> LoadedModel:
     """The model that `name` stands for: a timm name with or without tag, `hf-hub:...`,
     `local-dir:/path`, `demo:vit`, or that of another source, see `models/sources/`.
@@ -61,11 +62,11 @@ def load_model(
     blocks or sublayers to run without their skip connections, besides those that a folder's
     config.json leaves out (its `ablate_skip`). replace, ablate_heads, block_attention, registers:
     recorded as `interventions`, in effect in extractions alone; the tokens of registers are added
-    at once. frames: of a clip, for which a model of clips is made where it can be; a user's own
-    module is tried on clips of so many. foreign: the store that name and arguments were read from,
-    which nobody vouches for: no folder, no network, and only arguments that size a layer. The
-    others override the model's own configuration. transform, processor, trust_remote_code: see
-    `Choices`.
+    at once. native: images come at the sizes of its image processor. frames: of a clip, for which a
+    model of clips is made where it can be; a user's own module is tried on clips of so many.
+    foreign: the store that name and arguments were read from, which nobody vouches for: no folder,
+    no network, and only arguments that size a layer. The others override the model's own
+    configuration. transform, processor, trust_remote_code: see `Choices`.
 
     Raises:
         ModelError: unknown model, weights that cannot be had or do not fit, an option that the
@@ -74,7 +75,10 @@ def load_model(
     args: dict[str, Any] = dict(model_args or {})
     source = source_of(
         name,
-        {"transform": transform, "processor": processor, "trust_remote_code": trust_remote_code},
+        {
+            **{"transform": transform, "processor": processor, "native": native},
+            "trust_remote_code": trust_remote_code,
+        },
     )
     if foreign is not None:
         source.check_foreign(args, foreign)
@@ -132,6 +136,7 @@ def load_model(
         trained_without=source.skips_left_out,
         interventions=parse(replace, ablate_heads, block_attention, registers),
         origin=source.origin(),
+        native=source.native,
     )
     return _changed(model, ablate_skip)
 

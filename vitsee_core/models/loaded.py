@@ -12,6 +12,7 @@ from torch import nn
 from vitsee_core.models.geometry import Geometry
 from vitsee_core.models.intervention_spec import Intervention
 from vitsee_stores.manifest import few
+from vitsee_stores.plan import Canvas
 
 
 @dataclass
@@ -30,6 +31,8 @@ class LoadedModel:
     geometry: its tokens where registers were added (see added_registers.py), None elsewhere.
     trained_without: blocks or sublayers whose skip a folder's config.json leaves out.
     origin: what the source says of itself, see `Source.origin`.
+    native: how images come to lie on a canvas, still without a size, where it was loaded for images
+    at native resolution.
     """
 
     name: str
@@ -45,6 +48,7 @@ class LoadedModel:
     interventions: tuple[Intervention, ...] = ()
     geometry: Geometry | None = None
     origin: dict[str, Any] = field(default_factory=dict)
+    native: Canvas | None = None
 
     def notes(self) -> list[str]:
         """Remarks that a user of the model should know, a line each: what is assumed of a

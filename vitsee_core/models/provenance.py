@@ -131,6 +131,11 @@ def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = Fals
             f"{store.label} was made of tiles of {canvas.tiles[1]} x {canvas.tiles[0]} pixels, and "
             "nothing is recomputed on tiles; extract anew without --tiles"
         )
+    if canvas is not None and canvas.own_grids:
+        raise MissingInput(
+            f"{store.label} was made of images of several sizes at native resolution, and nothing "
+            "is recomputed on them; extract anew without --native"
+        )
     if not trust:
         _check_size(store, (size[0], size[1]))
     if changed := record.get("interventions"):

@@ -47,14 +47,15 @@ def check_reproduced(
     precision: str,
 ) -> None:
     """Compare pooled vectors of the store's last sites with the model's on the first images. Stores
-    of tiles, which the model never sees whole, and of other module outputs only are left out.
+    of tiles, which the model never sees whole, of images with grids of their own, and of other
+    module outputs only are left out.
 
     Raises:
         IdentityMismatch: they differ by more than rounding does.
     """
     canvas = store.plan.canvas
     sites = [s for s in store.plan.sites if s.alias_of is None and s.kind != "raw"][-MOST_SITES:]
-    if not sites or (canvas is not None and canvas.tiles is not None):
+    if not sites or (canvas is not None and canvas.in_parts):
         return
     pooled, clip, pixels, n_frames = _Pooled(), store.plan.clip, first.pixels, 1
     if clip is not None and clip.by_frame:

@@ -21,7 +21,7 @@ from vitsee_core.models.language_input import is_language_input, patch_side
 from vitsee_core.models.packing import Grid, packing_of
 from vitsee_core.models.patches import disproof, first_seen, measure, packed_patches
 from vitsee_core.models.steps import Steps
-from vitsee_core.models.token_order import Place, find_orders, output_order
+from vitsee_core.models.token_order import Order, Place, find_orders, output_order
 from vitsee_core.models.trace import Seen, Trace, trace
 from vitsee_stores.layout import TokenLayout
 
@@ -50,11 +50,7 @@ def survey(
     if (clips := clips_of(module)) is not None:
         return _survey_of_clips(module, clips, size, doubtful)
     packing = packing_of(module)
-    orders = {}
-    if packing is not None:
-        orders = find_orders(module, packing, size)
-    elif is_language_input(module):
-        orders = output_order(module, patch_side(module), size)
+    orders = orders_at(module, size)
     if packing is not None:
         known = Geometry(size[1:], grid=packing.grid(size[1:]))
     stated = known or model_geometry(module, size[1:])
@@ -67,6 +63,17 @@ def survey(
         blocks = find_blocks(module, seen)
     geometry = replace(geometry, steps=Steps(size[1:], module, seen))
     return Survey(seen, tuple(blocks), geometry, block_names(blocks, seen))
+
+
+def orders_at(module: nn.Module, size: tuple[int, int, int]) -> dict[Place, Order]:
+    """The order of packed tokens at each place for images of this size (channels, rows, cols), and
+    of what a language model receives; {} of a model whose images lie in a batch. Raises
+    ModelError: as `find_orders` and `output_order`."""
+    if (packing := packing_of(module)) is not None:
+        return find_orders(module, packing, size)
+    if is_language_input(module):
+        return output_order(module, patch_side(module), size)
+    return {}
 
 
 def _survey_of_clips(

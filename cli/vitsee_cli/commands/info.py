@@ -27,6 +27,7 @@ QUESTION = STORES
 FIELD_WIDTH = 100  # characters of JSON on one line
 SHOWN_LABELS = 6
 LOADED = ("source", "key", "layout", "assumed", "missing", "unexpected")  # of the weights
+CANVAS = ("size", "tiles", "min_pixels", "max_pixels", "own_grids")
 SHOWN_RUNS = 8  # of missing slabs
 
 
@@ -192,7 +193,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("precision", str(identity.get("precision", ""))),
         ("attention", _attention(record["attention"])),
         ("residual", _count(record["residual"], "sublayers")),
-        ("canvas", _listed(record["canvas"] or {}, ("size", "tiles"))),
+        ("canvas", _listed(record["canvas"] or {}, CANVAS)),
         ("clips", _clips(record.get("clip"))),
         ("inputs", "x".join(map(str, record["inputs"] or ()))),
         ("grams", _grams(record)),

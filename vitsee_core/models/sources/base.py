@@ -14,6 +14,7 @@ from torch import nn
 
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.sources.errors import foreign_place, one_line
+from vitsee_stores.plan import Canvas
 
 BACKENDS = ("pil", "torchvision")  # of image processors
 OWN_TRANSFORM = "timm"  # of --transform: vitsee's own, which is timm's
@@ -25,12 +26,14 @@ class Choices:
 
     transform: "timm" for vitsee's own in place of the source's image processor. processor: the
     backend of that, "pil" or "torchvision"; None for its default. trust_remote_code: code of the
-    model's repository may run.
+    model's repository may run. native: images come at the sizes of the model's image processor, see
+    `Source.native`.
     """
 
     transform: str | None = None
     processor: str | None = None
     trust_remote_code: bool = False
+    native: bool = False
 
 
 class Source(ABC):
@@ -76,6 +79,7 @@ class Source(ABC):
         for option, given in (
             ("--processor", made.processor is not None),
             ("--trust-remote-code", made.trust_remote_code),
+            ("--native", made.native),
         ):
             if given:
                 raise ModelError(
@@ -181,6 +185,12 @@ class Source(ABC):
     @abstractmethod
     def architecture(self, module: nn.Module) -> str:
         """A text that a store's identity compares: it is the same for equal sites."""
+
+    @property
+    def native(self) -> Canvas | None:
+        """How images come to lie on a canvas, still without a size, at native resolution, once
+        `transform` has said how they are prepared for it; None where that was not chosen."""
+        return None
 
     def class_names(self, module: nn.Module) -> list[str] | None:
         """The names of the logits' classes, where they are known."""

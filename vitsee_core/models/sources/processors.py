@@ -94,7 +94,7 @@ class Processor:
 
         numbers, found = processor_config(self.record, self.name), []
         for variant, tile in product(_variants(self.record), (0, -1) if self.cuts else (0,)):
-            for processor, rounding in self._candidates(numbers):
+            for processor, rounding in self.candidates(numbers):
                 config = {**numbers, **variant, "processor": processor}
                 try:
                     apply = partial(self._apply, tile=tile)
@@ -156,7 +156,7 @@ class Processor:
             versions = {"torchvision": torchvision.__version__}
         return {"processor": self.record, "backend": self.backend, "backend_version": versions}
 
-    def _candidates(self, numbers: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    def candidates(self, numbers: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         """Ways of resizing that may be its own, and what rounding to 8 bits changes in each."""
         yield self.backend, 0.0
         if self.backend == "torchvision":

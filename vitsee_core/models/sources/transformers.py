@@ -27,6 +27,7 @@ from vitsee_core.models.language_input import FEATURES, PART, image_config, is_l
 from vitsee_core.models.packing import Packing, packed_inputs, packing_of
 from vitsee_core.models.sources.base import OWN_TRANSFORM, Choices, Source, drawn
 from vitsee_core.models.sources.errors import one_line
+from vitsee_core.models.sources.native_resize import native_canvas
 from vitsee_core.models.sources.own_transform import DEFAULT, changed, pair
 from vitsee_core.models.sources.processors import ROUNDED, THUMBNAIL, Processor, processor_config
 from vitsee_core.models.sources.timm_weights import why_unreachable
@@ -42,7 +43,7 @@ from vitsee_core.models.sources.transformers_classes import (
     remote_class,
     size_of,
 )
-from vitsee_core.models.sources.transformers_inputs import adapt, refuse_others
+from vitsee_core.models.sources.transformers_inputs import adapt, as_patches, refuse_others
 from vitsee_core.models.sources.transformers_parts import (
     language_input_of,
     named_towers,
@@ -53,6 +54,7 @@ from vitsee_core.models.sources.transformers_parts import (
     towers,
     with_features,
 )
+from vitsee_stores.plan import Canvas
 
 PREFIX = "transformers:"
 
@@ -78,6 +80,7 @@ class TransformersSource(Source):
         self.loaded: dict[str, Any] = {}  # what was missing or left over in its own weights
         self.rounds = False  # whether its processor's floats are rounded to 8 bits
         self.packs = False  # whether it is given packed patches
+        self.canvas: Canvas | None = None  # at native resolution
         self.assumes = False  # whether mean or deviation are neither its own nor the user's
 
     @property
@@ -171,6 +174,8 @@ class TransformersSource(Source):
     ) -> dict[str, Any]:
         config = image_config(module)
         packing = packing_of(module)
+        if self.choices.native:
+            return changed(self._at_native(module, packing), None, given, self.name)
         self.packs = packing is not None
         stated = self._stated() if packing is None else self._packed(packing, config, img_size)
         self.rounds = stated.get("processor") == "torchvision-float"
@@ -279,6 +284,39 @@ class TransformersSource(Source):
     def _processed_size(self) -> tuple[int, int] | None:
         """(rows, cols) that its processor makes, where that is fixed."""
         return None if self._processor is None else self._processor.input_size
+
+    @property
+    def native(self) -> Canvas | None:
+        return self.canvas
+
+    def _at_native(self, module: nn.Module, packing: Packing | None) -> dict[str, Any]:
+        """How images are prepared at native resolution, with the size of images that the tower is
+        tried on; sets `canvas`.
+
+        Raises:
+            ModelError: the tower takes images of one size alone, or its processor does something
+                else.
+        """
+        config = image_config(module)
+        if packing is None and "spatial_shapes" not in inspect.signature(module.forward).parameters:
+            raise ModelError(
+                f"{self.name} ({type(module).__name__}) takes no patches with the grid of each "
+                "image, so it has no native resolution; leave out --native (--short-side keeps "
+                "the proportions of images)"
+            )
+        patch = pair(getattr(config, "patch_size", None) or 16)[0] if packing is None else None
+        side, step = (patch, patch) if packing is None else (packing.patch, packing.step)
+        assert side is not None and step is not None
+        stated = dict(DEFAULT)
+        self.canvas = Canvas((1, 1), None, step, None, "patches" if packing is None else "pixels")
+        if self._processor is not None:
+            pack = packing.pack if packing else lambda images: as_patches(images, (side, side))[0]
+            self.canvas, stated = native_canvas(self._processor, side, step, pack)
+        self.rounds = stated.get("processor") == "torchvision-float"
+        own = size_of(config) or (_PACKED_SIDE, _PACKED_SIDE)
+        rows, cols = (max(round(length / step), 1) * step for length in own)
+        channels = 3 if packing is None else packing.channels
+        return {**stated, "input_size": (channels, rows, cols)}
 
     def _packed(
         self, packing: Packing, config: Any, img_size: tuple[int, int] | None

@@ -1,0 +1,121 @@
+"""Images at native resolution: each on a canvas, and seen by the model alone on a grid of its own.
+
+The images of a batch go through the model size by size; their tokens come to lie in the top left
+corner of the canvas' grid, whose other cells are 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitsee_core.extraction.plan import hook_points
+from vitsee_core.extraction.slab import SlabObserver
+from vitsee_core.models.capture import Capture, Observer
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.sites import SiteTable
+from vitsee_core.models.sized_tables import layout_of_size, table_of_size
+from vitsee_core.reductions import largest_magnitude
+from vitsee_stores.layout import SiteSpec, StorePlan
+from vitsee_stores.plan import Canvas, Size
+
+OWN_GRIDS = "images at native resolution have grids of their own"
+
+
+def table_on_canvas(table: SiteTable, canvas: Canvas) -> tuple[SiteTable, dict[str, str]]:
+    """The sites that a store of images with grids of their own can keep, on the canvas' grid; and
+    why others cannot."""
+    kept: dict[str, SiteSpec] = {}
+    left_out: dict[str, str] = {}
+    for site in table.sites:
+        layout = None if site.layout is None else layout_of_size(site.layout, canvas.size)
+        if site.kind == "vector":
+            kept[site.name] = site
+        elif layout is not None and not layout.prefix:
+            shape = (layout.n_tokens, site.dim)
+            kept[site.name] = dataclasses.replace(site, layout=layout, shape=shape)
+        elif {"blocks", "head"} & set(site.groups):
+            left_out[site.name] = f"no grid of whole patches, and {OWN_GRIDS}"
+    sites = tuple(s for s in kept.values() if s.alias_of is None or s.alias_of in kept)
+    return dataclasses.replace(
+        table,
+        sites=sites,
+        sublayers=(),
+        attention=(),
+        attention_refusal=OWN_GRIDS,
+        residual_refusal=OWN_GRIDS,
+        rollout_refusal=None,
+    ), left_out
+
+
+class NativeCapture:
+    """Runs a model on images of any size, all of one size at a time, and captures their sites as
+    `Capture` does. The sites of each size are found when it comes first, and kept."""
+
+    def __init__(self, model: LoadedModel, table: SiteTable, plan: StorePlan) -> None:
+        self._model, self._table, self._chosen = model, table, hook_points(table, plan)
+        self._captures: dict[Size, Capture] = {}
+
+    def __enter__(self) -> NativeCapture:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        return
+
+    def run(self, x: Tensor, observer: Observer) -> Any:
+        """As `Capture.run`, for images (images, channels, rows, cols) of one size. Raises
+        ModelError: as `table_of_size`."""
+        size = x.shape[2], x.shape[3]
+        if size not in self._captures:
+            table = table_of_size(self._model, self._table, size)
+            self._captures[size] = Capture(self._model, table, **self._chosen)
+        with self._captures[size] as capture:
+            return capture.run(x, observer)
+
+
+class NativeObserver(SlabObserver):
+    """Puts the grids of images on the canvas' grid.
+
+    Per batch: `begin_batch`, for each part of `parts` a captured forward of its pixels, and
+    `end_batch`. Memory on the device, beside that of `SlabObserver`: one site's grids of one part.
+    """
+
+    def parts(self, pixels: Tensor, sizes: Sequence[Size]) -> Iterator[Tensor]:
+        """Pixels of the images of one size, (images, channels, rows, cols), size by size.
+
+        Args:
+            pixels: (images, channels, height, width) of a batch, on the canvas.
+            sizes: (height, width) of the original images, 0 for an unreadable one: it has no part.
+        """
+        canvas = self._plan.canvas
+        assert canvas is not None
+        by_size: dict[Size, list[int]] = {}
+        for image, size in enumerate(sizes):
+            if min(size) > 0:
+                by_size.setdefault(canvas.image(size), []).append(image)
+        for (height, width), images in by_size.items():
+            self._images = images
+            yield pixels[images, :, :height, :width]
+
+    def _site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
+        stored, name = self._stored[site.name], site.name
+        self._note_peak(name, largest_magnitude(body))
+        if stored.kind == "vector":
+            self._keep_each(f"vectors/{name}", body)
+            return
+        assert stored.layout is not None and stored.layout.grid is not None
+        self._keep_each(f"pooled/{name}/mean", body.flatten(1, 2).mean(1, dtype=torch.float32))
+        if stored.tokens == "all":
+            rows, cols = body.shape[1:3]
+            grid = body.new_zeros(len(body), *stored.layout.grid, body.shape[3])
+            grid[:, :rows, :cols] = body
+            self._keep_each(f"acts/{name}/grid", grid)
+
+    def _keep_each(self, path: str, values: Tensor) -> None:
+        """Store the values of the part's images, each at its place in the batch."""
+        for k, image in enumerate(self._images):
+            self._keep(path, values[k : k + 1], slice(image, image + 1))
