@@ -263,7 +263,8 @@ SMALL = [*VIT, "--sites", "blocks.-1.out", "--attention", "none", "--no-residual
 def test_what_a_store_says_of_its_clips(videos: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.zarr"
     options = ("--every", "3", "--time", "shuffled", "--seed", 4, "--slab", 2)
-    extracted(*SMALL, "--data", videos, *options, "-o", path)
+    made = extracted(*SMALL, "--data", videos, *options, "-o", path).output
+    assert "5 clips in 3 slabs" in made and " clips/s" in made and " images" not in made
     store, record = open_store(path), describe(path)
     assert record["features"] == ["clips"]
     assert record["clip"] == {"frames": 2, "every": 3, "time": "shuffled", "by_frame": True}
@@ -274,7 +275,8 @@ def test_what_a_store_says_of_its_clips(videos: Path, tmp_path: Path) -> None:
     assert_allclose(store.array("seconds")[:], 0.3, rtol=1e-6)
     assert store.samples.label.tolist() == [int(name[5]) for name in store.samples.id]
     said = invoked("info", path)
-    assert "clips      2 frames of each, every 3, shuffled, one by one" in said
+    assert "clips      5 clips, 5 of them stored and readable" in said and "images" not in said
+    assert "frames     2 frames of each, every 3, shuffled, one by one" in said
     assert "2x4x6  cls x 2" in said
     # Repeated, with its choices left out, and with others.
     again = extract(*SMALL[:-2], "--data", videos, "-o", path, "--device", "cpu")
@@ -347,7 +349,7 @@ def test_slabs_are_sized_by_what_a_clip_has(videos: Path, tmp_path: Path) -> Non
     rows = [f"{videos}/class0/0.mp4,{k}" for k in range(40)]
     many.write_text("\n".join(["path,id", *rows]))
     result = extracted(*SMALL[:-1], 10, "--data", many, "--dry-run", "-o", tmp_path / "a.zarr")
-    assert "40 images in slabs of 25" in result.output
+    assert "40 clips in slabs of 25" in result.output
 
 
 @pytest.mark.parametrize(
@@ -359,7 +361,7 @@ def test_slabs_are_sized_by_what_a_clip_has(videos: Path, tmp_path: Path) -> Non
         (("--frames", 2, "--erf", 2), "--erf is not supported with clips (--frames)"),
         (("--frames", 2, "--short-side", 64, "--tiles"), "--short-side is not supported with clip"),
         (("--frames", 2, "--attention", "full"), "--attention full is not supported: an image"),
-        (("--frames", 99), "none of the first 5 images can be read"),
+        (("--frames", 99), "none of the first 5 clips can be read"),
         (
             ("--frames", 2, "--ablate-heads", "blocks.0:0=zero"),
             "--frames with an image model and interventions is not supported",
@@ -373,6 +375,32 @@ def test_what_does_not_go_is_said_in_a_line(
     assert result.exit_code in (1, 2)
     assert said in result.output
     assert not (tmp_path / "a.zarr").exists()
+
+
+def test_an_own_module_of_clips_without_a_number_of_frames(videos: Path, tmp_path: Path) -> None:
+    """The refusal says what is missing; with --frames it goes on, and what is stated in full is not
+    called assumed."""
+    (tmp_path / "model.py").write_text(
+        "from torch import nn\n"
+        "class Clips(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.embed = nn.Conv3d(3, 8, (2, 8, 8), (2, 8, 8))\n"
+        "        block = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)\n"
+        "        self.blocks = nn.ModuleList([block])\n"
+        "    def forward(self, x):\n"
+        "        x = self.embed(x.transpose(1, 2)).flatten(2).transpose(1, 2)\n"
+        "        return self.blocks[0](x).mean(1)\n"
+        "def build():\n"
+        "    return Clips()\n"
+    )
+    stated = ("--img-size", 32, "--img-mean", 0.5, "--img-std", 0.5, "--sites", "all")
+    words = (f"{tmp_path / 'model.py'}:build", "--data", videos, *stated, "-o", tmp_path / "a.zarr")
+    result = extract(*words)
+    assert result.exit_code == 1 and result.output.count("\n") == 1
+    assert "does not run on images of 32 x 32 pixels" in result.output
+    assert result.output.endswith("; if it takes clips, give --frames N\n")
+    assert "assumed" not in extracted(*words, "--frames", 4).output
 
 
 def test_python_has_the_same_options(videos: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
 from numpy.typing import NDArray
 from sklearn.decomposition import PCA
 
@@ -31,7 +32,7 @@ from tests.clip_stores import (
 )
 from tests.printed_text import flaws
 from tests.stores import write, write_residuals, write_sites
-from vitsee_core.analyses import attn_map, concepts, cosine_map, normratio, norms, pca
+from vitsee_core.analyses import attn_map, concepts, cosine_map, normratio, norms, pca, spectrum
 from vitsee_core.analyses.norms.stream_norms import neighbour_cosines
 from vitsee_core.attention.head_maps import per_query
 from vitsee_core.attention.heads import StoredAttention, even_shares
@@ -41,7 +42,10 @@ from vitsee_core.figures.panels import drawn_for
 from vitsee_core.images.embedded_pictures import decode
 from vitsee_core.patch_maps.photos import evenly_with
 from vitsee_core.patch_maps.views import View
+from vitsee_core.report.captions import caption, headline
+from vitsee_core.runtime.progress import Silent
 from vitsee_core.tables.results import Table
+from vitsee_core.tables.words import said_of
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, SiteError
 from vitsee_stores.layout import AttentionGroup, StorePlan, TokenLayout, arrays
@@ -471,3 +475,34 @@ def test_both_attentions_of_a_block_are_drawn(tmp_path: Path) -> None:
     assert np.asarray(image.get_array()).tolist() == [[1, 1], [2, 2]]
     assert [text.get_text() for text in left.get_xticklabels()] == ["0 time", "0 space"]
     assert [text.get_text() for text in right.get_yticklabels()] == ["0 time", "0 space"]
+
+
+# ---------------------------------------------------------------- words
+
+
+def test_clips_are_called_clips(tmp_path: Path) -> None:
+    """By progress, headlines, captions and figures, which say images of images."""
+    units: list[str] = []
+
+    class Heard(Silent):
+        def start(self, total: int, done: int = 0, unit: str = "images") -> None:
+            units.append(unit)
+
+    store = write_clips(tmp_path / "s.zarr")
+    table = spectrum.run(store, progress=Heard())
+    assert units and all(unit.startswith("clips") for unit in units)
+    assert table.notes["examples"] == "clips"
+    said = " ".join(text for _, text in headline(spectrum, table))
+    assert "of 3 clips: too few" in said and "image" not in said
+    assert "of clips" in caption(spectrum, table).reading
+    assert "images" not in caption(spectrum, table).reading
+    texts = [text.get_text() for text in spectrum.plot(table).findobj(Text)]  # type: ignore[attr-defined]
+    assert any("of 3 clips: too few" in text for text in texts)
+    assert any("half of the clips" in text for text in texts)
+    assert not any("images" in text for text in texts)
+    about = {"examples": "clips"}
+    assert (
+        said_of("of 1 image, images/a.mp4, a/images", about) == "of 1 clip, images/a.mp4, a/images"
+    )
+    assert said_of("95 % over images. An image", about) == "95 % over clips. An image"
+    assert said_of("over images", {}) == "over images"

@@ -210,9 +210,16 @@ def test_videos_need_pyav_and_frames_do_not(
     assert len(open_source(str(tmp_path / "frames"), clips=True)) == 1
 
 
-def test_images_are_no_clips_and_are_listed_as_before(videos: Path) -> None:
+def test_images_are_no_clips_and_are_listed_as_before(
+    videos: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (videos / "class0" / "moving.gif").write_bytes(b"x")
     assert open_source(str(videos)).ids == ["class0/moving.gif", "class1/poster.jpg"]
+    assert not caplog.text
+    (videos / "class1" / "poster.jpg").unlink()  # GIFs alone may be meant as clips
+    n = len([path for path in videos.rglob("*.*") if path.suffix in (".mp4", ".mov", ".webm")])
+    assert open_source(str(videos)).ids == ["class0/moving.gif"]
+    assert f"{n} videos beside GIFs in {videos} are left out: of clips give" in caplog.text
     asked = Asked("x")
     assert asked.wants("a/b.png")
     assert not asked.wants("a/b.mp4")

@@ -20,7 +20,7 @@ from tests.grown_stores import add_images
 from tests.random_stores import PLANS, write
 from vitsee_cli.main import main
 from vitsee_core.analyses import cka
-from vitsee_core.extraction.repeated import n_complete
+from vitsee_core.extraction.repeated import complete_plan
 from vitsee_core.tables.sidecars import describe_run
 from vitsee_stores import IncompleteStore, Store, StoreError, describe, open_store, validate
 from vitsee_stores.generations import SEALS
@@ -232,8 +232,9 @@ def test_a_repeated_command_counts_what_was_added_since(
     for _ in range(2):
         add_images(path, 2)
     monkeypatch.chdir("/")
-    assert n_complete("vitsee extract", path) == 7
-    assert n_complete("vitsee extract --seed 1", path) is None
+    plan = complete_plan("vitsee extract", path)
+    assert plan is not None and plan.n_images == 7
+    assert complete_plan("vitsee extract --seed 1", path) is None
 
 
 @pytest.mark.slow

@@ -146,8 +146,8 @@ def test_the_images_of_a_study(study: Path, tmp_path: Path) -> None:
     assert overview(found, "").about[:2] == expected
     rows = stores_by_model(found)
     assert {model: [(r.name, r.data, r.images) for r in some] for model, some in rows.items()} == {
-        "a": [("a", "photos", "1,200")],
-        "b": [("b", "drawings", "34")],
+        "a": [("a", "photos", "1,200 images")],
+        "b": [("b", "drawings", "34 images")],
     }
 
 

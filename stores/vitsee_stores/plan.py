@@ -19,6 +19,7 @@ CODECS = ("none", "zstd", "lz4")
 LEVELS = ("none", "summary", "rows", "full")
 TIMES = ("ordered", "shuffled", "still")
 NATIVE = ("pixels", "patches")  # crop modes at native resolution
+CLIPS = "clips"  # what a store holds in place of images
 
 
 def one_of(*words: str) -> Meta:
@@ -378,6 +379,11 @@ class StorePlan:
             "native": self.canvas is not None and self.canvas.is_native,
         }
         return tuple(name for name, there in used.items() if there)
+
+    @property
+    def examples(self) -> str:
+        """What its rows are: images or clips."""
+        return "images" if self.clip is None else CLIPS
 
     @property
     def n_slabs(self) -> int:

@@ -41,11 +41,12 @@ IMAGES = 12
 
 @dataclass(frozen=True)
 class Explored:
-    """A page. place: its file; n_images, n_sites: what it shows, sites of all stores; p99, largest:
-    of the cosines' errors, those of the worst site."""
+    """A page. place: its file; n_images, n_sites: what it shows, sites of all stores; examples:
+    images or clips; p99, largest: of the cosines' errors, those of the worst site."""
 
     place: Path
     n_images: int
+    examples: str
     n_sites: int
     p99: float
     largest: float
@@ -140,6 +141,7 @@ def explore(
     return Explored(
         place,
         len(rows[0]),
+        contents[0].shown.store.plan.examples,
         len(errors),
         max(error.p99 for error in errors),
         max(error.largest for error in errors),

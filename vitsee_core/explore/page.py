@@ -107,7 +107,7 @@ def _names(contents: Sequence[StoreContents]) -> str:
 
 def _about(contents: Sequence[StoreContents]) -> list[str]:
     first = contents[0].shown
-    shown = counted(len(first.once), "images" if first.times == 1 else "clips")
+    shown = counted(len(first.once), first.store.plan.examples)
     sites = sum(len(one.sites) for one in contents)
     errors = [own.error for one in contents for own in one.packed]
     worst, largest = max(errors, key=lambda e: e.p99), max(error.largest for error in errors)

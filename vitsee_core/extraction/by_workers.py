@@ -116,11 +116,11 @@ def extract_by_workers(asked: Request, map: Map, progress: Progress = SILENT) ->
     work.asked = dataclasses.replace(work.asked, run=run)
     del prepared  # frees this process' model
     execution = Execution(map=map, progress=progress)
-    started, outcome = time.perf_counter(), Outcome(False)
+    started, outcome = time.perf_counter(), Outcome(False, examples=plan.examples)
     rows = [plan.rows(int(k)) for k in np.flatnonzero(writer.committed())]
     done = sum(part.stop - part.start for part in rows)
     try:
-        with raised(), counting(progress, plan.n_images, done=done):
+        with raised(), counting(progress, plan.n_images, plan.examples, done=done):
             for of_slabs in _until_done(writer, execution, work):
                 outcome.add(of_slabs)
     except KeyboardInterrupt as signal_raised:

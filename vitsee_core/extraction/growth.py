@@ -344,10 +344,10 @@ def describe(store: Store, added: Addition) -> str:
     what = f"generation {store.generation + 1} of {store.place}"
     plan = store.plan
     if added.n_images > plan.n_images:
-        more = counted(added.n_images - plan.n_images, "images")
+        more = counted(added.n_images - plan.n_images, plan.examples)
         again = plan.n_images - added.first_slab * plan.slab
-        remade = f", and makes the last {counted(again, 'images')} again" if again else ""
+        remade = f", and makes the last {counted(again, plan.examples)} again" if again else ""
         return f"{what} adds {more} to {plan.n_images}{remade}"
     names = [site.name for site in added.stored]
-    images = counted(plan.n_images, "images")
-    return f"{what} adds {counted(len(names), 'sites')} ({few(names)}) of {images}"
+    examples = counted(plan.n_images, plan.examples)
+    return f"{what} adds {counted(len(names), 'sites')} ({few(names)}) of {examples}"

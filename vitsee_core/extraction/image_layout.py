@@ -33,6 +33,7 @@ from vitsee_core.images import ImageError, Selection
 from vitsee_core.images.clip_times import SHUFFLED
 from vitsee_core.images.transform import MOST_PIXELS
 from vitsee_core.models.clips import frames_of
+from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.language_input import PART
 from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
@@ -106,7 +107,14 @@ def lay_out(asked: Request, selection: Selection, stored: StorePlan | None = Non
     model.module.cpu()
     if data.native:
         return _at_native(model, asked, selection, stored)
-    table = site_table(model)
+    try:
+        table = site_table(model)
+    except ModelError as error:
+        own = isinstance(options, LoadedModel) or model.origin.get("kind") == "file"
+        if frames is None and own:
+            option = "frames=N" if isinstance(options, LoadedModel) else "--frames N"
+            raise ModelError(f"{error}; if it takes clips, give {option}") from error
+        raise
     clip = _clip(data, model, before)
     if clip is not None:
         return _of_clips(asked, model, table, clip, selection.identity["seed"])

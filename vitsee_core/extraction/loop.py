@@ -229,7 +229,7 @@ class SlabLoop:
     ) -> None:
         plan = self.prepared.plan
         rows = plan.rows(k)
-        n, where = rows.stop - rows.start, f"images {rows.start} to {rows.stop - 1}"
+        n, where = rows.stop - rows.start, f"{plan.examples} {rows.start} to {rows.stop - 1}"
         buffers.wait()
         precision = self.prepared.precision
         with self.clock("writing"):

@@ -16,6 +16,7 @@ class Outcome:
         clock: seconds by consecutive stage: their sum is `seconds`, of each worker if there are
             several.
         beside: seconds of stages that ran concurrently.
+        examples: images or clips.
     """
 
     complete: bool
@@ -25,6 +26,7 @@ class Outcome:
     clock: dict[str, float] = field(default_factory=dict)
     beside: dict[str, float] = field(default_factory=dict)
     unreadable: list[tuple[int, str, str]] = field(default_factory=list)
+    examples: str = "images"
 
     def add(self, other: Outcome) -> None:
         """Add the results of another round."""
@@ -54,6 +56,6 @@ class Outcome:
         named = "; ".join(f"{name} ({reason})" for _, name, reason in self.unreadable[:10])
         more = f"; and {len(self.unreadable) - 10} more" if len(self.unreadable) > 10 else ""
         return (
-            f"{len(self.unreadable)} of {counted(self.n_images, 'images')} could not be read: "
+            f"{len(self.unreadable)} of {counted(self.n_images, self.examples)} could not be read: "
             f"{named}{more}; their rows are NaN with valid = 0"
         )

@@ -27,7 +27,7 @@ from vitsee_stores.layout import (
     arrays,
     select_names,
 )
-from vitsee_stores.plan import Canvas, Clip
+from vitsee_stores.plan import CLIPS, Canvas, Clip
 
 if TYPE_CHECKING:
     from vitsee_core.models.sites import AttentionBlock, SiteTable
@@ -293,5 +293,6 @@ def fit_slab(
         slab = (slab + 1) // 2
     note = None
     if slab < default:
-        note = f"slab reduced to {slab} images so that two fit a quarter of the memory"
+        examples = "images" if clip is None else CLIPS
+        note = f"slab reduced to {slab} {examples} so that two fit a quarter of the memory"
     return slab, note

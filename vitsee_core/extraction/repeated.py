@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from vitsee_core.runtime.command_lines import without_options
-from vitsee_stores import StoreWriter
+from vitsee_stores import StorePlan, StoreWriter
 from vitsee_stores.generations import Generation, read_generations
 from vitsee_stores.metadata import ZARR_JSON
 from vitsee_stores.url import Place
@@ -18,8 +18,8 @@ from vitsee_stores.writer import tidy
 _HOW = ("--shard", "--dask", "--device", "--workers", "--batch-size")
 
 
-def n_complete(command: str, output: Place) -> int | None:
-    """The number of images of the store at `output`, if it is complete, it or one of its
+def complete_plan(command: str, output: Place) -> StorePlan | None:
+    """What the store at `output` holds, if it is complete, it or one of its
     generations was made by this command in this folder, and no file that it names (a list, a
     checkpoint) is newer; else None. Raises StoreError: not a store, or damaged."""
     writer = StoreWriter.join(output)
@@ -31,7 +31,7 @@ def n_complete(command: str, output: Place) -> int | None:
     if not any(_was_made_by(command, one) for one in generations):
         return None
     tidy(writer.files)
-    return generations[-1].whole.plan.n_images
+    return generations[-1].whole.plan
 
 
 def _was_made_by(command: str, generation: Generation) -> bool:

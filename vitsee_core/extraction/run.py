@@ -127,8 +127,8 @@ def announce(prepared: Prepared, writer: StoreWriter, run: RunOptions) -> bool:
         log.info("%s", prepared.adds)
     if writer.complete:
         tidy(writer.files)
-        images = counted(prepared.plan.n_images, "images")
-        log.info("%s is complete (%s): nothing to do", run.output, images)
+        examples = counted(prepared.plan.n_images, prepared.plan.examples)
+        log.info("%s is complete (%s): nothing to do", run.output, examples)
         return True
     return False
 
@@ -146,11 +146,11 @@ def fill_claimed(
     Raises:
         Interrupted: a signal within a slab.
     """
-    plan, outcome = prepared.plan, Outcome(False)
+    plan, outcome = prepared.plan, Outcome(False, examples=prepared.plan.examples)
     rows = [plan.rows(int(k)) for k in np.flatnonzero(writer.committed())]
     done = sum(part.stop - part.start for part in rows)
     with (
-        counting(progress, plan.n_images, done=done),
+        counting(progress, plan.n_images, plan.examples, done=done),
         closing(claimed_rounds(writer, stop)) as rounds,
     ):
         for number, mine in enumerate(rounds):
@@ -232,7 +232,7 @@ def fill(
     log.log(
         level,
         "%s in %s of %d on %s, batches of %d; slab buffers: %s of host memory",
-        *(counted(total, "images"), counted(len(todo), "slabs")),
+        *(counted(total, plan.examples), counted(len(todo), "slabs")),
         *(plan.slab, device_name(device), batch_size),
         human_bytes(2 * slab_bytes(plan)),
     )
@@ -258,7 +258,9 @@ def fill(
     )
     started = time.perf_counter()
     # Claims and workers make several rounds of one phase, which their caller counts.
-    phase = nullcontext() if shard.claims or shard.dask else counting(progress, total)
+    phase = (
+        nullcontext() if shard.claims or shard.dask else counting(progress, total, plan.examples)
+    )
     with phase, job.clock(REST), closing(loading):
         job.run(todo, loading, stop, progress)
     seconds = time.perf_counter() - started
@@ -272,7 +274,14 @@ def fill(
             *(counted(len(job.overtaken), "slabs"), len(todo)),
         )
     return Outcome(
-        False, total, job.written, seconds, job.clock.seconds, job.clock.beside, job.unreadable
+        False,
+        total,
+        job.written,
+        seconds,
+        job.clock.seconds,
+        job.clock.beside,
+        job.unreadable,
+        plan.examples,
     )
 
 

@@ -29,6 +29,7 @@ from vitsee_core.tables.formats import FIGURE_ENDINGS, ending_of
 from vitsee_core.tables.headlines import FEW, observations, too_few
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import figure_text
+from vitsee_core.tables.words import CLIPS, said_of
 
 if TYPE_CHECKING:
     import polars as pl
@@ -157,6 +158,9 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
                         return drawn  # type: ignore[no-any-return]
                     if found and (fewest := min(found))[0] < FEW:
                         note_below(drawn, too_few(*fewest))
+                    for table in args:
+                        if isinstance(table, Table) and table.notes.get("examples") == CLIPS:
+                            _say_clips(drawn, table)
                     if (finish := _LOOK.get()[1]) is not None:
                         finish(drawn)
                     fit(drawn)
@@ -168,6 +172,16 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
             _DRAWING.reset(token)
 
     return inner
+
+
+def _say_clips(figure: Figure, table: Table) -> None:
+    """Call clips in every text of a figure what its drawing calls images."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        assert isinstance(text, Text)
+        if (said := said_of(text.get_text(), table.notes)) != text.get_text():
+            text.set_text(said)
 
 
 def _literal(value: Any) -> Any:

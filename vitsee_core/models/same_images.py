@@ -72,10 +72,12 @@ def first_images(
                 break
     if not batch.valid.any():
         _, name, reason = batch.errors[-1]
+        examples, expected = "images", "image files that Pillow opens"
+        if has_clips(selection.source):
+            examples, expected = "clips", "videos or frames that FFmpeg and Pillow open"
         raise VitseeError(
-            f"none of the first {batch.rows.stop} images can be read (the last: {name}: {reason}); "
-            f"expected {'videos or frames' if has_clips(selection.source) else 'image files'} that "
-            f"{'FFmpeg and Pillow open' if has_clips(selection.source) else 'Pillow opens'}"
+            f"none of the first {batch.rows.stop} {examples} can be read (the last: {name}: "
+            f"{reason}); expected {expected}"
         )
     wanted = batch.valid
     if recorded:

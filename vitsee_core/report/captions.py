@@ -18,6 +18,7 @@ from vitsee_core.figures.training_layers import answers_over_training
 from vitsee_core.runtime.registry import load, own_names
 from vitsee_core.tables.headlines import Answer
 from vitsee_core.tables.results import Table
+from vitsee_core.tables.words import said_of
 from vitsee_stores.errors import VitseeError
 
 DEPTH = (
@@ -57,6 +58,7 @@ def caption(analysis: ModuleType, table: Table | None = None) -> Caption:
         reading = getattr(analysis, "READINGS", {}).get(kind, reading)
         if table.step_unit:
             reading = OVER_TRAINING
+        reading = said_of(reading, table.notes)
     if "depth" in reading and "elative depth" not in reading:
         reading = f"{reading} {DEPTH}"
     if not colon:
@@ -76,7 +78,8 @@ def headline(analysis: ModuleType, table: Table) -> list[Answer]:
         except VitseeError:  # several values of a layer, whose figure says so
             return []
     of_table = getattr(analysis, "headline", None)
-    return list(of_table(table)) if of_table and len(table) else []
+    answers = of_table(table) if of_table and len(table) else []
+    return [(who, said_of(text, table.notes)) for who, text in answers]
 
 
 def captions() -> dict[str, Caption]:

@@ -11,6 +11,7 @@ from vitsee_core.report.materials import FoundStore, Materials
 from vitsee_core.report.redrawing import Result
 from vitsee_core.runtime.machine import counted, human_bytes
 from vitsee_core.tables.results import ResultFile
+from vitsee_core.tables.words import CLIPS, examples_of
 from vitsee_stores.manifest import by_reason
 
 FEW_IMAGES = 1000
@@ -24,7 +25,8 @@ def store_facts(store: FoundStore) -> list[tuple[str, str]]:
     model, info, transform = record["model"], record["info"], record["transform"] or {}
     weights = _mapping(model.get("weights"))
     selection = _mapping(info.get("selection"))
-    images = counted(record["n_images"], "images")
+    examples = examples_of(record)
+    images = counted(record["n_images"], examples)
     if record["n_valid"] is not None and record["complete"]:
         unread = record["n_images"] - record["n_valid"]
         images += f", {unread} of them unreadable" if unread else ""
@@ -37,14 +39,14 @@ def store_facts(store: FoundStore) -> list[tuple[str, str]]:
         ("Model", _named(model)),
         ("Weights", " ".join([record["weights"], _hash(weights.get("sha256"))]).strip()),
         ("Data", _text(_mapping(info.get("data")).get("data"))),
-        ("Images", f"{images} ({order})" if order else images),
+        (examples.capitalize(), f"{images} ({order})" if order else images),
         ("Preprocessing", _preprocessing(transform)),
         ("Kept", _kept(record)),
         ("Size", human_bytes(record["size_bytes"])),
         ("Self-check", _selfcheck(_mapping(record["selfcheck"]))),
         ("Left out", "; ".join(by_reason(record["left_out"]))),
         ("Store", _hash(record["store_id"])),
-        ("Images' fingerprint", _hash(record["samples_fingerprint"])),
+        (f"{examples.capitalize()}' fingerprint", _hash(record["samples_fingerprint"])),
         (
             "Versions",
             ", ".join(f"{n} {_text(v)}" for n, v in _mapping(info.get("versions")).items()),
@@ -151,12 +153,16 @@ def cautions(materials: Materials) -> list[str]:
             unread = record["n_images"] - record["n_valid"]
             if unread:
                 of = record["n_images"]
-                found.append(f"{unread} of the {of} images of {store.name} could not be read.")
+                found.append(
+                    f"{unread} of the {of} {examples_of(record)} of {store.name} could not be read."
+                )
     few = {n for result in materials.results if (n := n_images(result)) and n < FEW_IMAGES}
     if few:
+        of_clips = any(r.file.table.notes.get("examples") == CLIPS for r in materials.results)
+        what = "examples" if of_clips else "images"
         most = f"{min(few)} to {max(few)}" if len(few) > 1 else f"{min(few)}"
         found.append(
-            f"Some results are of few images ({most}): look at the intervals before you believe "
+            f"Some results are of few {what} ({most}): look at the intervals before you believe "
             "small differences."
         )
     known = {store.record["store_id"]: store for store in materials.stores}

@@ -17,6 +17,7 @@ from vitsee_core.report.redrawing import Result
 from vitsee_core.report.study_record import Section, StudyRecord, read_study
 from vitsee_core.runtime.machine import counted, human_bytes
 from vitsee_core.tables.text import visible
+from vitsee_core.tables.words import examples_of
 
 SHOWN_MODELS = 6  # in a title
 
@@ -51,20 +52,23 @@ def overview(materials: Materials, title: str) -> Overview:
 def _images(materials: Materials, study: StudyRecord) -> list[str]:
     """`1,000 images of demo:test`, `500 of demo:train to learn classes from`."""
     of_data: dict[str, int] = {}
+    examples: dict[str, str] = {}
     for store in materials.stores:
         data = data_of(store)
         of_data[data] = max(of_data.get(data, 0), store.record["n_images"])
-    texts = ["{:,} images of {}", "{:,} of {} to learn classes from"]
+        examples[data] = examples_of(store.record)
+    texts = ["{0:,} {1} of {2}", "{0:,} of {2} to learn classes from"]
     found = [
-        text.format(of_data[data], data)
+        text.format(of_data[data], examples[data], data)
         for text, data in zip(texts, (study.data, study.train), strict=True)
         if data and data in of_data
     ]
     if found or not of_data:
         return found
     models = {*map(_model, materials.stores)}
-    most = max(of_data.values())
-    return [counted(len(models), "models"), f"{most:,} image{'' if most == 1 else 's'}"]
+    data, most = max(of_data.items(), key=lambda item: item[1])
+    one = examples[data] if most > 1 else examples[data].removesuffix("s")
+    return [counted(len(models), "models"), f"{most:,} {one}"]
 
 
 def data_of(store: FoundStore) -> str:
@@ -112,7 +116,7 @@ def stores_by_model(materials: Materials) -> dict[str, list[StoreRow]]:
         row = StoreRow(
             name=visible(store.name),
             data=visible(data_of(store)),
-            images=f"{record['n_images']:,}",
+            images=f"{record['n_images']:,} {examples_of(record)}",
             size=human_bytes(record["size_bytes"]),
             state=", ".join(lacks) or "complete, checked",
             sound=not lacks,

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, overl
 from vitsee_core.runtime import registry
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import Declared, Gather, Option, declared
+from vitsee_core.runtime.progress import OfClips
 from vitsee_stores.errors import MissingInput, VitseeError
+from vitsee_stores.plan import CLIPS
 from vitsee_stores.url import Url
 
 if TYPE_CHECKING:
@@ -75,23 +77,31 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
             raise TypeError(f"{name}() has no keyword {unknown[0]!r}{hint}")
         bound = signature.bind(*args, **kwargs)
         seen: dict[str, str] = {}
+        of_clips = False
         for name, value in bound.arguments.items():
             kind = parameters[name].annotation
             if "Store" in kind:
                 bound.arguments[name] = opened = _opened(value, seen)
-                _refuse_clips(run.__module__, opened)
+                of_clips = _hold_clips(run.__module__, opened) or of_clips
             elif kind.startswith("Sequence[str]") and isinstance(value, str):
                 bound.arguments[name] = (value,)
         if framed and (guest := registry.guest_of(run.__module__)) is not None:
             # Workers have to have its code.
             needed = getattr(bound.arguments.get("execution", DEFAULT).map, "modules", set[str]())
             needed.add(guest.module)
+        if of_clips and framed:
+            execution = bound.arguments.get("execution", DEFAULT)
+            progress = OfClips(to=execution.progress)
+            bound.arguments["execution"] = replace(execution, progress=progress)
+        elif of_clips and "progress" in bound.arguments:
+            bound.arguments["progress"] = OfClips(to=bound.arguments["progress"])
         with registry.blamed(run.__module__):
             result: Any = run(*bound.args, **bound.kwargs)
         if hasattr(result, "made_by"):
             bound.apply_defaults()
             name = registry.name_of(run.__module__)
-            result = replace(result, made_by=(name, dict(bound.arguments)))
+            notes = {**result.notes, "examples": CLIPS} if of_clips else result.notes
+            result = replace(result, notes=notes, made_by=(name, dict(bound.arguments)))
         return cast(R_co, result)
 
     plain = [
@@ -171,18 +181,22 @@ def _spelled_out(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=[*kept, *own, signature.parameters["execution"]])
 
 
-def _refuse_clips(module: str, stores: Any) -> None:
-    """Raises MissingInput: a store holds clips, and the analysis NEEDS still images."""
-    if "images" not in (getattr(sys.modules[module], "NEEDS", None) or ()):
-        return
+def _hold_clips(module: str, stores: Any) -> bool:
+    """Whether any of the stores holds clips. Raises MissingInput: one does, and the analysis NEEDS
+    still images."""
+    still, found = "images" in (getattr(sys.modules[module], "NEEDS", None) or ()), False
     for store in stores if isinstance(stores, Sequence) else [stores]:
         plan = getattr(store, "plan", None)
-        if plan is not None and plan.clip is not None:
+        if plan is None or plan.clip is None:
+            continue
+        found = True
+        if still:
             command = registry.name_of(module).replace("_", "-")
             raise MissingInput(
                 f"{command} is of images, and {store.label} holds clips of {plan.clip.frames} "
                 "frames; expected a store of the frames, extracted as images"
             )
+    return found
 
 
 def _opened(value: Any, seen: dict[str, str]) -> Any:

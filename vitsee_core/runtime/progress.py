@@ -86,6 +86,14 @@ class Forwarded(Tally):
         self.to.stop()
 
 
+@dataclass
+class OfClips(Forwarded):
+    """Progress of stores of clips: what counts images counts clips there."""
+
+    def start(self, total: int, done: int = 0, unit: str = "images") -> None:
+        super().start(total, done, unit.replace("images", "clips"))
+
+
 @contextmanager
 def soon_said(what: str) -> Iterator[None]:
     """Log `what` if the work inside takes more than `SILENCE` seconds."""

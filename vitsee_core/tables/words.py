@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
+
+from vitsee_stores.plan import CLIPS
 
 METRICS = {
     "top1": "top-1 accuracy",
@@ -259,3 +263,20 @@ def task_words(task: str) -> str:
     head, comma, settings = task.partition(",")
     command, _, metric = head.rpartition(" ")
     return f"{command}: {metric_words(metric)}{comma}{settings}".removeprefix(": ")
+
+
+# Whole words that belong to no path, such as a clip's id.
+_IMAGES = re.compile(r"(?<![\w/.\\-])(images|(?<=\b1 )image)(?![\w/\\-]|\.\w)")
+
+
+def examples_of(record: Mapping[str, Any]) -> str:
+    """What the rows of a store are, by its description: images or clips."""
+    return "images" if record.get("clip") is None else CLIPS
+
+
+def said_of(text: str, notes: Mapping[str, Any]) -> str:
+    """A text about images, of a table whose stores hold clips said of those. notes: the
+    table's."""
+    if notes.get("examples") != CLIPS:
+        return text
+    return _IMAGES.sub(lambda found: "clips" if found[0] == "images" else "clip", text)

@@ -120,7 +120,7 @@ def command(
     )
     console.out(str(output))
     console.say(
-        f"{counted(made.n_images, 'images')}, {counted(made.n_sites, 'layers')}, "
+        f"{counted(made.n_images, made.examples)}, {counted(made.n_sites, 'layers')}, "
         f"{human_bytes(output.stat().st_size)}; cosines are within {made.p99:.2g} of those of the "
         f"stored features for 99 of 100 pairs of patches, within {made.largest:.2g} for all"
     )

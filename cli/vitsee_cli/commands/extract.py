@@ -64,7 +64,7 @@ def command(model: ModelOptions, **given: Any) -> None:
       vitsee extract demo:vit --data demo:test -o vit.zarr --dry-run
       vitsee extract resnet50 --data imagenet/val -o r50.zarr --plan slurm > r50.sh; bash r50.sh
     """
-    from vitsee_core.extraction.repeated import n_complete
+    from vitsee_core.extraction.repeated import complete_plan
     from vitsee_core.extraction.sharding import parse_shard
 
     def take(cls: Any) -> Any:
@@ -91,10 +91,11 @@ def command(model: ModelOptions, **given: Any) -> None:
     request = asked()
     run = request.run
     again = not (run.dry_run or run.force)
-    if again and (n_images := n_complete(run.command, run.output)) is not None:
+    if again and (plan := complete_plan(run.command, run.output)) is not None:
+        examples = counted(plan.n_images, plan.examples)
         console.say(
-            f"{run.output} is complete ({counted(n_images, 'images')}): nothing to do (this "
-            "command made it; its model and images were not read again)"
+            f"{run.output} is complete ({examples}): nothing to do (this "
+            f"command made it; its model and {plan.examples} were not read again)"
         )
         return
     with soon_said("loading torch and timm"):
@@ -129,7 +130,7 @@ class SlabReporter(console.Reporter):
     """Progress of the slabs. From its start on, committed slabs survive a signal."""
 
     def start(self, total: int, done: int = 0, unit: str = "images") -> None:
-        if unit == "images":
+        if unit in ("images", "clips"):
             signals.keeps("at once: committed slabs are kept; repeat the command to resume")
         super().start(total, done, unit)
 
@@ -160,8 +161,8 @@ def show_plan(planned: DryRun, run: RunOptions, each: bool) -> None:
     left = f"; {human_bytes(free)} free" if isinstance(run.output, Path) else ""
     console.say(
         f"{run.output}: {human_bytes(total.size_bytes)} in {counted(total.n_files, 'files')} for "
-        f"{counted(plan.n_images, 'images')} in slabs of {plan.slab}, "
-        f"{human_bytes(total.size_bytes / plan.n_images)} per image"
+        f"{counted(plan.n_images, plan.examples)} in slabs of {plan.slab}, "
+        f"{human_bytes(total.size_bytes / plan.n_images)} per {plan.examples[:-1]}"
         f"{left}; nothing was written"
     )
 
@@ -174,8 +175,8 @@ def report(outcome: Outcome, output: Place) -> None:
         console.warn(line)
     if outcome.n_images:
         console.say(
-            f"{counted(outcome.n_images, 'images')} in {outcome.seconds:.1f} s "
-            f"({outcome.n_images / outcome.seconds:.1f} images/s), "
+            f"{counted(outcome.n_images, outcome.examples)} in {outcome.seconds:.1f} s "
+            f"({outcome.n_images / outcome.seconds:.1f} {outcome.examples}/s), "
             f"{human_bytes(outcome.size_bytes)} written; {outcome.stages()}"
         )
     if not outcome.complete:

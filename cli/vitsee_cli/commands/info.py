@@ -19,6 +19,7 @@ from vitsee_cli.values import parse_place
 from vitsee_core.runtime.command_lines import resuming
 from vitsee_core.runtime.machine import counted
 from vitsee_core.tables.text import visible
+from vitsee_core.tables.words import examples_of
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.url import Place
 
@@ -165,10 +166,11 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     model, weights = record["model"], record["model"].get("weights", {})
     identity, data = record["identity"], record["info"].get("data", {})
     every = counted(record["n_slabs"], "slabs")
-    slabs = f"{record['n_committed']} of {every} of {counted(record['slab'], 'images')}"
-    images = counted(record["n_images"], "images")
+    examples = examples_of(record)
+    slabs = f"{record['n_committed']} of {every} of {counted(record['slab'], examples)}"
+    rows = counted(record["n_images"], examples)
     if record["n_valid"] is not None:
-        images += f", {record['n_valid']} of them stored and readable"
+        rows += f", {record['n_valid']} of them stored and readable"
     unread = [name for name in ("n_valid", "labels") if record[name] is None]
     damaged = f"{', '.join(unread)} (run: vitsee validate --deep {record['path']})"
     facts = [
@@ -179,7 +181,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("missing", _missing(record["missing"])),
         *(("claimed", _claim(claim)) for claim in record["claimed"]),
         ("resumed by", "" if record["complete"] else _resumed_by(record)),
-        ("images", images),
+        (examples, rows),
         ("data", _listed(data, ("data", "split", "per_class"))),
         ("order", _listed(identity, ("order", "seed"))),
         ("size", f"{console.human_bytes(record['size_bytes'])}, codec {record['codec']}"),
@@ -194,12 +196,12 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("attention", _attention(record["attention"])),
         ("residual", _count(record["residual"], "sublayers")),
         ("canvas", _listed(record["canvas"] or {}, CANVAS)),
-        ("clips", _clips(record.get("clip"))),
+        ("frames", _clips(record.get("clip"))),
         ("inputs", "x".join(map(str, record["inputs"] or ()))),
         ("grams", _grams(record)),
         ("erf", _erf(record)),
         ("classes", _count(record["class_names"] or (), "classes")),
-        ("labels", _labels(record["labels"] or ())),
+        ("labels", _labels(record["labels"] or (), examples)),
     ]
     facts += [("left out", line) for line in by_reason(record["left_out"])]
     for maker in record["made_by"]:
@@ -317,7 +319,7 @@ def _attention(attention: Mapping[str, Any]) -> str:
     return ", ".join([*parts, *(["rollout"] if attention["rollout"] else [])])
 
 
-def _labels(labels: Sequence[Mapping[str, Any]]) -> str:
+def _labels(labels: Sequence[Mapping[str, Any]], examples: str) -> str:
     """`even 5, odd 5`; for many labels the range of their counts."""
     if all(label["label"] is None for label in labels):
         return ""
@@ -329,14 +331,15 @@ def _labels(labels: Sequence[Mapping[str, Any]]) -> str:
         return ", ".join(named)
     counts = [one["n_images"] for one in labels]
     low, high = min(counts), max(counts)
-    each = counted(low, "images") if low == high else f"{low} to {high} images"
+    each = counted(low, examples) if low == high else f"{low} to {high} {examples}"
     return f"{len(named)} labels, {each} each (-f labels)"
 
 
 def _grams(record: Mapping[str, Any]) -> str:
     if not record["grams"]:
         return ""
-    return f"{_count(record['grams'], 'sites')}, within slabs of {record['slab']} images"
+    slabs = f"{record['slab']} {examples_of(record)}"
+    return f"{_count(record['grams'], 'sites')}, within slabs of {slabs}"
 
 
 def _erf(record: Mapping[str, Any]) -> str:

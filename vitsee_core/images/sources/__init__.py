@@ -199,7 +199,17 @@ def _open_folder(asked: Asked, path: Path) -> ImageSource:
     if names and not walk(str(path)) and not (asked.clips and walk(str(path), is_video)):
         return _by_ending(asked, _of_folder(replace(found_paths(names), given=False), asked))
     asked.check("")
-    return _folder_of_clips(path, asked) if asked.clips else open_folder(path, asked.data)
+    if asked.clips:
+        return _folder_of_clips(path, asked)
+    source = open_folder(path, asked.data)
+    if all(name.lower().endswith(".gif") for name in source.ids):
+        videos = [name for name in walk(str(path), is_video) if not name.lower().endswith(".gif")]
+        if videos:
+            log.warning(
+                "%s beside GIFs in %s are left out: of clips give --frames N",
+                *(counted(len(videos), "videos"), path),
+            )
+    return source
 
 
 def _folder_of_clips(path: Path, asked: Asked) -> ImageSource:

@@ -110,7 +110,9 @@ class FileSource(Source):
         self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]
     ) -> dict[str, Any]:
         own, _ = self.made or (None, None)
-        self.assumes = own is None and not getattr(module, "pretrained_cfg", None)
+        stated_all = img_size is not None and None not in (given["mean"], given["std"])
+        has = own is not None or bool(getattr(module, "pretrained_cfg", None))
+        self.assumes = not has and not stated_all
         return changed(stated(own, module, self.name), img_size, given, self.name)
 
     def architecture(self, module: nn.Module) -> str:
