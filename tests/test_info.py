@@ -90,7 +90,7 @@ def test_many_labels_are_counted(each: tuple[int, int], said: str) -> None:
     labels = [
         {"label": i, "name": str(i), "n_images": each[i % 2]} for i in range(SHOWN_LABELS + 1)
     ]
-    assert _labels(labels) == f"{SHOWN_LABELS + 1} labels, {said} each (-f labels)"
+    assert _labels(labels, "images") == f"{SHOWN_LABELS + 1} labels, {said} each (-f labels)"
 
 
 def test_a_long_field_has_lines(make_store: MakeStore) -> None:

@@ -29,7 +29,8 @@ from vitsee_core.tables.formats import FIGURE_ENDINGS, ending_of
 from vitsee_core.tables.headlines import FEW, observations, too_few
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import figure_text
-from vitsee_core.tables.words import CLIPS, said_of
+from vitsee_core.tables.words import said_of
+from vitsee_stores.plan import CLIPS
 
 if TYPE_CHECKING:
     import polars as pl

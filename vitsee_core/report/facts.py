@@ -11,8 +11,9 @@ from vitsee_core.report.materials import FoundStore, Materials
 from vitsee_core.report.redrawing import Result
 from vitsee_core.runtime.machine import counted, human_bytes
 from vitsee_core.tables.results import ResultFile
-from vitsee_core.tables.words import CLIPS, examples_of
+from vitsee_core.tables.words import examples_of
 from vitsee_stores.manifest import by_reason
+from vitsee_stores.plan import CLIPS
 
 FEW_IMAGES = 1000
 MOST_STEPS = 5  # of a training that are named
