@@ -321,9 +321,14 @@ def plot(table: Table) -> Figure:
     heads = f"{shorten(first['store_a'], 22)}, {block_words(first['block_a'])}"
     axes.set_xlabel(f"mean attention distance (px), local {ARROW} global\n{heads}")
     axes.set_ylabel(describe_scale(table))
+    spread_words = ""
+    if np.isfinite(table["low"]).any():
+        spread_words = "; bars: 95 % interval over images"
+    elif np.isfinite(table["std"]).any():
+        spread_words = "; bars: std over minibatch repeats"
     axes.set_title(
         f"{table.notes.get('groups', 'heads')}, {describe_scope(table)}"
-        + (_describe_spread(table) if spread else "")
+        + (spread_words if spread else "")
     )
     axes.set_ylim(min(0.0, axes.dataLim.y0), 1.05 * axes.dataLim.y1)
     return figure
@@ -342,14 +347,6 @@ def _draw_curve(axes: Axes, rows: pl.DataFrame, shade: Any, symbol: str, spread:
     elif np.isfinite(std).any():
         axes.errorbar(x, y, std, color=shade, fmt="none", capsize=2.5, linewidth=0.9)
     axes.plot(x, y, color=shade, linewidth=0.7, marker=symbol, markersize=4)
-
-
-def _describe_spread(table: Table) -> str:
-    if np.isfinite(table["low"]).any():
-        return "; bars: 95 % interval over images"
-    if np.isfinite(table["std"]).any():
-        return "; bars: std over minibatch repeats"
-    return ""
 
 
 def headline(table: Table) -> list[Answer]:

@@ -59,7 +59,7 @@ def choose_images(
         ids = [str(name) for name in first.samples.id[rows]]
         found = [rows, *(find_rows(other, ids).tolist() for other in others)]
     else:
-        paired = paired_rows(stores, choose_rows(first), pair_by="id").rows
+        paired = paired_rows(stores, choose_rows(first), pair_by="id")[0]
         own = paired[first.manifest.store_id]
         if not len(own):
             raise StoreMismatch(f"{first.label} has no image that could be read in every store")

@@ -39,7 +39,7 @@ from vitsee_core.similarity.comparison import Comparison, Estimator, GramOptions
 from vitsee_core.similarity.exact import over_all_images
 from vitsee_core.similarity.gram_file import DamagedGram
 from vitsee_core.similarity.hsic import METHODS, Hsic, stacked, symmetric, weighted_sum, without
-from vitsee_core.similarity.pairs import Paired, paired_rows
+from vitsee_core.similarity.pairs import paired_rows
 from vitsee_core.similarity.representation import Representation
 from vitsee_core.similarity.whole_tiles import Matrix
 from vitsee_core.types import Float32, Integers
@@ -123,9 +123,11 @@ def comparing(
     options = options or GramOptions()
     representations = (*rows, *(cols or ()))
     by_slab = any(r.has_blocks_only for r in representations)
-    paired, own, shuffled, remarks = _images(representations, images, seed, by_slab, pair_by)
-    counted = next(iter(paired.rows.values()))
-    notes: dict[str, Any] = {"images": len(counted), "seed": seed, **paired.notes}
+    paired, pairing, own, shuffled, remarks = _images(
+        representations, images, seed, by_slab, pair_by
+    )
+    counted = next(iter(paired.values()))
+    notes: dict[str, Any] = {"images": len(counted), "seed": seed, **pairing}
     words = dict.fromkeys(r.tokens for r in representations if r.site.kind != "vector")
     of_stores = [r.store for r in representations]
     notes["compared"] = compared(of_stores, ", ".join(words) or "vectors")
@@ -138,7 +140,7 @@ def comparing(
             representations=representations,
             n_rows=len(rows),
             among_themselves=cols is None,
-            rows=paired.rows,
+            rows=paired,
             own=own,
             shuffled=shuffled,
             seed=seed,
@@ -174,16 +176,16 @@ def _images(
     seed: int,
     by_slab: bool,
     pair_by: str,
-) -> tuple[Paired, dict[str, Integers], bool, list[str]]:
-    """Rows counted in all stores, by store_id, and those that each counts by itself; whether they
-    are in random order; remarks."""
+) -> tuple[dict[str, Integers], dict[str, Any], dict[str, Integers], bool, list[str]]:
+    """Rows counted in all stores, by store_id, with notes on their pairing; those that each counts
+    by itself; whether they are in random order; remarks."""
     stores: dict[str, Store] = {r.store.manifest.store_id: r.store for r in representations}
     first = next(iter(stores.values()))
     chosen = choose_rows(first, images, seed, whole_slabs=by_slab)
     for remark in chosen.remarks:
         log.info("%s", remark)
-    paired = paired_rows(list(stores.values()), chosen, pair_by)
-    n = len(paired.rows[first.manifest.store_id])
+    paired, pairing = paired_rows(list(stores.values()), chosen, pair_by)
+    n = len(paired[first.manifest.store_id])
     if n < 4:
         raise VitseeError(f"{counted(n, 'images')} readable in all stores; expected at least 4")
     own = {i: np.flatnonzero(chosen.mask & first.valid) for i in stores}
@@ -191,9 +193,9 @@ def _images(
         if pair_by == "image":
             own[i] = np.flatnonzero(chosen.mask & store.valid)
         elif store is not first:  # in another order: all its rows, or those with a partner
-            own[i] = np.flatnonzero(store.valid) if images is None else np.sort(paired.rows[i])
+            own[i] = np.flatnonzero(store.valid) if images is None else np.sort(paired[i])
     shuffled = first.shuffled
-    return paired, own, shuffled, list(chosen.remarks)
+    return paired, pairing, own, shuffled, list(chosen.remarks)
 
 
 def _estimate(comparison: Comparison, estimator: Estimator, by_slab: bool) -> Hsic:

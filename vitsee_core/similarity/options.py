@@ -122,8 +122,8 @@ def choose_estimator(
 def _count(stores: Sequence[Store], images: int | None, seed: int, pair_by: str) -> int:
     """Number of images that all the stores can compare."""
     distinct = list({store.manifest.store_id: store for store in stores}.values())
-    paired = paired_rows(distinct, choose_rows(stores[0], images, seed), pair_by)
-    return len(paired.rows[distinct[0].manifest.store_id])
+    rows, _ = paired_rows(distinct, choose_rows(stores[0], images, seed), pair_by)
+    return len(rows[distinct[0].manifest.store_id])
 
 
 SITES = sites_option("blocks")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -206,16 +206,11 @@ def _skip(store: Store, branch: SiteSpec) -> SiteSpec:
     )
 
 
-@dataclass(frozen=True)
-class Paired:
-    """Rows that belong together."""
-
-    rows: dict[str, Integers]  # store_id -> (n,) rows of every store, in the first one's order
-    notes: dict[str, Any] = field(default_factory=dict)  # for a sidecar
-
-
-def paired_rows(stores: Sequence[Store], chosen: Rows, pair_by: str = "image") -> Paired:
-    """The rows of every store that hold the same image, if all of them could read it.
+def paired_rows(
+    stores: Sequence[Store], chosen: Rows, pair_by: str = "image"
+) -> tuple[dict[str, Integers], dict[str, Any]]:
+    """The rows (n,) of every store that hold the same image, by store_id and in the first one's
+    order, if all of them could read it; and notes for a sidecar.
 
     Args:
         stores: distinct stores.
@@ -238,7 +233,7 @@ def paired_rows(stores: Sequence[Store], chosen: Rows, pair_by: str = "image") -
     if pair_by == "image":
         for other in others:
             mask = mask & require_paired(first, other)
-        return Paired(dict.fromkeys(names, np.flatnonzero(mask)))
+        return dict.fromkeys(names, np.flatnonzero(mask)), {}
     for store in stores if others else ():
         each, times = np.unique(store.samples.id, return_counts=True)
         if (times > 1).any():
@@ -272,4 +267,4 @@ def paired_rows(stores: Sequence[Store], chosen: Rows, pair_by: str = "image") -
     for other, of_store in zip(others, paired[1:], strict=True):
         equal &= first.samples.hash[rows] == other.samples.hash[of_store]
     notes = {"paired": "by id", "left_out": left, "with_equal_bytes": int(equal.sum())}
-    return Paired(dict(zip(names, paired, strict=True)), {"pairing": notes})
+    return dict(zip(names, paired, strict=True)), {"pairing": notes}

@@ -51,12 +51,6 @@ class TokenStack:
     def part(self, wanted: slice) -> TokenStack:
         return TokenStack(self.features, self.places[wanted])
 
-    @property
-    def is_half(self) -> bool:
-        """Whether they are read in half precision."""
-        features = self.features
-        return features.matching is None and all(a.dtype == np.float16 for a in features.arrays)
-
     def read(self, rows: slice) -> NDArray[Any]:
         """(rows, tokens, channels) of consecutive rows of the store."""
         first, last = int(self.places.min()), int(self.places.max())
@@ -186,7 +180,10 @@ class StoredRuns(Runs):
     @staticmethod
     def takes(stack: Stack) -> bool:
         """Whether a stack is stored in such a type."""
-        return stack.is_half if isinstance(stack, TokenStack) else stack.scale is not None
+        if not isinstance(stack, TokenStack):
+            return stack.scale is not None
+        of = stack.features
+        return of.matching is None and all(a.dtype == np.float16 for a in of.arrays)
 
     def of(self, k: int, run: slice, name: str) -> Float32:
         """A run of slab k's array `name`, in float32."""

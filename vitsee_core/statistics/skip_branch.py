@@ -100,15 +100,6 @@ def _over(a: Float, b: Float) -> Float:
 
 
 @dataclass(frozen=True)
-class SlabQuantities:
-    """Quantities of a slab's images: name -> (tokens, images); n_zero: number of tokens of images
-    with f = 0."""
-
-    quantities: dict[str, Float]
-    n_zero: int
-
-
-@dataclass(frozen=True)
 class ReadQuantities:
     """Reads the quantities of one slab: a sublayer's tokens in this order (`FLAT` first), for the
     images that count."""
@@ -117,8 +108,9 @@ class ReadQuantities:
     tokens: tuple[int, ...]
     names: tuple[str, ...]
 
-    def __call__(self, slab: Slab) -> SlabQuantities:
-        """Reads only the dot products of one sublayer."""
+    def __call__(self, slab: Slab) -> tuple[dict[str, Float], int]:
+        """Name -> (tokens, images) of a quantity; and the number of tokens of images with f = 0.
+        Only the dot products of one sublayer are read."""
         products = slab.residual(self.site)[slab.valid]
         if self.tokens != tuple(range(products.shape[1])):
             flat = products.sum(1, dtype=np.float64, keepdims=True) if FLAT in self.tokens else None
@@ -127,7 +119,7 @@ class ReadQuantities:
                 products = np.concatenate([flat, products], axis=1)
         n_zero = int((products[..., 1] == 0).sum())
         by_name = quantities(products, self.names)
-        return SlabQuantities({name: values.T for name, values in by_name.items()}, n_zero)
+        return {name: values.T for name, values in by_name.items()}, n_zero
 
 
 def choose_sublayers(

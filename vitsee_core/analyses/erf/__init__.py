@@ -152,7 +152,8 @@ def run(
     selected = select_each(stores, sites, _with_fields)
     for store, chosen in selected.members:
         if not chosen:
-            choose_sites(store, sites)  # refuses with the reason
+            # Refuses with the reason.
+            store.erf(min(site.alias_of or site.name for site in store.select(list(sites))))
     blocks: list[dict[str, Any]] = []
     used: dict[str, Any] = {}
     n_sites = sum(map(len, selected.chosen))
@@ -185,19 +186,6 @@ def at_a_glance(table: Table) -> Table:
     """The fields of three sites of each model."""
     fields = table.filter(metric="gradient")
     return some_of(fields, site=3) if len(fields) else table
-
-
-def choose_sites(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
-    """The selected stored sites with a receptive field, in the model's order.
-
-    Raises:
-        MissingInput: there are none.
-        SiteError: a pattern that matches no site of the store.
-    """
-    chosen = _with_fields(store, patterns)
-    if not chosen:
-        store.erf(min(site.alias_of or site.name for site in store.select(list(patterns))))
-    return chosen
 
 
 def _with_fields(store: Store, patterns: Sequence[str]) -> list[SiteSpec]:
@@ -247,13 +235,6 @@ class Field:
     @property
     def mean(self) -> Float:
         return self.sums.sum(0) / self.counts.sum()
-
-    def without_each(self) -> list[Float]:
-        """The sums of all other slabs, for each slab with images; [] if these are too few."""
-        there = self.sums[self.counts > 0]
-        if len(there) < LEAST_SLABS:
-            return []
-        return [np.delete(there, k, axis=0).sum(0) for k in range(len(there))]
 
 
 def centre_of_mass(field: Float) -> tuple[float, float]:
@@ -307,9 +288,11 @@ def _values(field: Field, metric: str) -> dict[str, Any]:
         row, col = (step * at.ravel() for at in np.indices(cells.shape))
         return {"row": row, "col": col, "value": cells.ravel()}
     value = _number(field.mean, metric)
-    without = np.array([_number(other, metric) for other in field.without_each()])
-    if not len(without):
+    there = field.sums[field.counts > 0]
+    if len(there) < LEAST_SLABS:
         return {"value": value}
+    others = (np.delete(there, k, axis=0).sum(0) for k in range(len(there)))
+    without = np.array([_number(other, metric) for other in others])
     error = float(standard_error(without))
     half = t_quantile(len(without) - 1) * error
     std = error * float(np.sqrt(field.counts.sum()))

@@ -259,9 +259,9 @@ class _Measure:
         values = {name: np.empty((len(work.tokens), self.n)) for name in work.names}
         done = n_zero = 0
         jobs, map = self.execution.jobs, self.execution.map
-        for piece in each_slab(self.store, work, rows=self.rows, jobs=jobs, map=map):
-            n_zero += piece.n_zero
-            for name, of_slab in piece.quantities.items():
+        for of_names, zeros in each_slab(self.store, work, rows=self.rows, jobs=jobs, map=map):
+            n_zero += zeros
+            for name, of_slab in of_names.items():
                 values[name][:, done : done + of_slab.shape[1]] = of_slab
             done += of_slab.shape[1]
         return values, n_zero

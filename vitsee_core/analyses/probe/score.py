@@ -238,7 +238,9 @@ class Prober:
             VitseeError: not even one token fits the memory.
         """
         tally = self._tally(train.n_tokens, first)
-        size = self._token_bytes(train.dim)
+        size = 8 * train.dim * sum(map(len, self.draws))
+        if self.training is None:
+            size = token_bytes(self.task, self.draws, train.dim)
         if size > self.task.memory:
             raise VitseeError(
                 f"probing {what} takes about {human_bytes(size)} of memory, more than "
@@ -277,11 +279,6 @@ class Prober:
         sizes = {"draws": len(self.draws), "l2s": self.task.n_l2, "tokens": tokens}
         labels, n_classes = self.test_labels, self.task.n_classes
         return Tally(labels, n_classes, first=first, blocks=self.blocks, **sizes)
-
-    def _token_bytes(self, dim: int) -> int:
-        if self.training is None:
-            return token_bytes(self.task, self.draws, dim)
-        return 8 * dim * sum(map(len, self.draws))
 
     def _test(
         self, test: Source, part: slice, fitted: list[list[Fitted | None]], tally: Tally
@@ -332,7 +329,12 @@ class SiteProbes:
         first, second = item
         if isinstance(first, int) or isinstance(second, int):
             assert isinstance(first, int) and isinstance(second, int)
-            random = self._random(prober, first, second)
+            # As many tokens and channels.
+            ours, theirs = (
+                Random(len(data), first, second, (self.seed, i))
+                for i, data in enumerate((self.train, self.test))
+            )
+            random = prober.side_by_side(ours, theirs, "random features")
             return list(self.scorer.rows([Token("")], random, False)), []
         tally = self._probe(prober, first, second, execution.progress)
         one_class = len(np.unique(self.train.labels)) == 1
@@ -351,12 +353,6 @@ class SiteProbes:
             return tally
         first = features.n_prefix if features.selection == "each" else 0
         return prober.each(ours, theirs, what, first, progress.advance)
-
-    def _random(self, prober: Prober, n: int, dim: int) -> Tally:
-        """The tally of random features with these numbers of tokens and channels."""
-        ours = Random(len(self.train), n, dim, (self.seed, 0))
-        theirs = Random(len(self.test), n, dim, (self.seed, 1))
-        return prober.side_by_side(ours, theirs, "random features")
 
 
 def shape_of_random(features: SiteFeatures) -> tuple[int, int]:

@@ -47,7 +47,7 @@ def without_outliers(
     stores = {one.store.manifest.store_id: one.store for one in representations}
     first = next(iter(stores.values()))
     chosen = choose_rows(first, execution.images, execution.seed)
-    rows = paired_rows(list(stores.values()), chosen, pair_by).rows
+    rows = paired_rows(list(stores.values()), chosen, pair_by)[0]
     bounds = {}
     for store_id, store in stores.items():
         own = {
