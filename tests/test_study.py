@@ -349,7 +349,7 @@ def test_a_signal_or_a_bug_in_a_step(
 
     monkeypatch.setattr(attn_dist, "run", fail)
     words = ["study", "demo:vit", "--data", "demo:test", "--images", "8", "-o", tmp_path / "out",
-             "--analyses", "attn-dist", "--analyses", "weights"]  # fmt: skip
+             "--analyses", "attn-dist", "--analyses", "weights", "--jobs", 1]  # fmt: skip
     done = vitsee(*words)
     assert done.exit_code == code and said in done.stderr, done.output
     steps = json.loads((tmp_path / "out" / "study.json").read_text())["steps"]

@@ -50,6 +50,7 @@ def _is_progress(record: logging.LogRecord) -> bool:
 _ALL: set[str] = set()  # always empty: every line is shown
 _shown = _ALL
 _rewrite: Callable[[str], str] = str
+_send: Callable[[str], None] | None = None
 
 
 @contextmanager
@@ -74,19 +75,31 @@ def each_line_once() -> Iterator[None]:
         yield
 
 
+def hand_over(send: Callable[[str], None]) -> None:
+    """From now on lines are for another process to `show`; progress has no bars, which that
+    process may have."""
+    global _send
+    _send = send
+
+
+def show(line: str, shown: set[str]) -> None:
+    """A line on stderr, through rich so that a progress bar stays intact, unless it is in `shown`,
+    which gets it."""
+    if line in shown:
+        return
+    if shown is not _ALL:
+        shown.add(line)
+    stderr().print(visible(line, keep="\n\t"), markup=False, highlight=False, soft_wrap=True)
+
+
 class _StderrHandler(logging.Handler):
-    """One record, one line on stderr, through rich so that a progress bar stays intact."""
+    """One record, one line."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             prefix = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-            text = _rewrite(self.format(record))
-            if text in _shown:
-                return
-            if _shown is not _ALL:
-                _shown.add(text)
-            line = visible(prefix + text, keep="\n\t")
-            stderr().print(line, markup=False, highlight=False, soft_wrap=True)
+            line = prefix + _rewrite(self.format(record))
+            show(line, _shown) if _send is None else _send(line)
         except Exception:
             self.handleError(record)
 
@@ -226,7 +239,9 @@ class Reporter:
         self.stop()
         if log.isEnabledFor(logging.INFO):
             rate = _Rate(total, done, unit, self.beside)
-            if stderr().is_terminal:
+            if _send is not None:
+                self._display = _Lines(self._what, rate, self._every, self._every)
+            elif stderr().is_terminal:
                 self._display = _Bar(self._what, rate, self._after)
             else:
                 self._display = _Lines(self._what, rate, self._after, self._every)

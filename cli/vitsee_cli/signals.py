@@ -27,6 +27,7 @@ _SHOW_CURSOR = b"\x1b[?25h"
 
 _command = ""
 _kept = ""
+_in_a_worker = False
 
 
 def answer(arguments: Sequence[str]) -> None:
@@ -38,6 +39,16 @@ def answer(arguments: Sequence[str]) -> None:
     _command = next((word for word in arguments if not word.startswith("-")), "")
     for caught in CAUGHT:
         signal.signal(caught, _end)
+
+
+def answer_in_a_worker() -> None:
+    """From now on SIGTERM raises a KeyboardInterrupt once, so that half-made files are removed.
+    SIGINT, which a terminal sends to all of its processes, is for the one that began the work."""
+    global _in_a_worker
+    _in_a_worker = True
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _raise_once)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, CAUGHT)
 
 
 def ignore() -> None:
@@ -67,7 +78,7 @@ class Raised:
 
         main = threading.current_thread() is threading.main_thread()
         resumable = self._command in RESUMABLE and signal.getsignal(signal.SIGTERM) is _end
-        if main and not resumable:
+        if main and not resumable and not _in_a_worker:
             self._before = {caught: signal.signal(caught, _raise) for caught in CAUGHT}
 
     def __exit__(self, *error: object) -> None:
@@ -82,6 +93,11 @@ def exit_code(stop: KeyboardInterrupt) -> int:
 
 def _raise(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def _raise_once(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    _raise(number, frame)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

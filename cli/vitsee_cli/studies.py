@@ -5,14 +5,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from vitsee_cli import console, options, signals
-from vitsee_cli.study_settings import commands_of, in_a_study
+from vitsee_cli import console, signals
+from vitsee_cli.declared import a_number
+from vitsee_cli.performing import KEPT, Performer, Workers, n_workers
+from vitsee_cli.study_settings import commands_of
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -20,10 +21,15 @@ if TYPE_CHECKING:
     from vitsee_core.models.provenance import NamedModel
     from vitsee_core.study.catalogue import SurveyedModel
     from vitsee_core.study.recipe_file import RecipeFile
-    from vitsee_core.study.running import Outcome
     from vitsee_core.study.steps import Plan, Step, Study
 
-KEPT = "finished steps are kept; repeat the command to go on"
+jobs_option = a_number(
+    "-j",
+    "--jobs",
+    help="Analyses to run at a time, each in a process with its share of the cores; results do not "
+    "depend on it. 1: one after the other, in this process.  "
+    "[default: the cores of this process; 3 at most, 8 where --memory leaves room for them]",
+)
 dry_run_option = click.option(
     "--dry-run",
     is_flag=True,
@@ -33,7 +39,12 @@ Extend = Callable[["Study", "Plan"], "Plan"]
 
 
 def run_study(
-    ctx: click.Context, study: Study, *, dry_run: bool, extend: Extend | None = None
+    ctx: click.Context,
+    study: Study,
+    *,
+    dry_run: bool,
+    extend: Extend | None = None,
+    at_once: int | None = None,
 ) -> None:
     """Plan a study, log its cost, and execute it; ends with the path of its report.
 
@@ -41,6 +52,7 @@ def run_study(
         ctx: of the command.
         study: the request.
         dry_run: only print the steps as commands.
+        at_once: how many analyses are run at a time, see `n_workers`.
         extend: adds steps to a plan.
 
     Raises:
@@ -72,11 +84,11 @@ def run_study(
 
     needed = cost.cost(own, *cost.stores_of(study, models), cost.measured_speed(study.device))
     about = needed.describe(len(models), study.n_images())
-    _execute(ctx, study, plan, of_those, about, dry_run=dry_run)
+    _execute(ctx, study, plan, of_those, about, dry_run=dry_run, at_once=at_once)
 
 
 def run_recipe(ctx: click.Context, study: Study, recipe: RecipeFile, data: str | None, *,
-               dry_run: bool) -> None:  # fmt: skip
+               dry_run: bool, at_once: int | None = None) -> None:  # fmt: skip
     """The same of a study that is written as a file.
 
     Args:
@@ -85,6 +97,7 @@ def run_recipe(ctx: click.Context, study: Study, recipe: RecipeFile, data: str |
         recipe: of the models and numbers of images that were asked for.
         data: where its sets of images are; None for the bundled miniatures.
         dry_run: only print the steps as commands.
+        at_once: how many analyses are run at a time, see `n_workers`.
 
     Raises:
         VitseeError: as `run_study`; or the recipe needs other data.
@@ -103,7 +116,7 @@ def run_recipe(ctx: click.Context, study: Study, recipe: RecipeFile, data: str |
     needed = cost.cost(plan, models, n_images, cost.measured_speed(study.device))
     about = needed.describe(len(surveyed), max(n_images.values()))
     study = replace(study, models={place.stem: name for place, name in names.items()})
-    _execute(ctx, study, plan, lambda _: plan, about, dry_run=dry_run)
+    _execute(ctx, study, plan, lambda _: plan, about, dry_run=dry_run, at_once=at_once)
 
 
 def run_checkpoints(
@@ -189,6 +202,7 @@ def _execute(
     about: str,
     *,
     dry_run: bool,
+    at_once: int | None,
 ) -> None:
     """Log what a plan takes, and do it, or print it. of_those: what is left after extractions
     failed."""
@@ -212,25 +226,44 @@ def _execute(
     record = running.begin(study, words, plan)
     perform = Performer(ctx)
     total = len(plan.steps) + 1
+    models = _models_by_store(plan.steps)
+    workers = None
     try:
-        with naming(_models_by_store(plan.steps)):
+        with naming(models):
             failed = running.carry_out(plan.extractions, record, perform, console.say, total=total)
             again = of_those(failed)
             steps = [*again.analyses, report_step(study)]
             record.outdate(report_step(study))
             running.check_outputs(study, again.analyses, record)
             first = len(plan.extractions) + 1
+            n = min(n_workers(at_once, _memory_of(study)), len(again.analyses))
+            workers = Workers(perform, models, n) if n > 1 else None
             failed += running.carry_out(
-                steps, record, perform, console.say, first=first, total=total, before=failed
-            )
+                steps, record, perform, console.say,
+                first=first, total=total, before=failed, workers=workers,
+            )  # fmt: skip
     except running.Stopped as stopped:
         console.fail(f"vitsee {ctx.info_name}: interrupted; {KEPT}")
         ctx.exit(signals.EXIT_RESUMABLE if stopped.code else 1)
+    finally:
+        if workers is not None:
+            workers.close()
     if record.steps[report_step(study).name].status == running.DONE:
         console.out(str(study.folder / "report.html"))
     if failed:
         bad = [f"{step.name} ({record.steps[step.name].reason})" for step in failed]
         raise VitseeError(f"{len(bad)} of {total} steps failed: {'; '.join(bad)}")
+
+
+def _memory_of(study: Study) -> int | None:
+    """The largest --memory of a step; None without any."""
+    given = [
+        int(setting.words[1])
+        for settings in study.settings.values()
+        for setting in settings
+        if setting.words[0] == "--memory"
+    ]
+    return max(given, default=None)
 
 
 def report_step(study: Study) -> Step:
@@ -240,54 +273,6 @@ def report_step(study: Study) -> Step:
     page = study.folder / "report.html"
     words = ("report", str(study.folder), "-o", str(page), "--force")
     return Step("report", words, (), (page,))
-
-
-class Performer:
-    """Runs the command of a step as if it were typed. Its remarks are shown only with -v, and each
-    warning once."""
-
-    def __init__(self, ctx: click.Context) -> None:
-        self.ctx = ctx
-        self.verbosity = ctx.meta.get(options.VERBOSITY, 0)
-        self.shown: set[str] = set()
-
-    def __call__(self, step: Step) -> Outcome:
-        from vitsee_core.study.running import Outcome
-
-        self.ctx.meta.pop(console.REASON, None)
-        self.ctx.meta.pop(console.NOT_OFFERED, None)
-        command = commands_of(self.ctx)(step.command) or self.ctx.command
-        own_words = partial(in_a_study, command=command, own=self.ctx.command)
-        # Bars vanish; in a log only what takes longest says how far it is.
-        shown = step.command == "extract" or console.stderr().is_terminal
-        quiet = console.PROGRESS_ONLY if shown else -1
-        self.ctx.meta[options.VERBOSITY] = self.verbosity or quiet
-        try:
-            if step.make is not None:
-                step.make()
-                return Outcome(0)
-            group = self.ctx.find_root().command
-            with console.of_a_step(self.shown, own_words):
-                code = group.main(
-                    list(step.words), prog_name="vitsee", standalone_mode=False, parent=self.ctx
-                )
-        except click.ClickException as error:
-            return Outcome(2, error.format_message())
-        except (VitseeError, OSError) as error:
-            return Outcome(1, own_words(" ".join(str(error).split())))
-        except Exception as error:  # a bug in one step: the others go on
-            console.debug_traceback()
-            return Outcome(1, f"{type(error).__name__}: {error}; run it by itself: {step.line}")
-        finally:
-            self.ctx.meta[options.VERBOSITY] = self.verbosity
-            self.ctx.meta[console.RESUMES] = KEPT
-            console.setup(self.verbosity)
-        # A study has no --force: what it would delete, its user does.
-        anew = f"remove {shlex.join(map(str, step.outputs))} to extract anew"
-        reason = self.ctx.meta.get(console.REASON, "").replace("start anew with --force", anew)
-        return Outcome(
-            code or 0, own_words(reason), applies=not self.ctx.meta.get(console.NOT_OFFERED)
-        )
 
 
 def _outputs(steps: Sequence[Step]) -> set[object]:

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from vitsee_core.runtime.dask_worker import REMEDY, DaskError, Done, done, refusal
-from vitsee_core.runtime.machine import counted, human_bytes, n_cores
+from vitsee_core.runtime.machine import THREADS, counted, human_bytes, n_cores
 from vitsee_core.runtime.streaming import submitted
 from vitsee_core.runtime.versions import worker_versions
 from vitsee_stores.errors import VitseeError
@@ -232,7 +232,6 @@ def _local(processes: int) -> Iterator[Any]:
     import distributed
 
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, n_cores() // processes)))
-    names = [f"{of}_NUM_THREADS" for of in ("OMP", "MKL", "OPENBLAS")] + ["POLARS_MAX_THREADS"]
     config = {
         "distributed.worker.daemon": False,  # a task may start processes of its own
         # The work bounds its memory itself; page cache must not get a worker killed.
@@ -254,7 +253,7 @@ def _local(processes: int) -> Iterator[Any]:
             silence_logs=logging.CRITICAL,
             # In torchrun's form, read by `machine`, which divides the machine equally.
             env={
-                **{name: os.environ.get(name, threads) for name in names},
+                **{name: os.environ.get(name, threads) for name in THREADS},
                 "LOCAL_WORLD_SIZE": str(processes),
             },
         ) as cluster,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,12 +15,41 @@ if TYPE_CHECKING:
     from vitsee_stores.url import Place
 
 
+# In the environment of a process that vitsee starts: how many share the cores that it has itself.
+SHARED = "VITSEE_SHARED_BY"
+# Of the libraries' own threads, read as they are loaded.
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "POLARS_MAX_THREADS")
+# What drivers of GPUs put there: NVIDIA's, that of Windows' Linux, AMD's.
+DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+
+
 def n_cores() -> int:
     """Cores this process may run on (its affinity, not the machine's count); without an affinity,
-    its share among the job's processes on this machine."""
+    its share among the job's processes on this machine; of these, its share among processes of
+    vitsee's own."""
     every = os.cpu_count() or 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
-    return cores if cores != every else max(1, cores // local_processes(os.environ))
+    cores = cores if cores != every else max(1, cores // local_processes(os.environ))
+    return max(1, cores // (_number(SHARED, os.environ) or 1))
+
+
+def shared_by(processes: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """What the environment of each of so many processes says, so that together they take no more
+    cores than this one may. A smaller number of threads that the user chose stays."""
+    threads = max(1, n_cores() // processes)
+    chosen = {name: min(threads, _number(name, environ) or threads) for name in THREADS}
+    shared = processes * (_number(SHARED, environ) or 1)
+    return {name: str(number) for name, number in (chosen | {SHARED: shared}).items()}
+
+
+def _number(name: str, environ: Mapping[str, str]) -> int:
+    """A whole number in the environment, 0 for none."""
+    return int(environ[name]) if environ.get(name, "").isdigit() else 0
+
+
+def may_have_gpu() -> bool:
+    """Whether a GPU's driver is loaded; torch, which knows more, takes seconds to import."""
+    return sys.platform == "darwin" or any(Path(place).exists() for place in DEVICES)
 
 
 def memory_bytes() -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -16,7 +16,8 @@ from vitsee_core.report.outputs import Outputs
 from vitsee_core.report.study_record import STUDY as FILE
 from vitsee_core.report.study_record import StudyStep, read_study_file
 from vitsee_core.runtime.versions import result_versions
-from vitsee_core.study.steps import RESULTS, SETS, STORES, Plan, Step, Study
+from vitsee_core.study.recipes import EXPLORE
+from vitsee_core.study.steps import LARGE_TABLES, RESULTS, SETS, STORES, Plan, Step, Study
 from vitsee_core.tables.files import TABLE_ENDINGS, check_place, write_files
 from vitsee_stores.errors import VitseeError, reason
 from vitsee_stores.manifest import few
@@ -33,6 +34,24 @@ class Outcome:
 
 
 Perform = Callable[[Step], Outcome]
+# Steps that begin first of those that were never timed: a long one begun last runs alone.
+LONG, LONGER = LARGE_TABLES | {EXPLORE}, 1.0
+
+
+class Workers(Protocol):
+    """Performs several steps at a time."""
+
+    def takes(self, step: Step) -> bool:
+        """Whether it performs this one at all."""
+
+    def free_for(self, step: Step) -> bool:
+        """Whether this one could begin now."""
+
+    def begin(self, step: Step) -> None:
+        """Begin it."""
+
+    def ended(self) -> tuple[str, Outcome]:
+        """Wait for one to end: its name, and how."""
 
 
 @dataclass
@@ -111,63 +130,148 @@ def carry_out(
     first: int = 1,
     total: int | None = None,
     before: Sequence[Step] = (),
+    workers: Workers | None = None,
 ) -> list[Step]:
-    """Perform the steps in order; returns those that failed, or whose input is missing or stale
-    because this study's step failed. A step that does not apply to its models is left out, with
-    its reason.
+    """Perform the steps in order, or several at a time; returns those that failed, or whose input
+    is missing or stale because this study's step failed. A step that does not apply to its models
+    is left out, with its reason.
 
     Args:
         steps: of one plan.
         record: written after every step.
         perform: runs a step's command.
-        say: receives a line for each step.
+        say: receives a line for each step, as it ends.
         first, total: how the lines count.
         before: steps that failed earlier; files at their outputs are from another study.
+        workers: perform what they take, the longest steps first, each once the steps are done whose
+            outputs it reads; one that names no inputs comes after all before it. What they do not
+            take is performed here while they rest.
 
     Raises:
         Stopped: a signal ended a step.
     """
-    failed: list[Step] = []
-    unfit: list[Step] = []
-    total = len(steps) if total is None else total
-    for number, step in enumerate(steps, first):
-        head = f"[{number}/{total}] {step.name}"
-        stale = {path for other in (*before, *failed, *unfit) for path in other.outputs}
+    ended = _Ended(steps, record, say, first, len(steps) if total is None else total, before)
+    waiting, running = [*steps], dict[str, tuple[Step, float]]()
+    seconds = {name: entry.seconds for name, entry in record.steps.items()}
+    long = {s.name: seconds.get(s.name) or LONGER * (s.command in LONG) for s in steps}
+    while waiting or running:
+        step = _next(steps, waiting, running, long, workers)
+        if step is None:
+            assert workers is not None
+            name, outcome = workers.ended()
+            step, start = running.pop(name)
+            ended.note(step, outcome, time.monotonic() - start)
+            continue
+        waiting.remove(step)
+        begun = ended.begun(step)
+        if begun is None:
+            continue
+        start = time.monotonic()
+        if workers is not None and workers.takes(begun):
+            workers.begin(begun)
+            running[begun.name] = begun, start
+        else:
+            ended.note(begun, perform(begun), time.monotonic() - start)
+    return [ended.failed[step.name] for step in steps if step.name in ended.failed]
+
+
+def _next(
+    steps: Sequence[Step],
+    waiting: Sequence[Step],
+    running: Mapping[str, tuple[Step, float]],
+    long: Mapping[str, float],
+    workers: Workers | None,
+) -> Step | None:
+    """The step that begins now, None while all wait for those that are running."""
+    if workers is None:
+        return waiting[0]
+    open_ = {step.name for step in waiting} | {*running}
+    made, able = set[Path](), list[Step]()
+    for step in steps:  # in the plan's order, so that `made` is what is not made yet
+        ready = not made & {*step.inputs} if step.inputs else not made
+        if step in waiting and ready:
+            able.append(step)
+        if step.name in open_:
+            made.update(step.outputs or [Path(step.name)])
+    moved = [step for step in able if workers.takes(step)]
+    if able and able[0] not in moved:
+        return None if running else able[0]
+    free = [step for step in moved if workers.free_for(step)]
+    return max(free, key=lambda step: long[step.name], default=None)
+
+
+class _Ended:
+    """The steps that ended, in the record and as lines."""
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        record: Record,
+        say: Report,
+        first: int,
+        total: int,
+        before: Sequence[Step],
+    ) -> None:
+        self.record, self._say, self._number, self._total = record, say, first, total
+        self._order = [step.name for step in steps]
+        self._bad = [*before]
+        self.failed: dict[str, Step] = {}
+
+    def begun(self, step: Step) -> Step | None:
+        """The step as it is to be performed, on the inputs that are there; None if it is not."""
+        stale = {path for other in self._bad for path in other.outputs}
         missing = [path for path in step.inputs if path in stale or not path.exists()]
         if step.partial and len(missing) < len(step.inputs):
             step, missing = step.without(missing), []
-        entry = record.steps.get(step.name)
         if missing:
             text = f"{', '.join(path.name for path in missing)} was not made"
-            record.steps[step.name] = _entry(step, LEFT_OUT, 0.0, text)
-            say(f"{head}: left out: {text}")
-            failed.append(step)
-        elif _is_finished(step, entry):
-            say(f"{head}: done before")
-            continue
+            self._left_out(step, 0.0, text)
+            self.failed[step.name] = step
+            self._write()
+        elif _is_finished(step, self.record.steps.get(step.name)):
+            self._line(step, "done before")
         else:
-            record.steps[step.name] = _entry(step, BEGUN, 0.0)
-            record.write()
-            start = time.monotonic()
-            outcome = perform(step)
-            seconds = time.monotonic() - start
-            if outcome.code > 1 and outcome.code != 2:
-                raise Stopped(outcome.code)
-            if outcome.code and not outcome.applies:
-                record.steps[step.name] = _entry(step, LEFT_OUT, seconds, outcome.reason)
-                record.about.setdefault("left_out", {})[step.name] = outcome.reason
-                say(f"{head}: left out: {outcome.reason}")
-                unfit.append(step)
-            elif outcome.code:
-                text = outcome.reason or f"exit code {outcome.code}"
-                record.steps[step.name] = _entry(step, FAILED, seconds, text)
-                say(f"{head}: failed: {text}")
-                failed.append(step)
-            else:
-                record.steps[step.name] = _entry(step, DONE, seconds)
-                say(f"{head}: {seconds:.1f} s")
-        record.write()
-    return failed
+            self._enter(step, BEGUN, 0.0)
+            self._write()
+            return step
+        return None
+
+    def note(self, step: Step, outcome: Outcome, seconds: float) -> None:
+        """How it ended. Raises Stopped: by a signal."""
+        if outcome.code > 1 and outcome.code != 2:
+            raise Stopped(outcome.code)
+        if outcome.code and not outcome.applies:
+            self._left_out(step, seconds, outcome.reason)
+            self.record.about.setdefault("left_out", {})[step.name] = outcome.reason
+        elif outcome.code:
+            text = outcome.reason or f"exit code {outcome.code}"
+            self._enter(step, FAILED, seconds, text)
+            self._line(step, f"failed: {text}")
+            self._bad.append(step)
+            self.failed[step.name] = step
+        else:
+            self._enter(step, DONE, seconds)
+            self._line(step, f"{seconds:.1f} s")
+        self._write()
+
+    def _left_out(self, step: Step, seconds: float, text: str) -> None:
+        self._enter(step, LEFT_OUT, seconds, text)
+        self._line(step, f"left out: {text}")
+        self._bad.append(step)
+
+    def _line(self, step: Step, text: str) -> None:
+        self._say(f"[{self._number}/{self._total}] {step.name}: {text}")
+        self._number += 1
+
+    def _enter(self, step: Step, status: str, seconds: float, text: str = "") -> None:
+        self.record.steps[step.name] = _entry(step, status, seconds, text)
+
+    def _write(self) -> None:
+        """The record, its steps in the plan's order, behind those that the plan does not have."""
+        own = {name: self.record.steps[name] for name in self._order if name in self.record.steps}
+        others = {name: e for name, e in self.record.steps.items() if name not in own}
+        self.record.steps = others | own
+        self.record.write()
 
 
 class Stopped(Exception):

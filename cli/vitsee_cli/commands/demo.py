@@ -10,7 +10,7 @@ import click
 
 from vitsee_cli import console, options
 from vitsee_cli.sections import STORES
-from vitsee_cli.studies import dry_run_option, run_study
+from vitsee_cli.studies import dry_run_option, jobs_option, run_study
 from vitsee_cli.values import parse_folder
 from vitsee_stores.errors import VitseeError
 
@@ -47,6 +47,7 @@ QUESTION = STORES
     is_flag=True,
     help="Download for --real or --pretrained without asking.  [default: ask]",
 )
+@jobs_option
 @dry_run_option
 @click.pass_context
 def command(
@@ -56,6 +57,7 @@ def command(
     real: bool,
     pretrained: bool,
     yes: bool,
+    jobs: int | None,
     dry_run: bool,
 ) -> None:
     """Run vitsee on its own models and images.
@@ -82,13 +84,14 @@ def command(
     options.only_with("--real alone", not real, "pretrained")
     if others:
         made = _real(output, yes, dry_run, weights=real)
-        run_study(ctx, real_study(output, *made), dry_run=dry_run)
+        run_study(ctx, real_study(output, *made), dry_run=dry_run, at_once=jobs)
         return
 
     run_study(
         ctx,
         demo_study(output, quick=quick),
         dry_run=dry_run,
+        at_once=jobs,
         extend=lambda study, plan: with_sets(study, plan, quick=quick),
     )
 

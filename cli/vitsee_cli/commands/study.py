@@ -12,6 +12,7 @@ from vitsee_cli.declared import Listed, a_number, model_names, one_of
 from vitsee_cli.sections import STORES
 from vitsee_cli.studies import (
     dry_run_option,
+    jobs_option,
     named,
     run_checkpoints,
     run_recipe,
@@ -142,8 +143,10 @@ def models_and_recipes() -> list[str]:
     "--memory",
     metavar="SIZE",
     type=parse_size,
-    help="Memory for each analysis to stay within, e.g. 4G.  [default: a quarter of the machine's]",
+    help="Memory for each analysis to stay within, e.g. 4G; it says how many run at a time, too.  "
+    "[default: a quarter of the machine's]",
 )
+@jobs_option
 @options.seed_option
 @options.device_option
 @dry_run_option
@@ -166,6 +169,7 @@ def command(
     control: bool,
     thorough: bool,
     memory: int | None,
+    jobs: int | None,
     seed: int,
     device: str,
     dry_run: bool,
@@ -223,7 +227,7 @@ def command(
             title=title,
             note=" ".join([recipe.note, recipe.left_out]).strip(),
         )
-        run_recipe(ctx, asked, recipe, None if quick else data, dry_run=dry_run)
+        run_recipe(ctx, asked, recipe, None if quick else data, dry_run=dry_run, at_once=jobs)
         return
     if quick or of_models:
         word = "--quick" if quick else "--models"
@@ -233,7 +237,7 @@ def command(
     if train_images is not None and train is None:
         raise click.UsageError("--train-images says how many images of --train: give that too")
     if checkpoints is not None:
-        for name in ("skip", "given", "control", "thorough", "memory"):
+        for name in ("skip", "given", "control", "thorough", "memory", "jobs"):
             if _is_given(ctx, name):
                 option = "--set" if name == "given" else f"--{name}"
                 raise click.UsageError(f"{option} and --checkpoints exclude each other")
@@ -246,7 +250,7 @@ def command(
     chosen = with_controls(named(models), seed) if control else named(models)
     asked = study(models=chosen, data=data, train=train, images=images, train_images=train_images,
                   thorough=thorough)  # fmt: skip
-    run_study(ctx, asked, dry_run=dry_run)
+    run_study(ctx, asked, dry_run=dry_run, at_once=jobs)
 
 
 def _is_given(ctx: click.Context, name: str) -> bool:
