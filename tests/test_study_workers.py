@@ -201,6 +201,9 @@ def store_of(alone: Path, place: Path) -> Path:
     shutil.copytree(alone, folder)
     shutil.rmtree(folder / "results")
     (folder / "report.html").unlink()
+    record = json.loads((folder / "study.json").read_text())
+    record["steps"] = {"extract-vit": record["steps"]["extract-vit"]}
+    (folder / "study.json").write_text(json.dumps(record))
     return folder
 
 
