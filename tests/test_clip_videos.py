@@ -125,21 +125,27 @@ def test_a_clip_cut_out_of_a_longer_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("matrix", "quarters"),
-    [((1, 0, 0, 1), 0), ((0, 1, -1, 0), 3), ((-1, 0, 0, -1), 2), ((0, -1, 1, 0), 1)],
+    ("matrix", "quarters", "mirrored"),
+    [
+        *[((1, 0, 0, 1), 0, False), ((0, 1, -1, 0), 3, False), ((-1, 0, 0, -1), 2, False)],
+        *[((0, -1, 1, 0), 1, False), ((-1, 0, 0, 1), 0, True), ((1, 0, 0, -1), 2, True)],
+        *[((0, 1, 1, 0), 1, True), ((0, -1, -1, 0), 3, True)],
+    ],
 )
 def test_turned_videos_are_upright(
-    tmp_path: Path, matrix: tuple[int, int, int, int], quarters: int
+    tmp_path: Path, matrix: tuple[int, int, int, int], quarters: int, mirrored: bool
 ) -> None:
     """The matrix of a phone held upright, x' = -y, y' = x, turns clockwise by a quarter: three
-    quarters of numpy's rot90. Left half black, right half white, above a grey strip."""
+    quarters of numpy's rot90; one of a mirrored camera, x' = -x, exchanges left and right first.
+    Left half black, right half white, above a grey strip."""
     picture = np.zeros((48, 64, 3), np.uint8)
     picture[:, 32:] = 255
     picture[:16] = 128
     path = write_video(tmp_path / "a.mp4", frames=[picture] * 3)
     plain = all_frames(path)[1]
     (image,) = opened(turn(path, matrix)).frames([1])
-    np.testing.assert_array_equal(np.asarray(image), np.rot90(plain, quarters))
+    expected = np.rot90(plain[:, ::-1] if mirrored else plain, quarters)
+    np.testing.assert_array_equal(np.asarray(image), expected)
     x, y = matrix[0] * 8 + matrix[2] * 30, matrix[1] * 8 + matrix[3] * 30  # a black pixel
     height, width = np.asarray(image).shape[:2]
     assert np.asarray(image)[y % height, x % width].max() < 40

@@ -8,6 +8,7 @@ cannot send the reader to other files or to a server. Loading workers run this m
 from __future__ import annotations
 
 import os
+import struct
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,11 +28,15 @@ MISSING = "videos are read by PyAV, which is not installed; run: pip install 'vi
 # A container that says it lasts longer than what it holds by more than this share is cut short.
 _CUT_SHARE = Fraction(1, 20)
 _GIF_END, _GIF_TAIL, _GIF_PADDING = b";", 64, b"\0\r\n"
+# Of the signs of a, b, c, d in a display matrix: a pixel (x, y) goes to (a x + c y, b x + d y).
 _TURNS = {
-    90: Image.Transpose.ROTATE_90,
-    180: Image.Transpose.ROTATE_180,
-    -180: Image.Transpose.ROTATE_180,
-    -90: Image.Transpose.ROTATE_270,
+    (0, -1, 1, 0): Image.Transpose.ROTATE_90,
+    (-1, 0, 0, -1): Image.Transpose.ROTATE_180,
+    (0, 1, -1, 0): Image.Transpose.ROTATE_270,
+    (-1, 0, 0, 1): Image.Transpose.FLIP_LEFT_RIGHT,
+    (1, 0, 0, -1): Image.Transpose.FLIP_TOP_BOTTOM,
+    (0, 1, 1, 0): Image.Transpose.TRANSPOSE,
+    (0, -1, -1, 0): Image.Transpose.TRANSVERSE,
 }
 
 
@@ -199,7 +204,10 @@ class Video:
         # One thread: others would cost each frame more time than they save, and workers decode
         # beside each other.
         image: Image.Image = self._scaler.reformat(frame, format="rgb24", threads=1).to_image()
-        turn = _TURNS.get(frame.rotation)
+        turn = None
+        if (matrix := frame.side_data.get("DISPLAYMATRIX")) is not None:
+            a, b, _, c, d, *_ = struct.unpack("=9i", matrix)
+            turn = _TURNS.get(tuple((n > 0) - (n < 0) for n in (a, b, c, d)))
         return image if turn is None else image.transpose(turn)
 
     @contextmanager
