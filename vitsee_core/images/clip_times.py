@@ -64,7 +64,8 @@ class Sampling:
         reach = asked if self.every is None else (asked - 1) * self.every + 1
         if reach > n:
             how = "" if self.every is None else f" every {self.every} reach over {reach} and"
-            raise ImageError(name, f"it has {n} frames; {asked} frames{how} were asked for")
+            has = f"{n} frame{'' if n == 1 else 's'}"
+            raise ImageError(name, f"it has {has}; {asked} frames{how} were asked for")
         begin = line.starts[0]
         length = line.end - begin
         if self.every is None:
