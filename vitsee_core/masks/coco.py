@@ -258,7 +258,7 @@ class CocoMasks(Annotated):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process reads the file, which may be of hundreds of MB, itself."""
-        return _at, (self.name,)
+        return open_coco, (Path(self.name),)
 
     @property
     def rules(self) -> dict[str, str]:
@@ -303,22 +303,19 @@ def _is_crowd(annotation: dict[str, Any]) -> bool:
     return bool(annotation.get("iscrowd", 0))
 
 
-def _at(name: str) -> CocoMasks:
-    return open_coco(Path(name), read_annotations(Path(name)))
-
-
-def open_coco(path: Path, found: dict[str, Any]) -> CocoMasks:
+def open_coco(path: Path, found: dict[str, Any] | None = None) -> CocoMasks:
     """The images and annotations of a COCO file.
 
     Args:
         path: of the file.
-        found: what it holds, see `read_annotations`.
+        found: what it holds, see `read_annotations`; None: it is read now.
 
     Raises:
         VitseeError: an entry is not as COCO has it, no annotation has a segmentation, or
             pycocotools is not installed.
     """
     coder(str(path))
+    found = read_annotations(path) if found is None else found
     objects: dict[Any, list[dict[str, Any]]] = {}
     with entries_of(path, "annotations with image_id and segmentation"):
         images = checked_images(found["images"])
@@ -347,7 +344,7 @@ class PanopticMasks(Annotated):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process reads the file itself."""
-        return _panoptic_at, (self.name, self.folder)
+        return open_panoptic, (Path(self.name), None, Path(self.folder))
 
     @property
     def rules(self) -> dict[str, str]:
@@ -405,16 +402,12 @@ def is_panoptic(found: dict[str, Any]) -> bool:
     return isinstance(first, dict) and "segments_info" in first
 
 
-def _panoptic_at(name: str, folder: str) -> PanopticMasks:
-    return open_panoptic(Path(name), read_annotations(Path(name)), Path(folder))
-
-
-def open_panoptic(path: Path, found: dict[str, Any], folder: Path | None) -> PanopticMasks:
+def open_panoptic(path: Path, found: dict[str, Any] | None, folder: Path | None) -> PanopticMasks:
     """The segments of a panoptic file.
 
     Args:
         path: of the JSON file.
-        found: what it holds, see `read_annotations`.
+        found: what it holds, see `read_annotations`; None: it is read now.
         folder: of its PNG files; by default the one beside it that is called as it is.
 
     Raises:
@@ -425,6 +418,7 @@ def open_panoptic(path: Path, found: dict[str, Any], folder: Path | None) -> Pan
         raise VitseeError(
             f"no folder {folder}; expected the PNG files of {path}: say where with --panoptic DIR"
         )
+    found = read_annotations(path) if found is None else found
     with entries_of(path, "annotations with image_id, file_name and segments_info"):
         by_id = {image["id"]: image for image in checked_images(found["images"])}
         for one in found["annotations"]:

@@ -34,12 +34,6 @@ from vitsee_core.masks.labels import (
 from vitsee_core.runtime.options import Option
 from vitsee_stores.errors import VitseeError
 
-PANOPTIC = Option(
-    "The PNG files of a panoptic .json file.",
-    metavar="DIR",
-    default="the folder beside it that is called as it is",
-    only_with=("masks",),
-)
 Source = TypeVar("Source", bound=PixelSource)
 VOID_VALUE = 255
 _EXPECTED = "a folder of PNG masks or a COCO .json file"
@@ -74,7 +68,12 @@ SEGMENTS = Option(
     "ending, with one segment per value. Repeatable: splits of one data set.  [default: images and "
     "their labels]"
 )
-
+PANOPTIC = Option(
+    "The PNG files of a panoptic .json file.",
+    metavar="DIR",
+    default="the folder beside it that is called as it is",
+    only_with=("masks",),
+)
 BACKGROUND_OPTION = Option(
     "Pixel value of PNG masks outside of objects.",
     metavar="VALUE",
@@ -82,7 +81,6 @@ BACKGROUND_OPTION = Option(
     least=0,
     only_with=("masks",),
 )
-
 VOID_OPTION = Option(
     "Pixel value of PNG masks to leave out, or none.",
     metavar="VALUE",
