@@ -107,7 +107,7 @@ def choose_settings(
         seed: of the first draw.
         l2: numbers and `grid`, or one of `CHOOSERS`.
         intercept: `free`, or the value of a penalised constant column.
-        match_last_stage: see `features.last_stage`.
+        match_last_stage: see `features.reader`.
 
     Raises:
         VitseeError: an unknown word, or choices that exclude each other.
