@@ -64,7 +64,9 @@ def run_study(
     ctx.meta[console.RESUMES] = "repeat the command to go on"
     planning.check_choice(study)
     check_train(study)
-    models = _survey(study.models)
+    record = running.Record.read(study.folder)
+    known = record.surveyed(study.models)
+    models = _survey(study.models) if known is None else known
     study, labelled = _counted(study)
 
     def planned(of: Sequence[SurveyedModel]) -> tuple[Plan, Plan]:
@@ -72,9 +74,12 @@ def run_study(
         return found, found if extend is None else extend(study, found)
 
     own, plan = planned(models)
+    if known and not record.finished(plan.extractions):  # a model is run: what it is now counts
+        models = _survey(study.models)
+        own, plan = planned(models)
     if not plan.steps:
         raise VitseeError(f"nothing to do: {'; '.join(plan.reasons())}")
-    planning.check_kept(own, models, running.Record.read(study.folder).steps)
+    planning.check_kept(own, models, record.steps)
 
     def of_those(failed: Sequence[Step]) -> Plan:
         made = [m for m in models if study.store(m.label) not in _outputs(failed)]
@@ -84,7 +89,7 @@ def run_study(
 
     needed = cost.cost(own, *cost.stores_of(study, models), cost.measured_speed(study.device))
     about = needed.describe(len(models), study.n_images())
-    _execute(ctx, study, plan, of_those, about, dry_run=dry_run, at_once=at_once)
+    _execute(ctx, study, plan, models, of_those, about, dry_run=dry_run, at_once=at_once)
 
 
 def run_recipe(ctx: click.Context, study: Study, recipe: RecipeFile, data: str | None, *,
@@ -102,7 +107,7 @@ def run_recipe(ctx: click.Context, study: Study, recipe: RecipeFile, data: str |
     Raises:
         VitseeError: as `run_study`; or the recipe needs other data.
     """
-    from vitsee_core.study import cost, planning, recipe_plan
+    from vitsee_core.study import cost, planning, recipe_plan, running
 
     ctx.meta[console.RESUMES] = "repeat the command to go on"
     planning.check_choice(study)
@@ -110,13 +115,17 @@ def run_recipe(ctx: click.Context, study: Study, recipe: RecipeFile, data: str |
     plan = recipe_plan.plan_recipe(recipe, study, places)
     steps = {step.outputs[0]: step for step in plan.extractions if step.make is None}
     names = {place: step.words[1] for place, step in steps.items()}
-    surveyed = {model.name: model for model in _survey({name: name for name in names.values()})}
+    record = running.Record.read(study.folder)
+    known = record.surveyed(own := {name: name for name in names.values()})
+    if known is None or not record.finished(plan.extractions):
+        known = _survey(own)
+    surveyed = {model.name: model for model in known}
     models = {place: surveyed[name] for place, name in names.items()}
     n_images = {place: recipe_plan.n_images(step) for place, step in steps.items()}
     needed = cost.cost(plan, models, n_images, cost.measured_speed(study.device))
     about = needed.describe(len(surveyed), max(n_images.values()))
     study = replace(study, models={place.stem: name for place, name in names.items()})
-    _execute(ctx, study, plan, lambda _: plan, about, dry_run=dry_run, at_once=at_once)
+    _execute(ctx, study, plan, known, lambda _: plan, about, dry_run=dry_run, at_once=at_once)
 
 
 def run_checkpoints(
@@ -198,14 +207,15 @@ def _execute(
     ctx: click.Context,
     study: Study,
     plan: Plan,
+    models: Sequence[SurveyedModel],
     of_those: Callable[[Sequence[Step]], Plan],
     about: str,
     *,
     dry_run: bool,
     at_once: int | None,
 ) -> None:
-    """Log what a plan takes, and do it, or print it. of_those: what is left after extractions
-    failed."""
+    """Log what a plan takes, and do it, or print it. models: as surveyed; of_those: what is left
+    after extractions failed."""
     from vitsee_core.models.provenance import naming
     from vitsee_core.study import running
 
@@ -223,13 +233,13 @@ def _execute(
         console.out("\n".join([folders, *lines]))
         return
     ctx.meta[console.RESUMES] = KEPT
-    record = running.begin(study, words, plan)
+    record = running.begin(study, words, plan, models)
     perform = Performer(ctx)
     total = len(plan.steps) + 1
-    models = _models_by_store(plan.steps)
+    named_models = _models_by_store(plan.steps)
     workers = None
     try:
-        with naming(models):
+        with naming(named_models):
             failed = running.carry_out(plan.extractions, record, perform, console.say, total=total)
             again = of_those(failed)
             steps = [*again.analyses, report_step(study)]
@@ -237,7 +247,7 @@ def _execute(
             running.check_outputs(study, again.analyses, record)
             first = len(plan.extractions) + 1
             n = min(n_workers(at_once, _memory_of(study)), len(again.analyses))
-            workers = Workers(perform, models, n) if n > 1 else None
+            workers = Workers(perform, named_models, n) if n > 1 else None
             failed += running.carry_out(
                 steps, record, perform, console.say,
                 first=first, total=total, before=failed, workers=workers,

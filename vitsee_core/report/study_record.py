@@ -45,6 +45,14 @@ class Section(Struct):
     printed: list[Printed]
 
 
+class Survey(Struct, frozen=True):
+    """What the models of a study offer. versions: what it was found with; models: name -> fields of
+    a `SurveyedModel`."""
+
+    versions: dict[str, str] = {}
+    models: dict[str, Any] = {}
+
+
 class StudyRecord(Struct):
     """The fields of `study.json` that are read again."""
 
@@ -57,6 +65,7 @@ class StudyRecord(Struct):
     title: str = ""
     note: str = ""
     sections: list[Section] = []
+    survey: Survey = Survey()
 
 
 def read_study_file(path: Path) -> StudyRecord | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitsee_core.runtime.machine import counted, human_bytes
+import numpy as np
+
+from vitsee_core.runtime.machine import counted, human_bytes, may_have_gpu
 from vitsee_core.study.catalogue import HALF, WITHIN, SurveyedModel
 from vitsee_core.study.recipes import TOKENS, recipe_of
 from vitsee_core.study.steps import Plan, Study
@@ -102,15 +104,21 @@ def cost(
 def measured_speed(device: str = "auto") -> float:
     """Floating point operations per second of float32 matrix products, timed for a moment. Raises
     VitseeError: there is no such device."""
+    if device == "cpu" or (device == "auto" and not may_have_gpu()):  # torch takes seconds to load
+        a = np.ones((SPEED_SIDE, SPEED_SIDE), np.float32)
+        return _speed(lambda: a @ a)
     import torch
 
     from vitsee_core.runtime.device import resolve_device
 
-    place = resolve_device(device)
-    a = torch.ones(SPEED_SIDE, SPEED_SIDE, device=place)
+    there = torch.ones(SPEED_SIDE, SPEED_SIDE, device=resolve_device(device))
+    return _speed(lambda: (there @ there)[0, 0].item())
+
+
+def _speed(product: Callable[[], object]) -> float:
     best = float("inf")
     for _ in range(3):
         start = time.perf_counter()
-        (a @ a)[0, 0].item()
+        product()
         best = min(best, time.perf_counter() - start)
     return 2 * SPEED_SIDE**3 / best

@@ -6,7 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,8 +14,9 @@ import msgspec
 
 from vitsee_core.report.outputs import Outputs
 from vitsee_core.report.study_record import STUDY as FILE
-from vitsee_core.report.study_record import StudyStep, read_study_file
-from vitsee_core.runtime.versions import result_versions
+from vitsee_core.report.study_record import StudyRecord, StudyStep, Survey, read_study_file
+from vitsee_core.runtime.versions import result_versions, worker_versions
+from vitsee_core.study.catalogue import SurveyedModel
 from vitsee_core.study.recipes import EXPLORE
 from vitsee_core.study.steps import LARGE_TABLES, RESULTS, SETS, STORES, Plan, Step, Study
 from vitsee_core.tables.files import TABLE_ENDINGS, check_place, write_files
@@ -61,12 +62,30 @@ class Record:
     path: Path
     about: dict[str, Any] = field(default_factory=dict)
     steps: dict[str, StudyStep] = field(default_factory=dict)
+    survey: Survey = field(default_factory=Survey)
 
     @classmethod
     def read(cls, folder: Path) -> Record:
         """The record in a folder; an empty one if there is none, or not ours."""
-        found = read_study_file(folder / FILE)
-        return cls(folder / FILE, {}, {} if found is None else found.steps)
+        found = read_study_file(folder / FILE) or StudyRecord()
+        return cls(folder / FILE, {}, found.steps, found.survey)
+
+    def surveyed(self, models: Mapping[str, str]) -> list[SurveyedModel] | None:
+        """The models (label -> name) as this code found them when it began the study; None unless
+        it found all of them. It says what their stores were made of, not what they are now."""
+        if self.survey.versions != worker_versions():
+            return None
+        try:
+            return [
+                replace(msgspec.convert(self.survey.models[name], SurveyedModel), label=label)
+                for label, name in models.items()
+            ]
+        except (KeyError, msgspec.ValidationError):
+            return None
+
+    def finished(self, steps: Sequence[Step]) -> bool:
+        """Whether all of these were done, and their inputs and outputs are unchanged since."""
+        return all(_is_finished(step, self.steps.get(step.name)) for step in steps)
 
     def outdate(self, step: Step) -> None:
         """Have it done again, whatever it was made from."""
@@ -100,8 +119,10 @@ def make_folders(study: Study) -> None:
         raise VitseeError(f"cannot make the folder {study.folder}: {reason(error)}") from None
 
 
-def begin(study: Study, command: Sequence[str], plan: Plan) -> Record:
-    """The record of a study that begins or continues."""
+def begin(
+    study: Study, command: Sequence[str], plan: Plan, models: Sequence[SurveyedModel] = ()
+) -> Record:
+    """The record of a study that begins or continues. models: as they were surveyed."""
     record = Record.read(study.folder)
     record.about = {
         "command": list(command),
@@ -116,6 +137,10 @@ def begin(study: Study, command: Sequence[str], plan: Plan) -> Record:
         "note": study.note,
         "sections": plan.sections,
         "versions": result_versions(),
+        "survey": {
+            "versions": dict(worker_versions()),
+            "models": {model.name: asdict(model) for model in models},
+        },
     }
     record.write()
     return record
