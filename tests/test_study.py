@@ -6,7 +6,9 @@ import copy
 import functools
 import json
 import shlex
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -17,13 +19,14 @@ from tests.command_line import invoke as vitsee
 from tests.command_line import one_line
 from tests.explored_pages import read_page
 from tests.faults.fuzz import DEEP, Changes
-from tests.studies import NO_ATTENTION, study
+from tests.studies import NO_ATTENTION, cnn, model, study
 from vitsee_cli.main import main
 from vitsee_core.analyses import attn_dist
 from vitsee_core.report.overview import paper_numbers
 from vitsee_core.report.study_record import failures, read_study, read_study_file, remarks
+from vitsee_core.study import catalogue
 from vitsee_core.study import demo as demo_module
-from vitsee_core.study.catalogue import needs_of_analyses, survey
+from vitsee_core.study.catalogue import SurveyedModel, needs_of_analyses, survey
 from vitsee_core.study.demo import demo_study, tour, with_sets
 from vitsee_core.study.planning import check_choice, plan
 from vitsee_core.study.running import (
@@ -173,6 +176,51 @@ def test_the_record_says_what_was_asked_for(tmp_path: Path) -> None:
         (asked.folder / "study.json").write_text(text)
         with pytest.raises(VitseeError, match="is no record of a study; choose another"):
             make_folders(asked)
+
+
+def test_what_was_found_of_models_counts_for_the_same_code_and_names(tmp_path: Path) -> None:
+    asked, found = study(tmp_path / "out"), [model("vit"), cnn("cnn")]
+    make_folders(asked)
+    begin(asked, ["vitsee", "study"], Plan(), found)
+    record = Record.read(asked.folder)
+    assert record.surveyed(asked.models) == found
+    assert record.surveyed({"other": "demo:vit"}) == [model("other", name="demo:vit")]
+    assert record.surveyed({**asked.models, "new": "demo:new"}) is None
+    for change in (
+        {"versions": {**record.survey.versions, "torch": "1.0"}},
+        {"models": {**record.survey.models, "demo:vit": {"label": "vit"}}},
+        {"models": {**record.survey.models, "demo:vit": {**asdict(found[0]), "flops": "many"}}},
+        {},
+    ):
+        text = json.loads((asked.folder / "study.json").read_text())
+        text["survey"] = {**text["survey"], **change} if change else {}
+        (tmp_path / "study.json").write_text(json.dumps(text))
+        assert Record.read(tmp_path).surveyed(asked.models) is None
+
+
+@pytest.mark.slow
+def test_models_are_made_only_where_a_store_is_not_as_its_step_left_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["study", "demo:vit", "--data", "demo:test", "--images", "4", "-o", tmp_path / "out"]
+    words += ["--analyses", "weights"]
+    assert vitsee(*words).exit_code == 0
+    made = list[str]()
+    real = catalogue.survey
+
+    def counted(label: str, *more: Any) -> SurveyedModel:
+        made.append(label)
+        return real(label, *more)
+
+    monkeypatch.setattr(catalogue, "survey", counted)
+    before = (tmp_path / "out" / "study.json").read_text()
+    again = vitsee(*words)
+    assert again.exit_code == 0 and made == [], again.output
+    after = json.loads((tmp_path / "out" / "study.json").read_text())
+    assert after["survey"] == json.loads(before)["survey"]
+    assert vitsee(*words, "--images", "5").exit_code == 2 and made == []
+    words[words.index("4")] = "5"
+    assert vitsee(*words).exit_code == 0 and made == ["vit"]
 
 
 def test_changed_records_are_read_or_not_ours(tmp_path: Path) -> None:
