@@ -24,6 +24,17 @@ _ROWS = 256
 _COLUMNS = 1 << 16
 
 
+def not_finite(store: Store, site: str, rows: slice | int | None = None) -> VitseeError:
+    """The error that a site holds numbers that are not finite, in these rows of the store."""
+    where = "" if rows is None else f", in row {rows}"
+    if isinstance(rows, slice):
+        where = f", in rows {rows.start} to {rows.stop - 1}"
+    return VitseeError(
+        f"{store.label} holds numbers in {site} that are not finite{where} (look at it with vitsee "
+        "validate)"
+    )
+
+
 @dataclass(frozen=True)
 class Strip:
     """Some columns of a feature matrix: the part of `array` that `box` selects on its axes after
@@ -229,10 +240,7 @@ def _count(matrices: Sequence[FeatureMatrix], mask: Mask, high: int | None) -> I
                     continue
                 sizes = np.abs(strip.read(rows)[mask[rows]].astype(np.float32))
                 if not np.isfinite(sizes).all():
-                    raise VitseeError(
-                        f"{matrix.store.label} holds numbers in {matrix.key[0]} that are not "
-                        "finite (look at it with vitsee validate)"
-                    )
+                    raise not_finite(matrix.store, matrix.key[0])
                 bits = sizes.view(np.uint32).ravel()
                 halves = bits >> RADIX_BITS
                 if high is not None:

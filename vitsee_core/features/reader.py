@@ -30,11 +30,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.features.compared import default_token
-from vitsee_core.features.matrix import FeatureMatrix
+from vitsee_core.features.matrix import FeatureMatrix, not_finite
 from vitsee_core.kernels.compiled import compiled
 from vitsee_core.runtime.streaming import Rows, each_slab
 from vitsee_core.types import Float32, Mask
-from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
+from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch
 from vitsee_stores.token_selection import Token, TokenSelection, layout_tokens
 
 if TYPE_CHECKING:
@@ -268,10 +268,7 @@ class SiteFeatures:
         values = self.load(slab.rows, part)
         wide, finite = widened(values if slab.valid.all() else values[slab.valid])
         if not finite:
-            raise VitseeError(
-                f"{slab.store.label} holds numbers in {self.site.name} that are not finite, in "
-                f"rows {slab.rows.start} to {slab.rows.stop - 1} (look at it with vitsee validate)"
-            )
+            raise not_finite(slab.store, self.site.name, slab.rows)
         return wide
 
     def blocks(

@@ -41,6 +41,7 @@ from vitsee_core.analyses.cosine_map.cosines import (
     unit_vectors,
 )
 from vitsee_core.features import SiteFeatures, choose_features
+from vitsee_core.features.matrix import not_finite
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.patch_maps.photos import SHOWN, Shown, describe_sheet, shown_rows
 from vitsee_core.patch_maps.views import View, grid_sites
@@ -318,10 +319,7 @@ class _Store:
         assert features.layout is not None
         x = features.load(slice(row, row + 1), slice(0, len(features.tokens)))[0]
         if not np.isfinite(x).all():
-            raise VitseeError(
-                f"{self.store.label} holds numbers in {site.name} that are not finite, in row "
-                f"{row} (look at it with vitsee validate)"
-            )
+            raise not_finite(self.store, site.name, row)
         return unit_vectors(x, self.view.on_image(features.layout, np.array([row]))[0])
 
 

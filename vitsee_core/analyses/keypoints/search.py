@@ -21,13 +21,13 @@ import torch
 from numpy.typing import NDArray
 
 from vitsee_core.analyses.keypoints.places import CandidateAxis, Cells, candidates, cells_of
+from vitsee_core.features.matrix import not_finite
 from vitsee_core.labels.labelled_rows import random_features
 from vitsee_core.runtime.device import precision_context, resolve_device, to_device
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.runtime.streaming import Rows, each_slab
 from vitsee_core.types import Float, Integers, Mask
-from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from vitsee_core.analyses.keypoints.places import Located
@@ -290,10 +290,7 @@ def _images(
     for numbers, values in each_slab(store, work, rows=Rows(mask, 0, ""), progress=progress):
         for row, tokens in zip(numbers, values, strict=True):
             if not np.isfinite(tokens).all():
-                raise VitseeError(
-                    f"{store.label} holds numbers in {site.name} that are not finite, in "
-                    f"row {row} (look at it with vitsee validate)"
-                )
+                raise not_finite(store, site.name, row)
             yield int(row), unit(to_device(tokens, device))
 
 

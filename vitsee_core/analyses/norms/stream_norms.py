@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.features.matrix import not_finite
 from vitsee_core.statistics.skip_branch import ROUNDING
 from vitsee_core.types import Float, Float32, Integers, Mask
-from vitsee_stores.errors import MissingInput, VitseeError
+from vitsee_stores.errors import MissingInput
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Slab, Store
@@ -147,10 +148,7 @@ class ReadTokens:
                 largest, median, near = rest[:3]
                 channel, token = (part.astype(np.int64) for part in rest[3:])
         if not (np.isfinite(norms).all() and np.isfinite(largest).all()):
-            raise VitseeError(
-                f"{slab.store.label} holds numbers in {self.site} that are not finite, in rows "
-                f"{slab.rows.start} to {slab.rows.stop - 1} (look at it with vitsee validate)"
-            )
+            raise not_finite(slab.store, self.site, slab.rows)
         return TokenStatistics(norms, largest, median, channel, token, near)
 
     def _of_acts(self, acts: Float32) -> tuple[Float, ...]:

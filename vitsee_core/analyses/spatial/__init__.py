@@ -39,6 +39,7 @@ from vitsee_core.analyses.spatial.structure import (
     image_structure,
     units_of,
 )
+from vitsee_core.features.matrix import not_finite
 from vitsee_core.figures.curve_looks import site_kind
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
@@ -325,10 +326,7 @@ class _ReadSpatial:
         also those in time."""
         cells = slab.acts(self.site, "patches")[slab.valid]
         if not np.isfinite(cells).all():
-            raise VitseeError(
-                f"{slab.store.label} holds numbers in {self.site} that are not finite, in rows "
-                f"{slab.rows.start} to {slab.rows.stop - 1} (look at it with vitsee validate)"
-            )
+            raise not_finite(slab.store, self.site, slab.rows)
         cells = cells.astype(np.float32, copy=False)
         on = None if self.foreground is None else self.foreground[slab.rows][slab.valid]
         of_rows = self.labels[slab.rows][slab.valid]

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitsee_core.features import SiteFeatures, choose_features
+from vitsee_core.features.matrix import not_finite
 from vitsee_core.images.placement import Placement
 from vitsee_core.runtime.streaming import Rows, each_slab
 from vitsee_core.types import Float, Float32, Integers, Mask
@@ -272,10 +273,7 @@ class SegmentFeatures:
                     row = x[:, start - group.start : start - group.start + self._n_cols]
                     _add(total, row, places[own], cells, values[own], wide)
         if not np.isfinite(total).all():
-            raise VitseeError(
-                f"{slab.store.label} holds numbers in {self.site.name} that are not finite, in "
-                f"rows {slab.rows.start} to {slab.rows.stop - 1} (look at it with vitsee validate)"
-            )
+            raise not_finite(slab.store, self.site.name, slab.rows)
         return total
 
 
