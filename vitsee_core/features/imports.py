@@ -215,7 +215,7 @@ _READERS: dict[str, Callable[[Path], Arrays]] = {
 
 @dataclass(frozen=True)
 class Tokens:
-    """How the tokens of an array (images, tokens, dim) lie.
+    """The places of the tokens of an array (images, tokens, dim).
 
     prefix: kinds of those before the patches (cls, reg0, ...); grid: rows and columns of the
     patches, None for a square.

@@ -260,14 +260,14 @@ def check_label_spaces(train: LabelledRows, test: LabelledRows) -> list[str]:
 
 
 def check_disjoint(train: LabelledRows, test: LabelledRows, allow_shared: bool = False) -> int:
-    """How many of the test rows hold an image that is in train too; see `shared_images`."""
+    """The number of test rows that hold an image that is in train too; see `shared_images`."""
     return shared_images(train.store, train.rows, test.store, test.rows, allow_shared)
 
 
 def shared_images(
     train: Store, train_rows: Integers, test: Store, test_rows: Integers, allow_shared: bool = False
 ) -> int:
-    """How many images of the test rows (equal encoded bytes) are among the training rows.
+    """The number of images of the test rows (equal encoded bytes) that are among the training rows.
 
     Raises:
         StoreMismatch: there are any, and `allow_shared` is not set.

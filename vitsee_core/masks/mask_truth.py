@@ -296,7 +296,7 @@ def token_labels(labels: Labels, layout: TokenLayout, foreground: str) -> Labels
 
 
 def _per_cell(mask: NDArray[np.bool_], edges: tuple[Edges, Edges]) -> NDArray[np.int64]:
-    """How many pixels of each cell are set: differences of cumulative sums."""
+    """The number of pixels of each cell that are set: differences of cumulative sums."""
     sums = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), np.int64)
     sums[1:, 1:] = mask.cumsum(0, dtype=np.int64).cumsum(1)
     corners = sums[np.ix_(*edges)]

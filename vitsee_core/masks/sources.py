@@ -151,7 +151,7 @@ class Several(Generic[Source]):
 
 
 class SeveralMasks(Several[MaskSource]):
-    """See `MaskSource`; rules and reasons for void are those of all sources, where they differ."""
+    """Several sources of masks; rules and reasons for void are those of all, where they differ."""
 
     @property
     def rules(self) -> dict[str, str]:

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Estimator:
-    """How HSIC is estimated.
+    """The way in which HSIC is estimated.
 
     Attributes:
         kind: "exact", the unbiased HSIC_1 over all images; "minibatch", its mean over batches

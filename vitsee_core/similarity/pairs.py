@@ -1,5 +1,5 @@
-"""What is compared: which sites of which stores, and which rows of several stores are the same
-image."""
+"""The choice of the sites of stores that are compared, and of the rows of several stores that hold
+the same image."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def _load(store: Store, rows: Integers, pictures: Pictures, progress: Progress) 
 
 
 class _Reloaded(LazyArray):
-    """Like `Store.inputs`, from pixels that were loaded again."""
+    """The array that `Store.inputs` is, of pixels that were loaded again."""
 
     def __init__(
         self, pixels: NDArray[np.uint8], valid: NDArray[np.bool_], transform: dict[str, Any]

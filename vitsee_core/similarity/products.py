@@ -163,7 +163,7 @@ class Workspace:
 
 @dataclass(frozen=True)
 class StripPlan:
-    """How a pass is divided."""
+    """The division of a pass."""
 
     at_once: int  # tiles that are computed together
     columns: int  # of a strip

@@ -244,7 +244,7 @@ def at_a_glance(table: Table) -> Table:
 
 
 def headline(table: Table) -> list[Answer]:
-    """How much the concepts explain at the last site, and how stable they are."""
+    """The share that the concepts explain at the last site, and how stable they are."""
     answers = []
     for store, rows in by_store(table, metric="r2"):
         last = len(rows) - 1

@@ -240,7 +240,7 @@ class Top(NamedTuple):
 
 @dataclass
 class ConceptSums:
-    """See above; an accumulator, see `streaming`."""
+    """An accumulator (see `streaming`) of what is measured of a dictionary."""
 
     task: Task
     n: NDArray[Any] = field(init=False)  # (blocks,) patches
@@ -312,7 +312,7 @@ class ConceptSums:
         return self
 
     def r2(self, without: int | None = None) -> float:
-        """See `dictionary.explained`; without: a block of images."""
+        """The share that is explained, see `dictionary.explained`; without: a block of images."""
         keep = np.arange(len(self.n)) != (-1 if without is None else without)
         sums = (self.n, self.error, self.squares, self.total)
         return explained(*(of_blocks[keep].sum(0) for of_blocks in sums))

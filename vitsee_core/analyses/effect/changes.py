@@ -1,5 +1,5 @@
-"""What is compared of the base and of a changed store: sites, outputs, CKA, and the numbers per
-image of a slab of both."""
+"""Sites, outputs and CKA of the base and of a changed store, and the numbers per image of a slab of
+both."""
 
 from __future__ import annotations
 

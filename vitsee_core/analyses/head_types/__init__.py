@@ -331,7 +331,7 @@ class Head:
         ]
 
     def clarity(self) -> float:
-        """How clear an example of its type a head is."""
+        """The larger, the clearer an example of its type the head is."""
         values = self.values
         found = {
             "strict local": values["self_mass"],
@@ -415,7 +415,7 @@ def _changed(heads: Sequence[Head]) -> dict[str, float]:
 
 
 def headline(table: Table) -> list[Answer]:
-    """How many heads are of which type, and how many stay so whatever the threshold."""
+    """The number of heads of each type, and how many stay so whatever the threshold."""
     found = []
     for store, rows in by_store(table, metric="same_type_thresholds"):
         types = Counter(rows["type"]).most_common()

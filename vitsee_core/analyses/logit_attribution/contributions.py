@@ -113,7 +113,7 @@ def _pieces(n: int) -> Iterator[slice]:
 
 
 def tolerance_of(store: Store, stream: ResidualStream) -> float:
-    """How far sums may be from what the store has, relative to their terms."""
+    """The distance that sums may have from what the store has, relative to their terms."""
     own = [ROUNDED[p] for p in (store.manifest.identity.get("precision"),) if p in ROUNDED]
     if stream.head.pooled_kind is None:  # else vectors, which are in float32
         kinds = {store.site(site.name).dtype for site in stream.terms}
@@ -188,7 +188,7 @@ def _missing(store: Store, block: str) -> VitseeError:
 def _errors(
     stream: ResidualStream, sums: Sequence[tuple[list[SiteSpec], SiteSpec]], slab: Slab
 ) -> list[float]:
-    """How far each sum is from its total on some images, relative to its terms."""
+    """The distance of each sum from its total on some images, relative to its terms."""
     frozen = stream.frozen(slab)
     errors = []
     for terms, total in sums:

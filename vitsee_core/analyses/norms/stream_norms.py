@@ -104,7 +104,7 @@ class TokenStatistics:
 
     @classmethod
     def joined(cls, parts: Iterable[TokenStatistics], n: int) -> TokenStatistics:
-        """From `n` images of several slabs, without holding all in memory twice."""
+        """The statistics of `n` images of several slabs, without holding all in memory twice."""
         whole: dict[str, NDArray[Any]] = {}
         done = 0
         for part in parts:
@@ -129,7 +129,7 @@ class ReadTokens:
     body: tuple[int, ...] | None  # (rows, cols) of its grid, of clips (frames, rows, cols)
 
     def __call__(self, slab: Slab) -> TokenStatistics:
-        """For the images that count. Raises VitseeError: a number is not finite."""
+        """The statistics of the images that count. Raises VitseeError: a number is not finite."""
         n = int(slab.valid.sum())
         none = np.zeros(0)
         largest, median, near = none, none, none

@@ -273,7 +273,7 @@ def _saving(
 
 
 def _clips(stores: Sequence[Store]) -> dict[str, dict[str, dict[str, Any]]]:
-    """How the stores of clips took their frames, for the notes."""
+    """The way in which the stores of clips took their frames, for the notes."""
     found = {store.label: seen for store in stores if (seen := frames_seen(store))}
     return {"clips": found} if found else {}
 

@@ -18,7 +18,7 @@ UPSAMPLES = ("bilinear", "nearest")
 
 @dataclass(frozen=True)
 class PropagationSettings:
-    """How labels are carried; `propagation` has the formula.
+    """The choices by which labels are carried; `propagation` has the formula.
 
     Attributes:
         context: how many of the last frames count beside the first.

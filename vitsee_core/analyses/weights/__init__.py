@@ -277,7 +277,7 @@ def _cosine_rows(own: InputWeights, positions: NDArray[Any], step: int) -> dict[
 
 
 def headline(table: Table) -> list[Answer]:
-    """How many components hold most of the variance of the first layer's filters."""
+    """The number of components that hold most of the variance of the first layer's filters."""
     answers = []
     cumulative = picked(table, metric="variance_cumulative")
     for (store,), rows in cumulative.group_by("store", maintain_order=True):
