@@ -17,6 +17,7 @@ from torch.nn import functional
 from tests.clip_files import write_frames
 from tests.extractions import extracted
 from tests.models_helpers import captured, redraw, refusal
+from vitsee_core.analyses import attn_dist
 from vitsee_core.images.transform import make_recipe, normalise
 from vitsee_core.models.attention_watch import AttentionEvent, KernelCall
 from vitsee_core.models.clip_attention import ClipCalls, window_of
@@ -567,6 +568,48 @@ def test_a_store_of_divided_attention(tmp_path: Path) -> None:
         stored = torch.from_numpy(np.asarray(store.array(f"acts/{site}/grid")[:]))
         assert stored.shape == (3, times, rows, cols, DIM)
         assert close(stored, seen.sites[site][1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", JOINT)
+def test_distances_of_a_store_are_those_of_the_librarys_attention(
+    name: str, tmp_path: Path
+) -> None:
+    """`extract`, then `attn-dist`, of a saved model: distances in space and in time and the share
+    within the frame, from the library's own maps of the stored pixels, by hand."""
+    times, rows, cols = CLASSES[name][1]
+    pictures = np.random.default_rng(0).integers(0, 256, (3, 7, SIDE, SIDE, 3), np.uint8)
+    for i in range(3):
+        write_frames(tmp_path / "clips" / f"c{i}", list(pictures[i]))
+    library = library_model(name, "eager")
+    library.save_pretrained(tmp_path / "model")
+    processor = {"VideoMAEModel": "VideoMAEImageProcessor", "VJEPA2Model": "VJEPA2VideoProcessor"}
+    sizes = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+    kind = getattr(transformers, processor.get(name, "VivitImageProcessor"))
+    kind(**sizes).save_pretrained(tmp_path / "model")
+    path = tmp_path / "s.zarr"
+    words = ("--data", tmp_path / "clips", "--sites", "blocks.0.out", "--inputs", "-o", path)
+    extracted(f"transformers:{tmp_path / 'model'}", *words)
+    store = open_store(path)
+    pixels = torch.from_numpy(np.asarray(store.array("input")[:]))
+    given = normalise(pixels, store.manifest.transform, "cpu")
+    more = {"skip_predictor": True} if name == "VJEPA2Model" else {}
+    with torch.inference_mode():
+        maps = library(given, output_attentions=True, **more).attentions
+    t, y, x = (place.ravel() for place in np.indices((times, rows, cols)))
+    far = {
+        "distance_px": SIDE / rows * np.hypot(y[:, None] - y, x[:, None] - x),
+        "distance_frames": 2.0 * np.abs(t[:, None] - t),
+        "frame_mass": (t[:, None] == t).astype(float),
+    }
+    table = attn_dist.run(store).frame
+    for block, attention in enumerate(maps):
+        a = attention.double().numpy()[:, :, -len(t) :, -len(t) :]
+        a = a / a.sum(-1, keepdims=True)
+        for metric, distance in far.items():
+            found = table.filter(site=f"blocks.{block}", metric=metric).sort("head")["value"]
+            mine = (a * distance).sum(-1).mean((0, 2))
+            assert found.to_list() == pytest.approx(mine.tolist(), rel=1e-4)
 
 
 def test_sites_without_values_are_those_of_the_trial() -> None:
