@@ -157,6 +157,10 @@ def grown(before: Sequence[str], whole: Manifest, own: Manifest) -> Manifest:
     if own.splits[: len(whole.splits)] != whole.splits or new.boxes != old.boxes:
         raise ValueError("its images are described otherwise")
     sites = {site.name: site for site in (*old.sites, *new.sites)}
+    for was in old.sites:
+        now = sites[was.name]
+        if (was.kind, was.shape, was.layout) != (now.kind, now.shape, now.layout):
+            raise ValueError(f"its site {was.name} has other tokens")
     if sorted(growth.sites) != sorted(sites):
         raise ValueError("growth.sites does not name the sites of both")
     n_images = growth.first_slab * old.slab + new.n_images

@@ -17,7 +17,9 @@ from tests.faults.trials import seeds
 from tests.stores import write_sites
 from vitsee_cli.main import main as vitsee
 from vitsee_core.images import open_source
+from vitsee_stores import metadata, open_store
 from vitsee_stores.errors import VitseeError
+from vitsee_stores.manifest import ATTRIBUTE
 
 
 @pytest.mark.fault("hostile manifests, markers and samples")
@@ -34,6 +36,21 @@ def test_what_reads_a_store_survives_any(
     assert not [what for what in found if "FAULT" in what]
     assert found["open: one line"] > 10
     assert found["describe: read"] > 10
+
+
+def test_a_generation_of_images_with_another_grid(tmp_path: Path) -> None:
+    """Its chunks would not fit where those of the generations before it are."""
+    fuzz.make_store(tmp_path / "a.zarr")
+    fuzz.grow(tmp_path / "a.zarr")
+    root = tmp_path / "a.zarr" / "generations" / "3" / "zarr.json"
+    document = json.loads(root.read_text())
+    manifest = document["attributes"][ATTRIBUTE]
+    (site,) = (one for one in manifest["plan"]["sites"] if one["name"] == "b.0.norm1")
+    site["layout"]["grid"] = [1, 3]
+    document["attributes"][ATTRIBUTE] = metadata.with_digest(manifest)
+    root.write_text(json.dumps(document))
+    with pytest.raises(VitseeError, match="no generation of .*: its site b.0.norm1 has other"):
+        open_store(tmp_path / "a.zarr")
 
 
 @pytest.mark.fault("edited sidecars")

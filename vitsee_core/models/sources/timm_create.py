@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from vitsee_core.models.head import classifiers
 from vitsee_core.models.hook_points import ModelError
@@ -87,8 +88,23 @@ def create_model(
 
 def on_meta(full: str, wanted: dict[str, Any]) -> nn.Module:
     """The module without weights and without memory for them."""
-    with torch.device("meta"):
+    with torch.device("meta"), _NoValues():
         return _build(full, False, 0, wanted)
+
+
+class _NoValues(TorchFunctionMode):
+    """First values are not drawn: a tensor without memory has none, and torch's check of each draw
+    took most of the time that such a module takes to make."""
+
+    DRAWS = frozenset(
+        getattr(torch.Tensor, name)
+        for name in ("uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_", "zero_", "fill_")
+    )
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func in self.DRAWS else func(*args, **(kwargs or {}))
 
 
 def not_as_pretrained(module: nn.Module, full: str, wanted: dict[str, Any]) -> dict[str, list[str]]:
