@@ -6,7 +6,6 @@ import ast
 import importlib
 import importlib.util
 import inspect
-import pkgutil
 import re
 import warnings
 from collections.abc import Callable, Iterable
@@ -37,7 +36,7 @@ REST = "Other options"
 def own_names() -> list[str]:
     """The names of vitsee's own commands, sorted: the files of `vitsee_cli.commands` and the
     analyses."""
-    found = {m.name for m in pkgutil.iter_modules(importlib.import_module(_COMMANDS).__path__)}
+    found = registry.modules_in(tuple(importlib.import_module(_COMMANDS).__path__))
     return sorted(name.replace("_", "-") for name in {*found, *registry.own_names()})
 
 

@@ -49,7 +49,7 @@ def test_a_generation_of_images_with_another_grid(tmp_path: Path) -> None:
     site["layout"]["grid"] = [1, 3]
     document["attributes"][ATTRIBUTE] = metadata.with_digest(manifest)
     root.write_text(json.dumps(document))
-    with pytest.raises(VitseeError, match="no generation of .*: its site b.0.norm1 has other"):
+    with pytest.raises(VitseeError, match=r"no generation of .*: its site b\.0\.norm1 has other"):
         open_store(tmp_path / "a.zarr")
 
 

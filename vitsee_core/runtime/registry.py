@@ -90,8 +90,14 @@ class Guest:
 
 def own_names() -> list[str]:
     """vitsee's own analyses, `attn_dist`, ..., sorted."""
-    folders = importlib.import_module(OWN).__path__
-    return sorted({m.name for m in pkgutil.iter_modules(folders) if not m.name.startswith("_")})
+    found = modules_in(tuple(importlib.import_module(OWN).__path__))
+    return sorted(name for name in found if not name.startswith("_"))
+
+
+@functools.cache
+def modules_in(folders: tuple[str, ...]) -> frozenset[str]:
+    """The names of the modules of a package in these folders, which are listed once."""
+    return frozenset(module.name for module in pkgutil.iter_modules(folders))
 
 
 def names() -> list[str]:
