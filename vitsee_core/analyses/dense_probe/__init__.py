@@ -44,7 +44,6 @@ from vitsee_core.analyses.dense_probe.results import (
     pairs,
     pairs_of_untrained,
 )
-from vitsee_core.analyses.dense_probe.work import Images
 from vitsee_core.features import compared
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
@@ -208,7 +207,10 @@ def run(
     trained_and_tested = pairs(train, tests, split, holdout, execution)
     plain = pairs_of_untrained(untrained, len(tests), split, holdout, execution)
     settings = Settings(tuple(sites), concat, task, how, tuple(wanted), per_class, eigen_crop)
-    shared = [_shared(*pair, allow_shared) for pair in trained_and_tested]
+    shared = []
+    for pair in trained_and_tested:
+        ours, theirs = (np.flatnonzero(rows.mask & store.valid) for store, rows in pair)
+        shared.append(shared_images(pair[0][0], ours, pair[1][0], theirs, allow_shared))
     works = [PairOfStores(*pair, settings) for pair in trained_and_tested]
     controls = [PairOfStores(*pair, settings) for pair in plain]
     with counting(execution.progress, sum(work.n_images for work in (*works, *controls))):
@@ -305,12 +307,6 @@ def _given_l2(l2: Sequence[float | str]) -> tuple[float, ...]:
     if numbers and not 0 < numbers[0] <= numbers[-1] < float("inf"):
         raise VitseeError("--l2-relative: expected finite numbers above 0")
     return tuple(numbers)
-
-
-def _shared(train: Images, test: Images, allow: bool) -> int:
-    """The number of images that are both in train and in test."""
-    counted = [np.flatnonzero(rows.mask & store.valid) for store, rows in (train, test)]
-    return shared_images(train[0], counted[0], test[0], counted[1], allow)
 
 
 def _draw_shown(part: Any, grid: Grid, one: Mapping[str, Any]) -> None:

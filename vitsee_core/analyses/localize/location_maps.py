@@ -268,13 +268,10 @@ def _draw_mosaic(axes: Axes, panel: TokenMaps, top: float, side: float) -> AxesI
     for spine in axes.spines.values():
         spine.set_visible(False)
     step *= max(1, panel.apart)
-    skipped = f", every {_ordinal(step)} token" if step > 1 else ""
+    ordinal = {2: "2nd", 3: "3rd"}.get(step, f"{step}th")
+    skipped = f", every {ordinal} token" if step > 1 else ""
     axes.set_title(f"{panel.title}{skipped}")
     return image
-
-
-def _ordinal(n: int) -> str:
-    return {2: "2nd", 3: "3rd"}.get(n, f"{n}th")
 
 
 def _top(maps: Sequence[Float]) -> float:

@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitsee_core.masks import MaskSource
     from vitsee_stores import Store
 
 log = logging.getLogger(__name__)
@@ -198,10 +197,15 @@ def run(
         found = overlaps(store, wanted, truth.labels, used, mass, blocks, execution, origin=origin)
         partitions[store.label] = blocks.describe()
         rows += _rows(store, wanted, found, truth, mass, best, execution.seed)
+    least = "at least half" if foreground == "half" else "any"
     notes = {
         "interval": INTERVAL_METHOD, "best": BEST_METHOD, "seed": execution.seed, "images": counts,
         **selected.notes(),
-        "masks": {"source": source.name, **_rules(source, foreground)},
+        "masks": {
+            **{"source": source.name, **source.rules},
+            "foreground token": f"{least} of its pixels that are not void",
+            "void token": "more than half of its pixels; left out on both sides",
+        },
         "attention": "in float16, as stored or recomputed",
         WORD: partitions,
     }  # fmt: skip
@@ -285,15 +289,6 @@ def _row(
 ) -> dict[str, Any]:
     plain = {"token": "", "metric": "iou", "baseline": "", "best": ""}
     return site_columns(store, block) | plain | summary.cells(at) | own
-
-
-def _rules(source: MaskSource, foreground: str) -> dict[str, str]:
-    least = "at least half" if foreground == "half" else "any"
-    return {
-        **source.rules,
-        "foreground token": f"{least} of its pixels that are not void",
-        "void token": "more than half of its pixels; left out on both sides",
-    }
 
 
 def headline(table: Table) -> list[Answer]:

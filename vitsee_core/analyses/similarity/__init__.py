@@ -215,7 +215,13 @@ def run(
     tokens = tokens or (platonic.TOKENS if preset else "all")
     chosen = choose_pairs(stores, sites, sites_a, sites_b, pairs)
     sides = [*chosen.rows, *(chosen.cols or ())]
-    check_k(measures, [store for store, _ in sides], execution.images)
+    # Neighbours among the other images: refused here, before any work.
+    n_images = min(int(store.valid.sum()) for store, _ in sides)
+    if execution.images is not None:
+        n_images = min(n_images, execution.images)
+    for measure in measures:
+        if isinstance(measure, MutualKnn | Cknna):
+            measure.check(n_images)
     try:
         compared = [Representation(store, site, tokens) for store, site in sides]
     except SiteError as error:
@@ -293,19 +299,6 @@ def choose_measures(
     if not wanted:
         raise VitseeError(f"no metric; expected some of {', '.join(MEASURES)}")
     return [makers[name]() for name in wanted]
-
-
-def check_k(measures: Sequence[Measure], stores: Sequence[Store], images: int | None) -> None:
-    """Refuse, before any work, more neighbours than there are other images.
-
-    Raises:
-        VitseeError: names both.
-    """
-    n = min(int(store.valid.sum()) for store in stores)
-    n = n if images is None else min(n, images)
-    for measure in measures:
-        if isinstance(measure, MutualKnn | Cknna):
-            measure.check(n)
 
 
 def numbered_pairs(chosen: SitePairs, *, both: bool) -> Integers:
