@@ -135,7 +135,7 @@ class Group:
 
 def _square_heat(card: Card) -> bool:
     flat = card.picture.width <= WIDEST * card.picture.height
-    return card.heat and card.n_stores == 1 and bool(card.picture.address) and flat
+    return card.heat and card.n_stores == 1 and not card.picture.trouble and flat
 
 
 def groups_of(
@@ -192,7 +192,7 @@ def groups_of(
         for number, ((heading, command), some) in enumerate(cards.items()):
             group = Group(f"a{number}", command, some)
             first = results[int(some[0].id.removeprefix("r"))]
-            if not (group.curve or some[0].heat) and some[0].picture.address:
+            if not (group.curve or some[0].heat or some[0].picture.trouble):
                 group = replace(group, tile=tile(first, addresses))
             found[heading].append(group)
     return {heading: groups for heading, groups in found.items() if groups}

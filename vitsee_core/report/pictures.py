@@ -26,24 +26,31 @@ TALLEST = 1.3  # of a tile's picture, height over width
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure on the page. address: "" where there is none; width, height: in CSS pixels, 0 where
-    the image has its own; trouble: why there is none;
-    digest: of the PNG."""
+    """A figure on the page. carried: its address, "" where there is none, or what will be it;
+    width, height: in CSS pixels, 0 where the image has its own; trouble: why there is none; digest:
+    of the PNG."""
 
-    address: str
+    carried: str | Future[str]
     width: int = 0
     height: int = 0
     trouble: str = ""
     digest: str = ""
 
+    @property
+    def address(self) -> str:
+        """Where the browser finds the image, once that is packed."""
+        return self.carried if isinstance(self.carried, str) else self.carried.result()
+
 
 class Addresses:
-    """Addresses of PNG images: those of an earlier page, others packed by threads at once."""
+    """Addresses of PNG images: those of an earlier page, others packed by threads at once, while
+    further figures are drawn."""
 
     def __init__(self, earlier: Mapping[str, str], results: Sequence[Result]) -> None:
         """earlier: digest -> address. results: whose pictures will be asked for."""
         self.earlier = earlier
         self._found: dict[str, Future[str]] = {}
+        self._asked: set[str] = set()
         self._pool = ThreadPoolExecutor(n_cores())
         for digest, address in earlier.items():
             self._found[digest] = Future()
@@ -53,14 +60,17 @@ class Addresses:
             if place is not None and place.suffix.lower() == ".png":
                 self._pack(place.read_bytes())
 
-    def of(self, png: bytes) -> tuple[str, str]:
+    def of(self, png: bytes) -> tuple[Future[str], str]:
         """The picture's address and digest."""
         digest = self._pack(png)
-        return self._found[digest].result(), digest
+        self._asked.add(digest)
+        return self._found[digest], digest
 
     def close(self) -> None:
-        """Start nothing that was not asked for."""
-        self._pool.shutdown(cancel_futures=True)
+        """Wait for what was asked for, and start nothing else."""
+        for digest in self._found.keys() - self._asked:
+            self._found[digest].cancel()
+        self._pool.shutdown()
 
     def _pack(self, png: bytes) -> str:
         digest = hashlib.sha256(png).hexdigest()
