@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -292,6 +293,26 @@ def test_a_worker_that_is_killed_costs_one_more_try(
     assert {path.name for path in tmp_path.iterdir()} <= {
         f"{name}.csv{ending}" for name in "ab" for ending in ("", ".json")
     }
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_steps_that_may_use_a_gpu_wait_for_each_other(
+    gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "may_have_gpu", lambda: gpu)
+    store = (Path("a.zarr"),)
+    probes = [Step(name, ("probe", "a.zarr"), store, (Path(name),)) for name in "ab"]
+    other = Step("c", ("spectrum", "a.zarr"), store, (Path("c"),))
+    extraction = Step("d", ("extract", "demo:vit"), (), store)
+    printed, page = Step("e", ("info", "a.zarr")), Step("f", ("report", "."), (), (Path("f"),))
+    workers = Workers(in_a_study(), {}, 3)
+    workers._workers = [SimpleNamespace(step=probes[0])]  # type: ignore[list-item]
+    assert workers.free_for(probes[1]) is not gpu and workers.free_for(other)
+    assert [workers.takes(step) for step in (other, extraction, printed, page)] == [
+        True, False, False, True,
+    ]  # fmt: skip
+    workers._workers = []
+    assert workers.takes(other) and not workers.takes(page), "the page alone starts no process"
 
 
 def children(pid: int) -> list[int]:

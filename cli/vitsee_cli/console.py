@@ -133,6 +133,18 @@ def prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+@contextmanager
+def status(text: str) -> Iterator[None]:
+    """On a terminal this text stands below the other lines meanwhile; -q silences it."""
+    if not (stderr().is_terminal and log.isEnabledFor(logging.INFO)):
+        yield
+        return
+    from rich.text import Text
+
+    with stderr().status(Text(visible(text)), refresh_per_second=4):
+        yield
+
+
 def require_stdout() -> None:
     """Check stdout before work whose result goes there. Raises VitseeError: it is closed."""
     if isinstance(sys.stdout, _ClosedStdout):

@@ -194,7 +194,10 @@ class Workers:
             if not busy:
                 self.begin(self._lost.pop(0))
                 continue
-            for ready in wait(list(busy)):
+            names = [worker.step.name for worker in self._workers if worker.step is not None]
+            with console.status(", ".join(names)):
+                found = wait(list(busy))
+            for ready in found:
                 worker = busy[ready]  # type: ignore[index]
                 step = worker.step
                 assert step is not None
