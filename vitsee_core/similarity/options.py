@@ -106,7 +106,10 @@ def choose_estimator(
             )
     size, number = theirs.estimator.batch or 0, theirs.estimator.examples
     if number is None:
-        number = _count(stores, images, seed, pair_by)
+        # As many images as all the stores can compare.
+        distinct = list({store.manifest.store_id: store for store in stores}.values())
+        rows, _ = paired_rows(distinct, choose_rows(stores[0], images, seed), pair_by)
+        number = len(rows[distinct[0].manifest.store_id])
         if not theirs.estimator.rescale:
             # Equal batches: a short last one would be left out.
             size = number // -(-number // size)
@@ -117,13 +120,6 @@ def choose_estimator(
         repeats or theirs.estimator.repeats,
         theirs.estimator.rescale,
     )
-
-
-def _count(stores: Sequence[Store], images: int | None, seed: int, pair_by: str) -> int:
-    """Number of images that all the stores can compare."""
-    distinct = list({store.manifest.store_id: store for store in stores}.values())
-    rows, _ = paired_rows(distinct, choose_rows(stores[0], images, seed), pair_by)
-    return len(rows[distinct[0].manifest.store_id])
 
 
 SITES = sites_option("blocks")

@@ -6,7 +6,7 @@ They stand apart from `propagation`, which imports torch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vitsee_stores.errors import VitseeError
@@ -91,11 +91,9 @@ def choose_settings(preset: str | None, **own: Any) -> PropagationSettings:
     if preset is not None and preset not in PRESETS:
         raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
     base = PRESETS[preset or "walmer"].settings
-    values = {field.name: getattr(base, field.name) for field in fields(PropagationSettings)}
-    values |= {name: value for name, value in own.items() if value is not None}
-    if values["radius_px"] is not None or values["radius"] == math.inf:
-        values["radius"] = None
-    settings = PropagationSettings(**values)
+    settings = replace(base, **{name: value for name, value in own.items() if value is not None})
+    if settings.radius_px is not None or settings.radius == math.inf:
+        settings = replace(settings, radius=None)
     for name, known in (("window", WINDOWS), ("seeds", SEEDS), ("upsample", UPSAMPLES)):
         if getattr(settings, name) not in known:
             raise VitseeError(
