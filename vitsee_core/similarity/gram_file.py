@@ -264,7 +264,7 @@ class GramView:
 
     @property
     def shift(self) -> Shift:
-        """The shift for inner products of the original features; see `shift.raw_gram`. Raises
+        """The shift for inner products of the original features; see `raw_gram`. Raises
         MissingInput: a matrix of single batches, which are cached without."""
         if self.file.header.shift is None:
             raise MissingInput(

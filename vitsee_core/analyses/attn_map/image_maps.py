@@ -165,7 +165,7 @@ def mean_rollout(
 
 def roll(head_means: Sequence[Array], layout: TokenLayout, residual: bool) -> Float:
     """The rollout, (images, tokens) in float64, of each block's mean over heads, (images, tokens,
-    tokens); see `reductions.rollout`."""
+    tokens); see `reductions.attention`."""
     import torch
 
     from vitsee_core.reductions import rollout

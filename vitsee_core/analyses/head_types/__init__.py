@@ -2,10 +2,10 @@
 
 Walmer et al. 2023 name strict, soft, axial and offset local heads (section 4.2, Figs. 3, 14) and
 sparse repeating patterns (section 4.1) from looking at maps, and list heads by hand. Here stated
-and varied thresholds on measured scores decide; see `attention.head_geometry` for both. Of clips
-these are classes by the places in the image, and `time` is the class in time, see `in_time`: heads
-of the previous and the next frame, of the same place in other frames, of all frames. Every class
-is a statement about the mean over images: a head may attend locally in some images and globally in
+and varied thresholds on measured scores decide; see `head_geometry` for both. Of clips these are
+classes by the places in the image, and `time` is the class in time (also there): heads of the
+previous and the next frame, of the same place in other frames, of all frames. Every class is a
+statement about the mean over images: a head may attend locally in some images and globally in
 others.
 
 Three things show how reliable a class is: `same_type_thresholds`, the share of variants (each

@@ -112,7 +112,7 @@ class SiteGram:
     """The Gram matrix of one representation of n images in the forms that measures need."""
 
     shifted: Float32  # (n, n) inner products of features minus one common vector
-    shift: Shift  # gives the inner products of the features themselves, see `similarity.shift`
+    shift: Shift  # gives the inner products of the features themselves, see `Shift`
 
     @property
     def n(self) -> int:
