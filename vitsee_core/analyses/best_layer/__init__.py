@@ -197,8 +197,8 @@ def compare(
     less the best rows of the stores after it; with intervals over the images that both share, which
     hold for all differences at once, however the best was chosen; see `layer_tasks`.
 
-    Columns: those of `PAIRED_COLUMNS` that the files have; `value`, in the metric's unit, is above 0
-    where row a has the larger value. NaN (`std`, `low`, `high`): a row without replicates.
+    Columns: those of `PAIRED_COLUMNS` that the files have; `value`, in the metric's unit, is above
+    0 where row a has the larger value. NaN (`std`, `low`, `high`): a row without replicates.
 
     Args:
         files: from `read`, with their replicates beside them.
