@@ -285,7 +285,7 @@ def test_offsets_add_up_the_times() -> None:
 # ---------------------------------------------------------------- strips
 
 
-@pytest.mark.parametrize("medium", ["page", "column"])
+@pytest.mark.parametrize("medium", [pytest.param("page", marks=pytest.mark.slow), "column"])
 def test_strips_are_legible(tmp_path: Path, attended: Any, medium: str) -> None:
     store, other = write_clips(tmp_path / "a.zarr"), write_clips(tmp_path / "b.zarr", noise=(0.1,))
     cosines = cosine_map.run(store, other, image=["0"], at=["1,0,1"])

@@ -56,7 +56,7 @@ def test_against_a_walk_along_the_clip(
     sampling = Sampling(frames, every)
     reach = frames if every is None else (frames - 1) * every + 1
     if reach > n:
-        with pytest.raises(ImageError, match=f"it has {n} frames"):
+        with pytest.raises(ImageError, match=rf"it has {n} frames?\b"):
             sampling.chosen("c", line)
         return
     step = Fraction(total, frames) if every is None else Fraction(every * total, n)

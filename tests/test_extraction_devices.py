@@ -111,7 +111,7 @@ def test_what_a_run_waits_for() -> None:
     clock.add("writing", 9.0)  # beside the model
     assert clock.limit() == "the model and its summaries"
     clock.add("loading", 1.0)
-    assert clock.limit().startswith("loading images")
+    assert clock.limit().startswith("loading (")
     clock.add("waiting for the writer", 6.0)
     assert clock.limit().startswith("writing")
 

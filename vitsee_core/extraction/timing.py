@@ -33,7 +33,7 @@ class Clock:
     def limit(self) -> str:
         """The part that the run mostly waited for, in words: images, the disk, or the model."""
         waited = {
-            "loading images (more --workers, smaller files)": self.seconds.get("loading", 0.0),
+            "loading (more --workers, smaller files)": self.seconds.get("loading", 0.0),
             "writing (a faster disk, --tokens pooled)": self.seconds.get(
                 "waiting for the writer", 0.0
             ),
