@@ -442,11 +442,12 @@ class _Tower(nn.Module):
     def forward(self, hidden_states: Tensor, grid_thw: Tensor) -> Tensor:
         x = self.embed(hidden_states)
         _, rows, cols = grid_thw[0].tolist()
-        cell = torch.arange(len(x)) % (rows * cols)
+        image, cell = torch.arange(len(x)) // (rows * cols), torch.arange(len(x)) % (rows * cols)
         positions = {
             "row": [cell // cols, cell % cols],
             "column": [cell % rows, cell // rows],
             "cell": [cell, cell],
+            "image": [image + cell // cols, cell % cols],
             "nothing": [0 * cell, 0 * cell],
         }[self.by]
         return self.attention(x, torch.stack(positions, 1))  # type: ignore[no-any-return]
@@ -454,7 +455,7 @@ class _Tower(nn.Module):
 
 def test_positions_say_the_order_of_patches() -> None:
     assert accept_images(_Tower("row"), "rows").merge == 1
-    for by in ("column", "cell", "nothing"):
+    for by in ("column", "cell", "image", "nothing"):
         with pytest.raises(ModelError, match="no order of its patches gives its blocks positions"):
             accept_images(_Tower(by), by)
 

@@ -58,7 +58,7 @@ Classes, the first whose condition holds; `offset` heads and `same place` are th
   -1, +1 or another offset, at least `focus`. Shares are of all queries: an offset that few of them
   have, as the first frame has none before it, cannot reach it.
 - `same place`: excess of `place_elsewhere`, at least `strict`.
-- `near frames`: excess of `near_frames_mass`, at least `focus`.
+- `near frames`: excess of `near_frames_mass`, at least `focus`; of two times every frame is near.
 - `all frames`: the rest, uniform attention among them.
 
 Within a frame all heads are `same frame`, and over time at a place all are `strict local` in space,
@@ -104,7 +104,6 @@ TIME_SCORES = (
     "place_elsewhere",
 )
 TIME_AGREEMENT = ("same_time_thresholds", "same_time_slabs")
-FEWEST_TIMES = 3  # with fewer every frame is near
 
 
 @dataclass(frozen=True)
@@ -342,9 +341,7 @@ def measure_time(p: Float, self_mass: float, block: StoredAttention) -> TimeScor
     }
     over = {
         "offset": excess(values["offset_frames_mass"], float(u[at])),
-        "near": excess(values["near_frames_mass"], float(u[near].sum()))
-        if times >= FEWEST_TIMES
-        else math.nan,
+        "near": excess(values["near_frames_mass"], float(u[near].sum())),
         "place": excess(elsewhere, uniform_elsewhere(block)),
     }
     return TimeScores(values, at - own, over)
