@@ -169,6 +169,12 @@ def test_own_weights_random_ones_and_a_checkpoint(folder: Path, tmp_path: Path) 
     loaded = load_model(name, checkpoint=tmp_path / "w.pth")
     assert loaded.weights["source"] == "checkpoint" and loaded.weights["key"] == "state_dict"
     assert loaded.weights["sha256"] == own.weights["sha256"]
+    # A function that sets the seed itself has no random weights, and needs none for a file's.
+    name = f"{folder}/mine.py:fixed"
+    fixed = load_model(name).module.state_dict()
+    torch.save({key: x + 1 for key, x in fixed.items()}, tmp_path / "w.pth")
+    loaded = load_model(name, checkpoint=tmp_path / "w.pth")
+    assert all(torch.equal(x, fixed[key] + 1) for key, x in loaded.module.state_dict().items())
 
 
 @pytest.mark.parametrize("entry", ["tiny", "late"])

@@ -95,6 +95,8 @@ def load_model(
         module = source.make(
             pretrained=not fresh, seed=random_init or 0, wanted=wanted, foreign=foreign is not None
         )
+        if random_init is not None:
+            source.check_random(module, random_init, wanted)
     except ModelError as error:
         if layout is None or not layout.args:
             raise

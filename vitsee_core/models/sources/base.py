@@ -146,6 +146,9 @@ class Source(ABC):
                 had, or code of others that fails.
         """
 
+    def check_random(self, module: nn.Module, seed: int, wanted: dict[str, Any]) -> None:
+        """Refuse random weights that do not depend on their seed. Raises ModelError."""
+
     def without_weights(self, wanted: dict[str, Any]) -> nn.Module:
         """The module on torch's meta device, where nothing is computed and no memory taken; of a
         model that cannot be made there, with random weights. Errors as `make`."""

@@ -91,8 +91,6 @@ class FileSource(Source):
                 f"{self.name} gives parameters on the meta device, which have no values; expected "
                 "a module on the CPU"
             )
-        if not pretrained and WEIGHTS not in given and not _is_meta(module):
-            self._check_random(made, seed, module)
         return module
 
     def without_weights(self, wanted: dict[str, Any]) -> nn.Module:
@@ -168,9 +166,13 @@ class FileSource(Source):
             given[WEIGHTS] = False
         return given
 
-    def _check_random(self, made: Callable[[], Any], seed: int, module: nn.Module) -> None:
+    def check_random(self, module: nn.Module, seed: int, wanted: dict[str, Any]) -> None:
         """Refuse a seed that decides nothing, as code that loads its own weights has them again."""
-        other = drawn(seed + 1, made, self.name)
+        if _is_meta(module) or WEIGHTS in self._arguments(self._entry(), wanted, False):
+            return
+        kept = self.made
+        other = self.make(pretrained=False, seed=seed + 1, wanted=wanted)
+        self.made = kept
         pairs = zip(module.parameters(), other.parameters(), strict=False)
         if not any(x.shape != y.shape or not torch.equal(x, y) for x, y in pairs):
             raise ModelError(
