@@ -95,8 +95,11 @@ def load_model(
         module = source.make(
             pretrained=not fresh, seed=random_init or 0, wanted=wanted, foreign=foreign is not None
         )
-        if random_init is not None:
-            source.check_random(module, random_init, wanted)
+        if random_init is not None and not source.depends_on_seed(module, random_init, wanted):
+            raise ModelError(
+                f"{source.name} gives the same weights for every seed; expected random ones: give "
+                "its function a parameter 'pretrained', which is False for them"
+            )
     except ModelError as error:
         if layout is None or not layout.args:
             raise

@@ -146,8 +146,9 @@ class Source(ABC):
                 had, or code of others that fails.
         """
 
-    def check_random(self, module: nn.Module, seed: int, wanted: dict[str, Any]) -> None:
-        """Refuse random weights that do not depend on their seed. Raises ModelError."""
+    def depends_on_seed(self, module: nn.Module, seed: int, wanted: dict[str, Any]) -> bool:
+        """Whether the random weights of a module, made with this seed, are others with another."""
+        return True
 
     def without_weights(self, wanted: dict[str, Any]) -> nn.Module:
         """The module on torch's meta device, where nothing is computed and no memory taken; of a
