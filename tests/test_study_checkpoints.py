@@ -17,6 +17,7 @@ from tests.extractions import plant_images
 from vitsee_cli.main import main
 from vitsee_core.tables.results import Table
 from vitsee_core.training.checkpoints import find_checkpoints
+from vitsee_core.training.series import DIVERGED, FAILED, MEASURED, SKIPPED, Series
 from vitsee_stores.errors import VitseeError
 
 MODEL = "test_vit?img-size=32&model-arg=patch_size=8"
@@ -72,6 +73,20 @@ def test_files_without_a_step_or_with_the_same(tmp_path: Path) -> None:
     (tmp_path / "step_07-v1.pt").write_bytes(b"")
     with pytest.raises(VitseeError, match="two checkpoints of step 7"):
         find_checkpoints(str(tmp_path / "step*.pt"))
+
+
+def test_which_steps_are_done_and_which_are_dropped(tmp_path: Path) -> None:
+    """A step that failed, or whose file is another now, is measured again; from a step on, its own
+    row goes with the later ones."""
+    series = Series(tmp_path / "out", str(tmp_path / "photos"), [], name="m")
+    for step, status in enumerate((MEASURED, DIVERGED, FAILED, SKIPPED, MEASURED)):
+        series.record(step, status, checkpoint=f"{step}.pt")
+    done = [series.is_done(step, {"checkpoint": f"{step}.pt"}) for step in range(6)]
+    assert done == [True, True, False, False, True, False]
+    assert not series.is_done(0, {"checkpoint": "other.pt"})
+    assert series.drop_from(4) == [4] and series.steps_of(MEASURED) == [0]
+    assert series.drop_from(2) == [] and series.steps_of(FAILED) == []
+    assert series.steps_of(DIVERGED) == [1]
 
 
 @pytest.fixture(scope="module")
