@@ -110,22 +110,22 @@ class Performer:
 
 @dataclass(frozen=True)
 class _About:
-    """What a worker is told as it starts: the study's command, what is shown, the model of each
-    store, and the environment of its share."""
+    """What a worker is told as it starts: the study's command, what is shown, and the model of each
+    store."""
 
     command: str
     verbosity: int
     models: Mapping[Path, NamedModel]
-    environment: Mapping[str, str]
 
 
 class _Worker:
     """A process, and the step that it performs."""
 
-    def __init__(self, about: _About) -> None:
-        """Raises OSError: no process can be started."""
+    def __init__(self, about: _About, n: int) -> None:
+        """One of `n`. Raises OSError: no process can be started."""
         self.connection, theirs = _SPAWN.Pipe()
-        self.process = _SPAWN.Process(target=_serve, args=(theirs, about), name="vitsee-step")
+        share = machine.shared_by(n, os.environ)
+        self.process = _SPAWN.Process(target=_serve, args=(theirs, share), name="vitsee-step")
         self.step: Step | None = None
         resource_tracker.ensure_running()  # which would take the mask away
         # It is inherited, so that no signal arrives before the worker knows what to do.
@@ -135,6 +135,8 @@ class _Worker:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
+        with suppress(OSError):  # it is gone, which is seen when its step is waited for
+            self.connection.send(about)
 
     def how_it_ended(self) -> str:
         self.process.join(SECONDS_TO_END)
@@ -148,9 +150,7 @@ class Workers:
 
     def __init__(self, perform: Performer, models: Mapping[Path, NamedModel], n: int) -> None:
         self.n, self._perform = n, perform
-        environment = machine.shared_by(n, os.environ)
-        name = perform.ctx.info_name or ""
-        self._about = _About(name, perform.verbosity, models, environment)
+        self._about = _About(perform.ctx.info_name or "", perform.verbosity, models)
         self._workers: list[_Worker] = []
         self._lost: list[Step] = []
         self._again: set[str] = set()
@@ -175,7 +175,7 @@ class Workers:
         worker = next((one for one in self._workers if one.step is None), None)
         if worker is None:
             try:
-                worker = _Worker(self._about)
+                worker = _Worker(self._about, self.n)
             except OSError as error:
                 raise VitseeError(
                     f"cannot start a process for {step.name}: {error.strerror}; {KEPT}, "
@@ -251,10 +251,11 @@ class Workers:
             self._workers.clear()
 
 
-def _serve(connection: Connection, about: _About) -> None:
-    """In a worker: perform steps until the study ends, or says so."""
+def _serve(connection: Connection, share: Mapping[str, str]) -> None:
+    """In a worker: perform steps until the study ends, or says so. share: of the cores, for the
+    environment before any library is loaded that reads it."""
     signals.answer_in_a_worker()
-    os.environ.update(about.environment)  # before any library reads it
+    os.environ.update(share)
     threading.Thread(target=_end_with_the_study, daemon=True).start()
     sending = threading.Lock()
 
@@ -263,17 +264,18 @@ def _serve(connection: Connection, about: _About) -> None:
             connection.send(what)
 
     console.hand_over(send)
-    from vitsee_cli.main import main
-    from vitsee_core.models.provenance import naming
-
-    root = click.Context(main, info_name="vitsee")
-    command = main.get_command(root, about.command)
-    assert command is not None
-    ctx = click.Context(command, parent=root, info_name=about.command)
-    ctx.meta[options.VERBOSITY] = about.verbosity
-    perform = Performer(ctx)
-    console.setup(about.verbosity)
     try:
+        from vitsee_cli.main import main
+        from vitsee_core.models.provenance import naming
+
+        about: _About = connection.recv()
+        root = click.Context(main, info_name="vitsee")
+        command = main.get_command(root, about.command)
+        assert command is not None
+        ctx = click.Context(command, parent=root, info_name=about.command)
+        ctx.meta[options.VERBOSITY] = about.verbosity
+        perform = Performer(ctx)
+        console.setup(about.verbosity)
         with naming(about.models):
             while True:
                 step, environment = connection.recv()
