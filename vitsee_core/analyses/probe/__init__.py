@@ -23,10 +23,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from vitsee_core.analyses.probe import responses
 from vitsee_core.analyses.probe.figure import plot
@@ -36,18 +36,13 @@ from vitsee_core.analyses.probe.score import (
     INTERVAL,
     METRICS,
     TOP,
-    Item,
+    ProbedSites,
     Prober,
-    Scorer,
-    SiteProbes,
-    each_selection,
-    shape_of_random,
 )
 from vitsee_core.analyses.probe.settings import (
     PRESETS,
     SEEDS,
     SOLVERS,
-    Settings,
     Training,
     check_classes,
     choose_settings,
@@ -57,16 +52,15 @@ from vitsee_core.analyses.probe.settings import (
     parse_l2,
     split_rows,
 )
-from vitsee_core.features import SiteFeatures, compared, require_comparable
+from vitsee_core.features import compared, require_comparable
 from vitsee_core.labels.labelled_rows import (
     ALLOW_SHARED,
     PER_CLASS,
     RANDOM_BASELINE,
     TESTS,
-    LabelledRows,
     check_disjoint,
 )
-from vitsee_core.masks.segments import Examples, Segmentation, as_segmentation, examples_of
+from vitsee_core.masks.segments import Segmentation, as_segmentation, examples_of
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import (
@@ -79,8 +73,7 @@ from vitsee_core.runtime.options import (
     tokens_option,
 )
 from vitsee_core.runtime.progress import counting
-from vitsee_core.statistics.jackknife import Blocks
-from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.columns import SITE
 from vitsee_core.tables.headlines import best_layers
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
@@ -390,7 +383,7 @@ def run(
         blocks = theirs.jackknife(seed)
         prober = Prober(task, draws, theirs.labels, training, blocks.labels)
         works.append(
-            _Work(
+            ProbedSites(
                 *(prober, examples, ours, theirs, (train, *tests), blocks, settings),
                 *(per_class, tuple(baselines), seed),
             )
@@ -427,82 +420,3 @@ def run(
     columns = COLUMNS if choice is None else SEGMENT_COLUMNS
     names = [name for name in columns if name != "class" or per_class]
     return Table.from_rows(rows, names, notes)
-
-
-class _Work:
-    """Probes every site, and turns tallies into rows. words: of tokens, by site; matched: sites
-    converted to the last stage's grid."""
-
-    def __init__(
-        self,
-        prober: Prober,
-        examples: Examples,
-        train: LabelledRows,
-        test: LabelledRows,
-        stores: Sequence[Store],
-        blocks: Blocks,
-        settings: Settings,
-        per_class: bool,
-        baselines: Sequence[str],
-        seed: int,
-    ) -> None:
-        self.prober, self.examples = prober, examples
-        self.train, self.test, self.settings = train, test, settings
-        self.stores = stores
-        self.blocks = blocks
-        self.scorer = Scorer(prober.draws, test, train.classes if per_class else (), blocks)
-        self.baselines, self.seed = baselines, seed
-        self.words: dict[str, list[str]] = {}
-        self.matched: dict[str, str] = {}
-        self.remarks: list[str] = []
-        self._chosen = list(self._features())  # raises if something is missing
-
-    @property
-    def n_probes(self) -> int:
-        per_draw = (1 if x.selection == "all" else len(x.tokens) for x, _ in self._chosen)
-        return len(self.prober.draws) * sum(per_draw)
-
-    def rows(self, execution: Execution) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The rows about the model, and those of the baselines."""
-        rows: list[dict[str, Any]] = []
-        random_rows: list[dict[str, Any]] = []
-        shapes = dict.fromkeys(shape_of_random(ours) for ours, _ in self._chosen if self.baselines)
-        items: list[Item] = [*self._chosen, *shapes]
-        work = SiteProbes(self.prober, self.train, self.test, self.scorer, self.seed)
-        results = list(execution.spread(work, items))
-        drawn = dict(zip(shapes, results[len(self._chosen) :], strict=True))
-        for (features, _), (own, remarks) in zip(self._chosen, results, strict=False):
-            self.remarks += remarks
-            place = site_columns(self.test.store, features.site)
-            rows += [place | row | {"baseline": ""} for row in own]
-            mean = "" if features.site.layout is None else features.selection
-            for name in self.baselines:
-                random, _ = drawn[shape_of_random(features)]
-                about = {"token": mean, "baseline": name}
-                random_rows += [place | row | about for row in random]
-        return rows, random_rows
-
-    def _features(self) -> Iterator[tuple[SiteFeatures, SiteFeatures]]:
-        """The probed features of the training and of the test images."""
-
-        def read(name: str, word: str | None) -> tuple[SiteFeatures, SiteFeatures]:
-            ours, theirs = (
-                self.examples.features(
-                    data, data.store.site(name), word, among=self.stores,
-                    match_last_stage=self.settings.match_last_stage,
-                )
-                for data in (self.train, self.test)
-            )  # fmt: skip
-            return ours, theirs
-
-        chosen = self.settings.sites, self.settings.tokens
-        for ours, theirs in each_selection(self.train.store, *chosen, read):
-            name = ours.site.name
-            self.words.setdefault(name, []).append(ours.selection)
-            if ours.matching is not None:
-                grid, patch = " x ".join(map(str, ours.matching.grid)), ours.matching.patch
-                self.matched[name] = (
-                    f"patches of {patch} x {patch} cells flattened to {ours.dim} channels, "
-                    f"averaged to {grid} cells"
-                )
-            yield ours, theirs

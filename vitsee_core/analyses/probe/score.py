@@ -1,5 +1,6 @@
 """Probes of one site: fitted and tested (`Prober`), their right answers counted class by class
-(`Tally`), and turned into rows (`Scorer`), in any process (`SiteProbes`)."""
+(`Tally`), and turned into rows (`Scorer`), in any process (`SiteProbes`); and those of all sites
+(`ProbedSites`)."""
 
 from __future__ import annotations
 
@@ -22,11 +23,16 @@ from vitsee_core.analyses.probe.fit import (
     probe_concatenated,
     token_bytes,
 )
-from vitsee_core.analyses.probe.settings import Draw, Training
+from vitsee_core.analyses.probe.settings import (
+    Draw,
+    Settings,
+    Training,
+)
 from vitsee_core.analyses.probe.sgd import fit_sgd
 from vitsee_core.features import SiteFeatures, check_alike
 from vitsee_core.kernels.l2_choice import GRID
 from vitsee_core.labels.labelled_rows import LabelledRows
+from vitsee_core.masks.segments import Examples
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.one_thread import one_blas_thread
@@ -36,6 +42,7 @@ from vitsee_core.statistics.jackknife import Blocks, means_without
 from vitsee_core.statistics.moments import Moments
 from vitsee_core.statistics.shares import METHOD as SHARES
 from vitsee_core.statistics.shares import share_interval
+from vitsee_core.tables.columns import site_columns
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.types import Float, Float32, Integers, Mask
 from vitsee_stores.errors import VitseeError
@@ -49,7 +56,6 @@ INTERVAL = (
     "features held fixed; with several seeds its ends are averaged; std is over seeds (n - 1). "
     f"Rows of token `each` (mean over the probes of all patches): {SHARES}"
 )
-
 
 TOP = 5
 METRICS = ("top1", "top5")
@@ -414,3 +420,82 @@ def _remarks(features: SiteFeatures, tally: Tally, task: Task, one_class: bool) 
             "of the grid"
         )
     return out
+
+
+class ProbedSites:
+    """Probes every site, and turns tallies into rows. words: of tokens, by site; matched: sites
+    converted to the last stage's grid."""
+
+    def __init__(
+        self,
+        prober: Prober,
+        examples: Examples,
+        train: LabelledRows,
+        test: LabelledRows,
+        stores: Sequence[Store],
+        blocks: Blocks,
+        settings: Settings,
+        per_class: bool,
+        baselines: Sequence[str],
+        seed: int,
+    ) -> None:
+        self.prober, self.examples = prober, examples
+        self.train, self.test, self.settings = train, test, settings
+        self.stores = stores
+        self.blocks = blocks
+        self.scorer = Scorer(prober.draws, test, train.classes if per_class else (), blocks)
+        self.baselines, self.seed = baselines, seed
+        self.words: dict[str, list[str]] = {}
+        self.matched: dict[str, str] = {}
+        self.remarks: list[str] = []
+        self._chosen = list(self._features())  # raises if something is missing
+
+    @property
+    def n_probes(self) -> int:
+        per_draw = (1 if x.selection == "all" else len(x.tokens) for x, _ in self._chosen)
+        return len(self.prober.draws) * sum(per_draw)
+
+    def rows(self, execution: Execution) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The rows about the model, and those of the baselines."""
+        rows: list[dict[str, Any]] = []
+        random_rows: list[dict[str, Any]] = []
+        shapes = dict.fromkeys(shape_of_random(ours) for ours, _ in self._chosen if self.baselines)
+        items: list[Item] = [*self._chosen, *shapes]
+        work = SiteProbes(self.prober, self.train, self.test, self.scorer, self.seed)
+        results = list(execution.spread(work, items))
+        drawn = dict(zip(shapes, results[len(self._chosen) :], strict=True))
+        for (features, _), (own, remarks) in zip(self._chosen, results, strict=False):
+            self.remarks += remarks
+            place = site_columns(self.test.store, features.site)
+            rows += [place | row | {"baseline": ""} for row in own]
+            mean = "" if features.site.layout is None else features.selection
+            for name in self.baselines:
+                random, _ = drawn[shape_of_random(features)]
+                about = {"token": mean, "baseline": name}
+                random_rows += [place | row | about for row in random]
+        return rows, random_rows
+
+    def _features(self) -> Iterator[tuple[SiteFeatures, SiteFeatures]]:
+        """The probed features of the training and of the test images."""
+
+        def read(name: str, word: str | None) -> tuple[SiteFeatures, SiteFeatures]:
+            ours, theirs = (
+                self.examples.features(
+                    data, data.store.site(name), word, among=self.stores,
+                    match_last_stage=self.settings.match_last_stage,
+                )
+                for data in (self.train, self.test)
+            )  # fmt: skip
+            return ours, theirs
+
+        chosen = self.settings.sites, self.settings.tokens
+        for ours, theirs in each_selection(self.train.store, *chosen, read):
+            name = ours.site.name
+            self.words.setdefault(name, []).append(ours.selection)
+            if ours.matching is not None:
+                grid, patch = " x ".join(map(str, ours.matching.grid)), ours.matching.patch
+                self.matched[name] = (
+                    f"patches of {patch} x {patch} cells flattened to {ours.dim} channels, "
+                    f"averaged to {grid} cells"
+                )
+            yield ours, theirs
