@@ -364,7 +364,7 @@ def test_windows_of_clips_are_tiles() -> None:
 
 def test_an_order_is_read_where_each_cell_is_there_once() -> None:
     """Rows in any order, in folds and with copies of a class token; not with a cell twice, missing,
-    or mixed of two."""
+    or mixed of two, or copies at several places."""
     codes, grid = ClipCodes((2, 3, 3)), (2, 3, 3)
     n, generator = len(codes.contents), torch.Generator().manual_seed(0)
     vectors = torch.randn(18, 4, 8, generator=generator)  # of each cell and content
@@ -388,7 +388,9 @@ def test_an_order_is_read_where_each_cell_is_there_once() -> None:
     twice = cells.clone()
     twice[:, 3] = twice[:, 4]
     mixed = cells + 0.3 * cells.roll(1, 1)
-    for wrong in (twice, mixed, cells[:, :17]):
+    # A class token first in one half and last in the other is no copy of one token.
+    apart = torch.cat([still, cells, still], 1).reshape(2 * n, 10, 8)
+    for wrong in (twice, mixed, cells[:, :17], apart):
         assert order_in(wrong, codes) is None
 
 
