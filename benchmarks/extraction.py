@@ -8,8 +8,8 @@ Three sides in turn on the same images: the bare loop; block outputs, pooled vec
 products; the same with every attention summary. A ratio of 1 is as fast as the bare loop. Slabs
 have the size of a batch unless --slab says otherwise; all sides start their loading workers within
 the time measured, so take enough images. Every run has a process of its own and goes over one batch
-before: an extraction changes how glibc treats freed memory (`vitsee_core/runtime/malloc.py`), and a
-bare loop after it in the same process would no longer be a bare loop.
+before: an extraction changes how glibc treats freed memory (`vitsee_core/runtime/machine.py`), and
+a bare loop after it in the same process would no longer be a bare loop.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from vitsee_core.models.attention_watch import AttentionCall, AttentionEvent, At
 from vitsee_core.models.load import load_model
 from vitsee_core.reductions import AttentionReducer, AttentionSummary, rollout
 from vitsee_core.reductions.summary import distances
-from vitsee_core.runtime.malloc import freed_memory_kept
+from vitsee_core.runtime.machine import freed_memory_kept
 from vitsee_stores.layout import TokenLayout
 
 MODELS = ["demo:vit", "vit_small_patch16_224", "vit_base_patch16_224"]

@@ -17,8 +17,8 @@ from tests.extractions import VIT, array_bytes, extract, extracted, plant_images
 from tests.processes import Server
 from vitsee_cli import console
 from vitsee_cli.main import main
-from vitsee_core.extraction import claimed
-from vitsee_core.extraction.claimed import claimed_rounds
+from vitsee_core.extraction import sharding
+from vitsee_core.extraction.sharding import claimed_rounds
 from vitsee_core.extraction.signals import StopRequest
 from vitsee_stores import StoreWriter, describe, open_store, validate
 from vitsee_stores import leases as claims
@@ -198,7 +198,7 @@ def test_two_processes_share_what_is_there(
 
 
 def test_others_are_looked_at_soon_then_rarely() -> None:
-    assert list(islice(claimed.pauses(), 7)) == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5, 5])
+    assert list(islice(sharding.pauses(), 7)) == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5, 5])
 
 
 @pytest.mark.slow
@@ -210,7 +210,7 @@ def test_a_claim_from_elsewhere_is_waited_for_then_taken(
     elsewhere = json.dumps({"process": "01234567-1", "host": "gone"})
     (path / "commits" / ".claim.3.json").write_text(elsewhere)
     monkeypatch.setattr(claims, "LOST_SECONDS", 0.3)
-    monkeypatch.setattr(claimed, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(sharding, "POLL_SECONDS", 0.1)
     monkeypatch.setattr(console, "SHOW_AFTER", 0.0)
     result = extracted(*options(data, path), "--shard", "claims")
     assert result.stderr.count("batches of 2") == 1  # of four rounds

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tests.extractions import plant_images
 from tests.models_helpers import images, small
-from vitsee_core.extraction import timing
+from vitsee_core.extraction import outcome
 from vitsee_core.extraction.erf import ErfPasses
 from vitsee_core.extraction.loop import _batch_fits
 from vitsee_core.extraction.options import (
@@ -25,11 +25,10 @@ from vitsee_core.extraction.options import (
     Request,
     RunOptions,
 )
-from vitsee_core.extraction.outcome import Outcome
+from vitsee_core.extraction.outcome import Clock, Outcome
 from vitsee_core.extraction.run import extract
 from vitsee_core.extraction.sharding import Shard
 from vitsee_core.extraction.slab import check_peaks
-from vitsee_core.extraction.timing import Clock
 from vitsee_core.models.selfcheck import NotFinite
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.runtime.machine import is_out_of_memory
@@ -120,7 +119,7 @@ def test_each_moment_is_in_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: a clock that shows 0, 1, 3, 6, 10, 15, ... when it is looked at."""
     looks = itertools.accumulate(itertools.count())
     own = SimpleNamespace(perf_counter=lambda: float(next(looks)))
-    monkeypatch.setattr(timing, "time", own)
+    monkeypatch.setattr(outcome, "time", own)
     clock = Clock()
     with clock("the rest"):  # 0
         with clock("model"):  # 1

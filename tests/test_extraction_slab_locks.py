@@ -11,8 +11,8 @@ import pytest
 
 from tests.extractions import VIT, array_bytes, extracted, plant_images
 from tests.processes import Server
-from vitsee_core.extraction import slab_locks
-from vitsee_core.extraction.slab_locks import only_writer, without_writer
+from vitsee_core.extraction import sharding
+from vitsee_core.extraction.sharding import only_writer, without_writer
 from vitsee_stores import StoreWriter, open_store
 
 N, SLAB = 16, 2
@@ -80,7 +80,7 @@ def hold(store: Path, slab: int) -> subprocess.Popen[str]:
     (store / "commits").mkdir()
     (store / "commits" / "zarr.json").write_text("{}")
     other = subprocess.Popen(
-        [sys.executable, "-c", HOLD, slab_locks.__file__, str(store), str(slab)],
+        [sys.executable, "-c", HOLD, sharding.__file__, str(store), str(slab)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

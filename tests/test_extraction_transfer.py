@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.extractions import VIT, array_bytes, extracted, plant_images
 from tests.fake_cuda import FakeStream, install
 from vitsee_core.extraction import transfer
-from vitsee_core.extraction.host_memory import HostMemory, block_bytes
+from vitsee_core.extraction.buffers import HostMemory, block_bytes
 from vitsee_core.extraction.slab_grams import GramProducts
 from vitsee_core.extraction.transfer import HostCopies, PixelFeed
 from vitsee_core.images import Batch

@@ -10,7 +10,7 @@ import pytest
 from tests.extractions import VIT, extract, extracted, plant_images
 from tests.image_files import plant
 from vitsee_core.images import DataError, open_source, select
-from vitsee_core.images.only import named_only
+from vitsee_core.images.selection import named_only
 from vitsee_stores import open_store
 
 VIDEOS = ["480p/bear/00000.jpg", "480p/bear/00001.jpg", "480p/bus/00000.jpg", "480p/sub/bear.jpg"]

@@ -30,7 +30,7 @@ from tests.shards import (
 from tests.test_images_shards import assert_same
 from vitsee_cli.main import main
 from vitsee_core.images import DataError, batches, open_source, select
-from vitsee_core.images.sources import tars
+from vitsee_core.images.sources import archives
 from vitsee_stores import objects as remote
 from vitsee_stores import open_store, require_paired
 
@@ -113,7 +113,7 @@ def test_only_headers_and_images_are_read(
     faulty: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Of large members nothing but the header, and an index that is kept asks for no header."""
-    monkeypatch.setattr(tars, "CACHE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(archives, "CACHE_AFTER_SECONDS", 0.0)
     monkeypatch.setattr("vitsee_core.images.sources.tar_index.WINDOW_FAR", 4096)
     members = [(f"{k}.bin", bytes(300_000)) for k in range(3)] + with_labels(IMAGES)[:2]
     write_tar(tmp_path / "up" / "a.tar", members)

@@ -31,7 +31,7 @@ from tests.shards import (
 from vitsee_cli.main import main
 from vitsee_core.images import DataError, ImageError, ImageSource, open_source, select
 from vitsee_core.images.decoding import hash64
-from vitsee_core.images.sources import placed, tar_index, tars
+from vitsee_core.images.sources import archives, placed, tar_index
 from vitsee_core.images.sources.braces import expand_braces
 from vitsee_core.runtime.progress import Tally
 from vitsee_stores import open_store, require_paired, validate
@@ -200,7 +200,7 @@ def test_members_are_where_tarfile_finds_them(form: int, tmp_path: Path) -> None
 def test_the_index_is_kept_and_only_changed_shards_are_read_again(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tars, "CACHE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(archives, "CACHE_AFTER_SECONDS", 0.0)
     data, read = write_shards(tmp_path / "s", IMAGES, 4), []
     index_tar = tar_index.index_tar
 
@@ -208,7 +208,7 @@ def test_the_index_is_kept_and_only_changed_shards_are_read_again(
         read.append(name)
         return index_tar(files, name, *more)
 
-    monkeypatch.setattr(tars, "index_tar", counted)
+    monkeypatch.setattr(archives, "index_tar", counted)
     progress = Tally()
     first = open_source(data, progress=progress)
     assert (len(read), progress.count) == (4, 4)
@@ -239,7 +239,7 @@ def test_the_index_is_kept_and_only_changed_shards_are_read_again(
 def test_an_index_that_cannot_be_kept_is_no_error(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tars, "CACHE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(archives, "CACHE_AFTER_SECONDS", 0.0)
     own_cache.parent.mkdir()
     own_cache.write_text("a file where the folder should be")
     assert len(open_source(write_shards(tmp_path, IMAGES, 2))) == len(IMAGES)
@@ -248,7 +248,7 @@ def test_an_index_that_cannot_be_kept_is_no_error(
 def test_a_small_index_is_not_kept(
     tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tars, "CACHE_AFTER_SECONDS", 60.0)
+    monkeypatch.setattr(archives, "CACHE_AFTER_SECONDS", 60.0)
     open_source(write_shards(tmp_path, IMAGES, 2))
     assert not own_cache.exists()
 

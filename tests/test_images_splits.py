@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitsee_core.images import DataError
-from vitsee_core.images.splits import apply
+from vitsee_core.images.image_source import apply
 
 SPLITS = ["train"] * 10 + ["test"] * 4
 

@@ -16,7 +16,7 @@ import torch
 
 from tests.extractions import VIT, extracted, plant_images
 from vitsee_core.extraction import loop
-from vitsee_core.runtime.malloc import OF_THE_USER, freed_memory_kept
+from vitsee_core.runtime.machine import OF_THE_USER, freed_memory_kept
 
 pytestmark = pytest.mark.slow  # each in a process of its own that imports torch
 N_BYTES = 96 << 20  # more than glibc ever keeps by itself

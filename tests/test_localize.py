@@ -38,7 +38,7 @@ from vitsee_core.analyses.localize import (
 )
 from vitsee_core.analyses.localize.localisation import OWN_METRICS, SiteMaps, own_patch
 from vitsee_core.features import choose_features
-from vitsee_core.runtime import product_time as cost
+from vitsee_core.runtime import lanes as cost
 from vitsee_core.similarity import Estimator, GramOptions, Hsic, Representation, hsic
 from vitsee_core.similarity import on_the_fly as engine
 from vitsee_core.similarity.exact import BLOCKS

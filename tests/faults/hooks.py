@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from vitsee_core.extraction import claimed
+from vitsee_core.extraction import sharding
 from vitsee_core.runtime import kept_sums
 from vitsee_stores import disk as owners
 from vitsee_stores import leases as claims
@@ -20,7 +20,7 @@ from vitsee_stores import objects
 
 def look_often() -> None:
     """Ask for slabs that others have claimed several times a second."""
-    claimed.POLL_SECONDS = 0.2
+    sharding.POLL_SECONDS = 0.2
 
 
 def retry_soon() -> None:

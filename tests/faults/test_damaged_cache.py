@@ -13,7 +13,7 @@ from tests.extractions import extracted
 from tests.faults.conftest import Ends, Trial, Whole
 from tests.faults.test_damaged_files import DAMAGES, damaged, invoke
 from tests.faults.trials import check_finished, seeds
-from vitsee_core.extraction import claimed
+from vitsee_core.extraction import sharding
 from vitsee_stores import StoreWriter, open_store
 from vitsee_stores import leases as claims
 from vitsee_stores.leases import Claims
@@ -69,7 +69,7 @@ def test_damaged_claims_cost_time_alone(
     for claim in sorted(path.glob("commits/.claim.*.json")):
         claim.write_bytes(damaged(claim.read_bytes(), rng.choice(DAMAGES), rng))
     monkeypatch.setattr(claims, "LOST_SECONDS", 0.3)
-    monkeypatch.setattr(claimed, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(sharding, "POLL_SECONDS", 0.1)
     extracted(*trial.extraction("--shard", "claims")[1:])
     check_finished(path, trial.whole.bytes)
     trial.ended("same bytes")

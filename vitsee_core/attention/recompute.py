@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.attention.heads import StoredAttention, attention_blocks
-from vitsee_core.images.only import shorter_ids
+from vitsee_core.images.selection import shorter_ids
 from vitsee_core.models.provenance import Pictures, Provenance, model_of
 from vitsee_core.runtime.machine import counted
 from vitsee_core.runtime.progress import SILENT, Progress

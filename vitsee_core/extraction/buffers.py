@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,14 +11,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitsee_core.extraction.host_memory import HostMemory
 from vitsee_core.reductions.summary import PER_CLIP, PER_IMAGE
+from vitsee_core.runtime.machine import human_bytes
+from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import ArraySpec, AttentionGroup, SiteSpec, StorePlan, arrays
 
 PER_HEAD = tuple(name for name in PER_IMAGE if name != "head_std")
 # Values for missing heads and invalid images in arrays of integers.
 MISSING = {"n_queries": 0, "received_argmax": -1}
 PEAKS = "peaks"
+
+ALIGNED = 64
 
 
 class SlabBuffers:
@@ -141,3 +145,62 @@ def as_block(gram: NDArray[Any], valid: NDArray[np.bool_], slab: int) -> NDArray
     places = np.flatnonzero(valid)
     block[np.ix_(places, places)] = gram
     return block
+
+
+class HostMemory:
+    """Tensors of given shapes and types, consecutive in one block.
+
+    The block itself is pinned by registering it with CUDA: torch's own pinned tensors are each
+    rounded up to powers of two, up to twice the size, and cannot be swapped out.
+
+    Args:
+        shapes: name -> (shape, type).
+        pinned: for asynchronous copies from a GPU; until `release`.
+        block: uint8, at least `block_bytes(shapes)` long, instead of its own memory.
+
+    Raises:
+        VitseeError: CUDA refuses to pin so much.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        *,
+        pinned: bool = False,
+        block: Tensor | None = None,
+    ) -> None:
+        size = block_bytes(shapes)
+        self._block = torch.empty(size, dtype=torch.uint8) if block is None else block
+        self._pinned = pinned and size > 0
+        self.tensors: dict[str, Tensor] = {}
+        offset = 0
+        for name, (shape, dtype) in shapes.items():
+            n = math.prod(shape) * dtype.itemsize
+            self.tensors[name] = self._block[offset : offset + n].view(dtype).view(shape)
+            offset += _aligned(n)
+        if self._pinned:
+            code = _cudart().cudaHostRegister(self._block.data_ptr(), size, 0)
+            if int(code) != 0:
+                self._pinned = False
+                raise VitseeError(
+                    f"CUDA cannot pin {human_bytes(size)} of host memory for slab buffers (error "
+                    f"{int(code)}); choose a smaller --slab"
+                )
+
+    def release(self) -> None:
+        """Unpin the memory; no copy may be pending. The tensors keep their values."""
+        if self._pinned:
+            self._pinned = False
+            _cudart().cudaHostUnregister(self._block.data_ptr())
+
+
+def block_bytes(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
+    return sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in shapes.values())
+
+
+def _aligned(n: int) -> int:
+    return -(-n // ALIGNED) * ALIGNED
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from vitsee_core.extraction import claimed
+from vitsee_core.extraction import sharding
 from vitsee_core.extraction.begin import prepare
 from vitsee_core.extraction.options import ModelOptions, Request
 from vitsee_core.extraction.outcome import Outcome
@@ -142,11 +142,11 @@ def _until_done(
         if len(missing) == before:
             if pause is None:
                 log.info("waiting for %s that others have claimed", counted(before, "slabs"))
-                pause = claimed.pauses()
+                pause = sharding.pauses()
             time.sleep(next(pause))
         before = len(missing)
         size = len(missing) // (PIECES * max(1, execution.width))
-        size = max(1, min(claimed.MOST_AT_ONCE, size))
+        size = max(1, min(sharding.MOST_AT_ONCE, size))
         pieces = [missing[at : at + size] for at in range(0, len(missing), size)]
         yield from execution.spread(work, pieces)
 

@@ -24,10 +24,10 @@ from typing import ClassVar
 
 import torch
 
-from vitsee_core.extraction.host_memory import HostMemory, block_bytes
+from vitsee_core.extraction.buffers import HostMemory, block_bytes
+from vitsee_core.extraction.outcome import Clock
 from vitsee_core.extraction.plan import slab_bytes
 from vitsee_core.extraction.slab_grams import BufferedGrams, LiveGrams, SlabGrams
-from vitsee_core.extraction.timing import Clock
 from vitsee_core.models.sites import SiteTable
 from vitsee_core.runtime.machine import (
     counted,

@@ -21,20 +21,19 @@ from vitsee_core.extraction.by_frame import FrameObserver
 from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.gram_strategy import GramStrategy
 from vitsee_core.extraction.native import NativeCapture, NativeObserver
+from vitsee_core.extraction.outcome import Clock
 from vitsee_core.extraction.plan import hook_points
 from vitsee_core.extraction.prepare import Prepared
+from vitsee_core.extraction.sharding import only_writer
 from vitsee_core.extraction.signals import StopRequest
 from vitsee_core.extraction.slab import SlabObserver, check_peaks
 from vitsee_core.extraction.slab_grams import SlabGrams
-from vitsee_core.extraction.slab_locks import only_writer
 from vitsee_core.extraction.tiles import TiledObserver
-from vitsee_core.extraction.timing import Clock
 from vitsee_core.extraction.transfer import PixelFeed
 from vitsee_core.images import Batch, normalise
 from vitsee_core.models.capture import Capture
 from vitsee_core.runtime.device import precision_context
-from vitsee_core.runtime.machine import counted, is_out_of_memory
-from vitsee_core.runtime.malloc import freed_memory_kept
+from vitsee_core.runtime.machine import counted, freed_memory_kept, is_out_of_memory
 from vitsee_core.runtime.progress import Progress
 from vitsee_stores import StoreWriter
 from vitsee_stores.errors import VitseeError

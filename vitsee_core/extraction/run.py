@@ -19,21 +19,18 @@ import numpy as np
 import torch
 
 from vitsee_core.extraction.begin import prepare
-from vitsee_core.extraction.claimed import claimed_rounds
 from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.gram_strategy import GramStrategy, choose_strategy
 from vitsee_core.extraction.image_layout import describe
 from vitsee_core.extraction.loop import SlabLoop
 from vitsee_core.extraction.options import Request, RunOptions
-from vitsee_core.extraction.outcome import Outcome
+from vitsee_core.extraction.outcome import REST, Outcome
 from vitsee_core.extraction.plan import slab_bytes, times_of
 from vitsee_core.extraction.prepare import Prepared
-from vitsee_core.extraction.sharding import Shard
+from vitsee_core.extraction.sharding import Shard, claimed_rounds, without_writer
 from vitsee_core.extraction.signals import Interrupted, StopRequest
 from vitsee_core.extraction.sizes import folder_sizes
-from vitsee_core.extraction.slab_locks import without_writer
 from vitsee_core.extraction.tiles import n_tiles
-from vitsee_core.extraction.timing import REST
 from vitsee_core.images import batches
 from vitsee_core.models.same_images import check_same_images
 from vitsee_core.runtime.device import device_name

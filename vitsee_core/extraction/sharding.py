@@ -1,14 +1,44 @@
-"""Assignment of slabs to processes: `--shard i/n`, the numbers of a SLURM job's tasks, or
-claims."""
+"""Which process makes which slab: `--shard i/n`, the numbers of a SLURM job's tasks, or claims; and
+locks against two processes writing one.
+
+Without --shard, or with a requeued job beside its dying predecessor, two processes may want one
+slab. Its chunks must all come from one, since another batch size or device rounds otherwise, and
+the commit marker seals them together. So a slab is written under a lock that the system releases
+with its process; the second process finds it committed and continues. File systems without locks,
+and object stores, are used without.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 import re
-from collections.abc import Mapping
+import socket
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+
 from vitsee_core.extraction.options import OptionError
+from vitsee_core.extraction.signals import StopRequest
+from vitsee_core.runtime.machine import counted
+from vitsee_stores import StoreWriter
 from vitsee_stores.errors import VitseeError
+from vitsee_stores.leases import Claims
+from vitsee_stores.url import Place, Url
+
+log = logging.getLogger(__name__)
+
+MOST_AT_ONCE = 16
+FIRST_SECONDS, POLL_SECONDS = 0.2, 5.0  # of waiting for others: at first, and at most
+
+
+try:
+    import fcntl
+except ImportError:  # no POSIX
+    fcntl = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -99,3 +129,90 @@ def _from_slurm(environ: Mapping[str, str]) -> Shard:
     if rank >= ranks:
         raise VitseeError(f"--shard slurm: SLURM_PROCID {rank} is not below SLURM_NTASKS {ranks}")
     return Shard(task * ranks + rank, tasks * ranks)
+
+
+def claimed_rounds(writer: StoreWriter, stop: StopRequest) -> Generator[list[int]]:
+    """Slabs to make now, round by round, until the store is complete or a signal came: slabs
+    claimed by others are waited for, and taken over if their claims are lost. Close the generator
+    if it is not exhausted, to release the claims. Raises StoreError: claims cannot be written to
+    the store."""
+    claims = Claims(writer.files, {"host": socket.gethostname(), "pid": os.getpid()})
+    pause: Iterator[float] | None = None
+    with claims.beating():
+        while not stop and len(missing := np.flatnonzero(~writer.committed())):
+            mine = claims.take(missing.tolist(), _at_once(len(missing)))
+            if mine:
+                pause = None
+                yield mine
+                claims.release()
+                continue
+            if pause is None:
+                log.info("waiting for %s that others have claimed", counted(len(missing), "slabs"))
+                pause = pauses()
+            _sleep(next(pause), stop)
+
+
+def _at_once(n_missing: int) -> int:
+    """Few enough that all processes end at about the same time; each round restarts the loading."""
+    return max(1, min(MOST_AT_ONCE, n_missing // 32))
+
+
+def pauses() -> Iterator[float]:
+    """Seconds between checks of others' work: short at first, as their slab may be nearly done."""
+    seconds = FIRST_SECONDS
+    while True:
+        yield min(seconds, POLL_SECONDS)
+        seconds = min(2 * seconds, POLL_SECONDS)
+
+
+def _sleep(seconds: float, stop: StopRequest) -> None:
+    until = time.monotonic() + seconds
+    while not stop and time.monotonic() < until:
+        time.sleep(0.1)
+
+
+@contextmanager
+def only_writer(store: Place, slab: int) -> Iterator[None]:
+    """Context in which no other process writes this slab; waits for one that does. Threads of one
+    process do not exclude each other."""
+    with _locked(store, [slab], wait=True):
+        yield
+
+
+@contextmanager
+def without_writer(store: Place, slabs: Sequence[int]) -> Iterator[list[int]]:
+    """Context with those of the slabs that no other process writes, before or during it: their
+    partial files are from processes that ended."""
+    with _locked(store, slabs, wait=False) as free:
+        yield free
+
+
+@contextmanager
+def _locked(store: Place, slabs: Sequence[int], wait: bool) -> Iterator[list[int]]:
+    """Locks on one byte per slab of an existing file; yields the slabs that no other process has
+    locked. Object stores have no locks."""
+    if isinstance(store, Url):
+        yield list(slabs)
+        return
+    try:
+        descriptor = os.open(store / "commits" / "zarr.json", os.O_RDWR)
+    except OSError:  # the writer itself reports what is wrong with the store
+        yield list(slabs)
+        return
+    try:
+        yield [slab for slab in slabs if _lock(descriptor, slab, wait)]
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, byte: int, wait: bool) -> bool:
+    """False if another process has locked it."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, byte)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:  # no locks here
+        return True
+    return True

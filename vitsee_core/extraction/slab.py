@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from vitsee_core.extraction.buffers import PER_HEAD, SlabBuffers, feature_paths, is_sum
+from vitsee_core.extraction.outcome import Clock
 from vitsee_core.extraction.slab_grams import SlabGrams
-from vitsee_core.extraction.timing import Clock
 from vitsee_core.extraction.transfer import HostCopies
 from vitsee_core.models.selfcheck import NotFinite
 from vitsee_core.reductions import (

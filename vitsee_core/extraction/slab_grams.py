@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vitsee_core.extraction.buffers import SlabBuffers, feature_paths
-from vitsee_core.extraction.timing import Clock
+from vitsee_core.extraction.outcome import Clock
 from vitsee_core.extraction.transfer import HostCopies
 from vitsee_core.kernels.backend import matmul_backend
 from vitsee_core.runtime.device import precision_context

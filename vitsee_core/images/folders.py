@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.images import splits as split_rules
+from vitsee_core.images import image_source as split_rules
 from vitsee_core.images.decoding import FileOpener
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.file_names import is_image, natural_key

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.runtime.one_thread import one_blas_thread, one_torch_thread
+from vitsee_core.runtime.lanes import one_blas_thread, one_torch_thread
 from vitsee_core.types import Float, Float32
 from vitsee_stores.errors import VitseeError
 

@@ -25,8 +25,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from vitsee_core.runtime.dask_worker import REMEDY, DaskError, Done, done, refusal
+from vitsee_core.runtime.lanes import submitted
 from vitsee_core.runtime.machine import THREADS, counted, human_bytes, n_cores
-from vitsee_core.runtime.streaming import submitted
 from vitsee_core.runtime.versions import worker_versions
 from vitsee_stores.errors import VitseeError
 

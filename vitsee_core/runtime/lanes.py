@@ -1,24 +1,40 @@
-"""Worker threads with single-threaded BLAS.
+"""Worker threads with single-threaded BLAS, and how long their products take.
 
 A thread that waits for another inside a product (BLAS with a thread per core, beside a reader)
-leaves its core idle; threads that read, convert and multiply their own piece do not wait. Sums are
-added in the pieces' order, so that results do not depend on the number of threads.
+leaves its core idle; threads that read, convert and multiply their own piece do not wait. Small
+products by a thread per core take no less time than by one: the others wait for their parts in a
+loop, which takes cores from whatever else runs. Sums are added in the pieces' order, so that
+results do not depend on the number of threads.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import lru_cache, partial
+from typing import Any, TypeVar
+
+import numpy as np
+from threadpoolctl import ThreadpoolController
 
 from vitsee_core.runtime import machine
-from vitsee_core.runtime.one_thread import one_blas_thread
-from vitsee_core.runtime.streaming import submitted
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+# Of the estimated time of products:
+WORTH_SAYING = 5.0  # seconds
+SHARE = 0.6  # fraction of the rate of large products that analyses reach
+SIDE = 512  # of the matrices of the trial
+
+log = logging.getLogger(__name__)
 
 
 def n_lanes(most: int | None = None) -> int:
@@ -101,6 +117,39 @@ def run_lanes(
             raise
 
 
+def submitted(
+    submit: Callable[[T], Any],
+    items: Iterable[T],
+    ahead: Callable[[], int],
+    result: Callable[[Any], R] = Future.result,
+) -> Iterator[R]:
+    """The results of all items in their order. No work continues after the end, also after an early
+    one.
+
+    Args:
+        submit: hands an item to a pool or a cluster and returns its future.
+        items: consumed as they are submitted.
+        ahead: how many may be submitted before the first result is taken, asked anew each time.
+        result: waits for the result of a future.
+    """
+    waiting: deque[Any] = deque()
+    try:
+        for item in items:
+            waiting.append(submit(item))
+            while len(waiting) >= ahead():
+                yield result(waiting.popleft())
+        while waiting:
+            yield result(waiting.popleft())
+    finally:
+        running = []
+        for future in waiting:
+            with suppress(Exception):  # of a lost cluster: the first error is the one to show
+                if future.cancel() is False:
+                    running.append(future)
+        for future in running:
+            future.exception()
+
+
 def in_order(
     work: Callable[[T], R], items: Sequence[T], pool: ThreadPoolExecutor | None, ahead: int
 ) -> Iterator[R]:
@@ -135,3 +184,92 @@ def run_all(
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
         raise errors[0]
+
+
+class _SharedLimit:
+    """Reference-counted process-wide limit: set by the first user, restored by the last. limit:
+    sets it, and returns what restores it."""
+
+    def __init__(self, limit: Callable[[], Callable[[], object]]) -> None:
+        self._limit, self._lock, self._inside = limit, threading.Lock(), 0
+        self._restore: Callable[[], object] = bool
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        with self._lock:
+            if self._inside == 0:
+                self._restore = self._limit()
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if self._inside == 0:
+                    self._restore()
+
+
+@lru_cache(maxsize=1)
+def _libraries(n_modules: int) -> ThreadpoolController:
+    """The loaded BLAS libraries; searched again once more modules are imported."""
+    return ThreadpoolController()
+
+
+def _limit_blas() -> Callable[[], object]:
+    limits: Any = _libraries(len(sys.modules)).limit(limits=1, user_api="blas")
+    return limits.restore_original_limits
+
+
+def _limit_torch() -> Callable[[], object]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    return partial(torch.set_num_threads, before)
+
+
+_blas, _torch = _SharedLimit(_limit_blas), _SharedLimit(_limit_torch)
+
+
+def one_blas_thread() -> AbstractContextManager[None]:
+    """Context in which numpy's products run in the calling thread; may nest and overlap."""
+    return _blas.held()
+
+
+def one_torch_thread() -> AbstractContextManager[None]:
+    """The same for torch on the CPU."""
+    return _torch.held()
+
+
+def say_cost(label: str, n_images: int, multiplications: float) -> None:
+    """Log the estimated time of comparing this many images of a store, from a short trial, and how
+    it grows; silent if it is seconds."""
+    seconds = multiplications / (SHARE * cpu_rate())
+    log.log(
+        logging.INFO if seconds >= WORTH_SAYING else logging.DEBUG,
+        "%s: %.1e multiplications for %d images, %s on %d cores; four times as long for twice the "
+        "images (--images N takes fewer)",
+        *(label, multiplications, n_images, rough_time(seconds), n_lanes()),
+    )
+
+
+def cpu_rate() -> float:
+    """Multiplications per second of large products on all cores, measured in milliseconds."""
+    x = np.ones((SIDE, SIDE), np.float32)
+    out = np.empty_like(x)
+    best = np.inf
+    with one_blas_thread():
+        for _ in range(3):
+            began = time.perf_counter()
+            np.matmul(x, x, out=out)
+            best = min(best, time.perf_counter() - began)
+    return float(SIDE**3 / best * n_lanes())
+
+
+def rough_time(seconds: float) -> str:
+    """A rounded duration: about 40 s, about 12 min, about 3.5 h."""
+    if seconds < 90:
+        return f"about {max(1, round(seconds))} s"
+    if seconds < 90 * 60:
+        return f"about {round(seconds / 60)} min"
+    return f"about {seconds / 3600:.1f} h"

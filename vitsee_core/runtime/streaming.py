@@ -11,10 +11,8 @@ by a cluster: pass the `map` that distributes the calls.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -23,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.runtime.kept_sums import KeptFold, KeptSums
+from vitsee_core.runtime.lanes import one_blas_thread, submitted
 from vitsee_core.runtime.machine import counted
-from vitsee_core.runtime.one_thread import one_blas_thread
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.types import Mask
 from vitsee_stores import Slab, Store, require_paired
@@ -288,36 +286,3 @@ def _on_threads(jobs: int, function: Callable[[Any], R], items: Iterable[Any], /
             return
         with ThreadPoolExecutor(jobs) as pool:
             yield from submitted(lambda item: pool.submit(function, item), items, lambda: 2 * jobs)
-
-
-def submitted(
-    submit: Callable[[T], Any],
-    items: Iterable[T],
-    ahead: Callable[[], int],
-    result: Callable[[Any], R] = Future.result,
-) -> Iterator[R]:
-    """The results of all items in their order. No work continues after the end, also after an early
-    one.
-
-    Args:
-        submit: hands an item to a pool or a cluster and returns its future.
-        items: consumed as they are submitted.
-        ahead: how many may be submitted before the first result is taken, asked anew each time.
-        result: waits for the result of a future.
-    """
-    waiting: deque[Any] = deque()
-    try:
-        for item in items:
-            waiting.append(submit(item))
-            while len(waiting) >= ahead():
-                yield result(waiting.popleft())
-        while waiting:
-            yield result(waiting.popleft())
-    finally:
-        running = []
-        for future in waiting:
-            with suppress(Exception):  # of a lost cluster: the first error is the one to show
-                if future.cancel() is False:
-                    running.append(future)
-        for future in running:
-            future.exception()

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from vitsee_core.kernels.backend import full_precision
 from vitsee_core.runtime.execution import Execution
+from vitsee_core.runtime.lanes import one_blas_thread
 from vitsee_core.runtime.machine import free_disk_bytes, human_bytes
-from vitsee_core.runtime.one_thread import one_blas_thread
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.runtime.streaming import Map
 from vitsee_core.similarity.cache import GramCache

@@ -20,8 +20,8 @@ from vitsee_core.kernels.backend import (
     is_worth_compiling,
     require_bfloat16,
 )
+from vitsee_core.runtime.lanes import one_blas_thread
 from vitsee_core.runtime.machine import counted, memory_bytes
-from vitsee_core.runtime.one_thread import one_blas_thread
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.runtime.streaming import choose_rows
 from vitsee_core.similarity.batches import (

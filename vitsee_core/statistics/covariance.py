@@ -39,11 +39,15 @@ from numpy.typing import NDArray
 
 from vitsee_core.kernels.compiled import compiled
 from vitsee_core.runtime.execution import Execution
-from vitsee_core.runtime.lanes import n_lanes
-from vitsee_core.runtime.machine import human_bytes
-from vitsee_core.runtime.malloc import freed_memory_kept
-from vitsee_core.runtime.one_thread import one_blas_thread
-from vitsee_core.runtime.product_time import SHARE, WORTH_SAYING, cpu_rate, rough_time
+from vitsee_core.runtime.lanes import (
+    SHARE,
+    WORTH_SAYING,
+    cpu_rate,
+    n_lanes,
+    one_blas_thread,
+    rough_time,
+)
+from vitsee_core.runtime.machine import freed_memory_kept, human_bytes
 from vitsee_core.runtime.streaming import Rows
 from vitsee_core.types import Float, Float32, Integers, Mask
 

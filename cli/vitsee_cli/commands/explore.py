@@ -97,7 +97,7 @@ def command(
       $ vitsee explore b16.zarr --image cat.jpg --image dog.jpg --recompute -o pets.html
     """
     from vitsee_core.explore import explore
-    from vitsee_core.images.only import read_only
+    from vitsee_core.images.selection import read_only
     from vitsee_core.models.provenance import Provenance
     from vitsee_core.runtime.machine import counted, human_bytes
     from vitsee_core.tables.files import check_new_files, check_place

@@ -52,7 +52,7 @@ from vitsee_core.patch_maps.photos import Photograph, Shown, clip_frames, photog
 from vitsee_core.patch_maps.views import Edges, View, grid_sites
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.one_thread import one_blas_thread
+from vitsee_core.runtime.lanes import one_blas_thread
 from vitsee_core.runtime.options import (
     KNOWLEDGE,
     Gather,

@@ -37,8 +37,8 @@ from vitsee_core.analyses.dense_probe.work import (
 from vitsee_core.features import require_comparable
 from vitsee_core.images.embedded_pictures import encode
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.only import named_only
 from vitsee_core.images.placement import place
+from vitsee_core.images.selection import named_only
 from vitsee_core.labels.labelled_rows import in_split
 from vitsee_core.masks.class_maps import IGNORED, ClassMap
 from vitsee_core.models.provenance import Pictures

@@ -26,8 +26,7 @@ from vitsee_core.images.placement import place
 from vitsee_core.masks.class_maps import ClassMaps
 from vitsee_core.masks.depth_maps import DepthMaps
 from vitsee_core.masks.mask_truth import cut_to_image, match_rows
-from vitsee_core.runtime.lanes import n_lanes
-from vitsee_core.runtime.one_thread import one_blas_thread
+from vitsee_core.runtime.lanes import n_lanes, one_blas_thread
 from vitsee_core.runtime.streaming import A, Rows
 from vitsee_core.types import Float32, Mask
 from vitsee_stores import Store

@@ -14,8 +14,8 @@ import numpy as np
 
 from vitsee_core.features import choose_features
 from vitsee_core.runtime.execution import Execution
+from vitsee_core.runtime.lanes import say_cost
 from vitsee_core.runtime.machine import human_bytes
-from vitsee_core.runtime.product_time import say_cost
 from vitsee_core.similarity import Estimator, Hsic, Similarity, centred_alignment, summarise
 from vitsee_core.similarity.on_the_fly import hsic_on_the_fly, multiplications, shapes
 from vitsee_core.similarity.patch_pixels import PatchPixels, patch_shape, pixels_shape

@@ -34,8 +34,8 @@ from vitsee_core.kernels.l2_choice import GRID
 from vitsee_core.labels.labelled_rows import LabelledRows
 from vitsee_core.masks.segments import Examples
 from vitsee_core.runtime.execution import Execution
+from vitsee_core.runtime.lanes import one_blas_thread
 from vitsee_core.runtime.machine import human_bytes
-from vitsee_core.runtime.one_thread import one_blas_thread
 from vitsee_core.runtime.progress import Progress
 from vitsee_core.runtime.streaming import thread_map
 from vitsee_core.statistics.jackknife import Blocks, means_without

@@ -210,7 +210,7 @@ def _work_on(work: VideoWork, videos: Sequence[Video], execution: Execution) -> 
         group_videos,
         work_on,
     )
-    from vitsee_core.runtime.one_thread import one_torch_thread
+    from vitsee_core.runtime.lanes import one_torch_thread
 
     with counting(execution.progress, sum(len(v.frames) for v in videos), "masks") as progress:
         check_masks(work.masks, videos, execution.jobs, progress)
@@ -231,7 +231,7 @@ def _work_on(work: VideoWork, videos: Sequence[Video], execution: Execution) -> 
 
 
 def _group(work: VideoWork, execution: Execution, group: Sequence[Video]) -> Found:
-    from vitsee_core.runtime.one_thread import one_torch_thread
+    from vitsee_core.runtime.lanes import one_torch_thread
 
     with one_torch_thread():
         return replace(work, progress=execution.progress)(group)

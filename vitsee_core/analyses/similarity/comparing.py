@@ -32,8 +32,7 @@ import numpy as np
 from vitsee_core.analyses.similarity.measure import Measure, SiteGram
 from vitsee_core.kernels.backend import full_precision
 from vitsee_core.runtime.execution import Execution
-from vitsee_core.runtime.lanes import in_order, lane_pool, n_lanes
-from vitsee_core.runtime.one_thread import one_blas_thread
+from vitsee_core.runtime.lanes import in_order, lane_pool, n_lanes, one_blas_thread
 from vitsee_core.runtime.progress import counting
 from vitsee_core.similarity import Representation
 from vitsee_core.similarity.comparison import SHARE, Comparison

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.runtime.lanes import in_order, lane_pool, n_lanes
+from vitsee_core.runtime.lanes import in_order, lane_pool, n_lanes, one_blas_thread
 from vitsee_core.runtime.machine import counted
-from vitsee_core.runtime.one_thread import one_blas_thread
 from vitsee_core.similarity import cosine
 from vitsee_core.similarity.exact import most_left_out
 from vitsee_core.similarity.representation import Shift

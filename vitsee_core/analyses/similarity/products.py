@@ -17,8 +17,7 @@ import numpy as np
 
 from vitsee_core.analyses.similarity.measure import MOST_DENSE, Measure, SiteGram
 from vitsee_core.kernels.compiled import compiled
-from vitsee_core.runtime.lanes import in_order, lane_pool, n_lanes
-from vitsee_core.runtime.one_thread import one_blas_thread
+from vitsee_core.runtime.lanes import in_order, lane_pool, n_lanes, one_blas_thread
 from vitsee_core.similarity import pearson
 from vitsee_core.types import Float, Float32, Integers, Mask
 

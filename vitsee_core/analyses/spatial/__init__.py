@@ -51,7 +51,7 @@ from vitsee_core.masks.labels import Labels
 from vitsee_core.masks.sources import BACKGROUND_OPTION, PANOPTIC, VOID_OPTION, objects
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.one_thread import one_blas_thread
+from vitsee_core.runtime.lanes import one_blas_thread
 from vitsee_core.runtime.options import FLOW, SITES, Offers, metrics_option
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.runtime.store_selection import select_each, sites_of

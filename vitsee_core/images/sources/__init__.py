@@ -17,6 +17,7 @@ from vitsee_core.images.errors import DataError
 from vitsee_core.images.file_names import is_video
 from vitsee_core.images.folders import classify, open_folder, walk
 from vitsee_core.images.image_source import ImageSource
+from vitsee_core.images.sources.archives import open_tars, open_zips
 from vitsee_core.images.sources.arrays import open_demo, open_npz
 from vitsee_core.images.sources.base import Asked, Found, found_paths
 from vitsee_core.images.sources.braces import expand_braces
@@ -30,8 +31,6 @@ from vitsee_core.images.sources.lists import open_list, shards_listed
 from vitsee_core.images.sources.nyu import open_nyu
 from vitsee_core.images.sources.parquet import open_parquet
 from vitsee_core.images.sources.remote import GLOBS, find_remote
-from vitsee_core.images.sources.tars import open_tars
-from vitsee_core.images.sources.zips import open_zips
 from vitsee_core.runtime.machine import counted
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_stores.url import is_url

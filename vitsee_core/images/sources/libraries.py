@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.images import splits as split_rules
+from vitsee_core.images import image_source as split_rules
 from vitsee_core.images.decoding import ArrayOpener, FileOpener, RowOpener
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.folders import open_folder

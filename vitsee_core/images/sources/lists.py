@@ -1,4 +1,5 @@
-"""Lists of images: path, label, split, id and box in CSV and TSV files, paths in text files."""
+"""Lists of images: path, label, split, id and box in CSV and TSV files, paths in text files, and
+the labels of ImageNet's validation images as its development kit has them."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +21,6 @@ from vitsee_core.images.errors import DataError, ImageError
 from vitsee_core.images.folders import class_labels
 from vitsee_core.images.image_source import ImageSource
 from vitsee_core.images.sources.braces import expand_braces
-from vitsee_core.images.sources.devkit import ground_truth
 from vitsee_stores.errors import reason
 from vitsee_stores.url import is_url
 
@@ -39,6 +40,18 @@ _PATHS_TRIED = 16
 
 Row = tuple[int, list[str]]
 
+META = "meta.mat"
+MOST_BYTES = 1 << 24
+# Where the images are, from the folder of the labels (ILSVRC2012_devkit_t12/data).
+FOLDERS = (
+    "",
+    "val",
+    "../../val",
+    "../../ILSVRC2012_img_val",
+    "../..",
+    "../../ILSVRC/Data/CLS-LOC/val",
+)
+
 
 def open_list(path: Path, name: str) -> ImageSource:
     """The images of a comma- or tab-separated list (by its suffix), in the order of its lines.
@@ -53,7 +66,7 @@ def open_list(path: Path, name: str) -> ImageSource:
     A text list (.txt) has a path a line, or, where all lines end in one, a path and a class number
     or a WordNet id (n01440764). Of ImageNet's LOC_val_solution.csv the images are found beside it,
     in its folder val, or where the archive has them, and the first WordNet id is the label; for the
-    development kit's file of labels see `devkit.ground_truth`.
+    development kit's file of labels see `ground_truth`.
 
     Raises:
         DataError: an unreadable or uneven list, an id that occurs twice, a missing file, a box that
@@ -216,3 +229,55 @@ def _text_rows(text: str) -> Iterator[Row]:
         yield from parts
     else:
         yield from ((k, [line]) for k, line in lines)
+
+
+def ground_truth(path: Path) -> dict[str, list[str]] | None:
+    """Paths, ids and labels (WordNet ids) of ILSVRC2012_validation_ground_truth.txt, which has the
+    number of a class per line, in the order of the images' names, and meta.mat beside it, which
+    says what the numbers mean; None for any other file.
+
+    Raises:
+        DataError: meta.mat cannot be read, or lacks a number.
+    """
+    meta = path.with_name(META)
+    if path.suffix.lower() != ".txt" or not meta.is_file():
+        return None
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            return None
+        lines = path.read_text("utf-8-sig").split()
+    except (OSError, UnicodeDecodeError):
+        return None  # said by whoever reads it as a list
+    if not lines or not all(re.fullmatch(r"\d+", line) for line in lines):
+        return None
+    names = _wordnet_ids(meta)
+    unknown = next((line for line in lines if int(line) not in names), None)
+    if unknown is not None:
+        raise DataError(f"{path} has the class {unknown}, which {meta} does not name")
+    ids = [f"ILSVRC2012_val_{k:08d}.JPEG" for k in range(1, len(lines) + 1)]
+    folder = path.absolute().parent
+    inner = next((f for f in FOLDERS if (folder / f / ids[0]).exists()), "")
+    paths = [os.path.join(inner, name) for name in ids]
+    return {"path": paths, "id": ids, "label": [names[int(line)] for line in lines]}
+
+
+def _wordnet_ids(meta: Path) -> dict[int, str]:
+    """ILSVRC2012_ID -> WNID, of the array `synsets`."""
+    from scipy.io import loadmat
+
+    try:
+        if meta.stat().st_size > MOST_BYTES:
+            raise DataError(
+                f"{meta} has more than {MOST_BYTES} bytes; expected ImageNet's meta.mat"
+            )
+        synsets: Any = loadmat(meta, squeeze_me=True, struct_as_record=False)["synsets"]
+        return {int(one.ILSVRC2012_ID): str(one.WNID) for one in synsets.ravel()}
+    except OSError as error:
+        raise DataError(f"cannot read {meta}: {reason(error)}") from None
+    except DataError:
+        raise
+    except Exception as error:  # whatever scipy meets in a file of another kind
+        raise DataError(
+            f"{meta} is not ImageNet's meta.mat ({type(error).__name__}: {error}); expected "
+            "synsets with ILSVRC2012_ID and WNID"
+        ) from None

@@ -21,7 +21,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.images import splits as split_rules
+from vitsee_core.images import image_source as split_rules
 from vitsee_core.images.decoding import MOST_BYTES, Opener, one_line
 from vitsee_core.images.errors import DataError, ImageError
 from vitsee_core.images.image_source import ImageSource

@@ -1,7 +1,8 @@
-"""Images in uncompressed tar files, read in place; webdataset's shards among them.
+"""Images in zip files and in uncompressed tar files (webdataset's shards among them), read in
+place.
 
-An index that took a second to make is kept in the user's cache folder, and of a set that changed
-only the files with another size or time of modification are read again.
+An index of tar files that took a second to make is kept in the user's cache folder, and of a set
+that changed only the files with another size or time of modification are read again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import logging
 import os
 import time
+import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -22,9 +24,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.images.decoding import TarOpener
+from vitsee_core.images.decoding import TarOpener, ZipMember, ZipOpener, one_line
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.folders import classify
+from vitsee_core.images.folders import classify, utf8
 from vitsee_core.images.image_source import ImageSource
 from vitsee_core.images.sources.base import Asked, Found, labels_of, no_answer, strings
 from vitsee_core.images.sources.tar_index import MEMBERS, TarIndex, index_tar, key_of
@@ -40,6 +42,53 @@ _ARRAYS = ("offset", "size", "label", "whole")
 Stamp = tuple[int, str]
 
 log = logging.getLogger(__name__)
+
+
+def open_zips(zips: Sequence[Path], asked: Asked) -> ImageSource:
+    """The images of zip files, sorted by code point of their paths; nothing is unpacked.
+
+    With several, the file's name without its suffix is prepended as a folder.
+
+    Raises:
+        DataError: a damaged or encrypted zip, members with a compression other than deflate, or
+            none with an image.
+    """
+    found: dict[str, ZipMember] = {}
+    for k, path in enumerate(zips):
+        prefix = f"{path.stem}/" if len(zips) > 1 else ""
+        try:
+            with zipfile.ZipFile(path) as file:
+                for member in file.infolist():
+                    _take(found, member, k, prefix, path, asked)
+        except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read as a zip file: {one_line(error)}") from None
+    opener = ZipOpener(tuple(str(path.absolute()) for path in zips))
+    if not found:
+        raise DataError(asked.nothing % asked.data)
+    paths = sorted(found)
+    labels, splits, class_names = classify(paths)
+    locations = [found[p] for p in paths]
+    return ImageSource(asked.data, opener, locations, paths, labels, splits, class_names)
+
+
+def _take(
+    found: dict[str, ZipMember],
+    member: zipfile.ZipInfo,
+    k: int,
+    prefix: str,
+    path: Path,
+    asked: Asked,
+) -> None:
+    inner = utf8(prefix + member.filename.removeprefix("./"))
+    if member.is_dir() or not asked.wants(inner):
+        return
+    if member.flag_bits & 1:
+        raise DataError(f"{path} is encrypted; unpack it to a folder")
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise DataError(f"{path} is packed by another method than deflate; unpack it to a folder")
+    deflated = member.compress_type == zipfile.ZIP_DEFLATED
+    sizes = member.compress_size, member.file_size
+    found[inner] = (k, inner, member.header_offset, *sizes, deflated, member.CRC)
 
 
 def open_tars(asked: Asked, found: Found) -> ImageSource:
