@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitsee_core.images import DataError
-from vitsee_core.images.image_source import apply
+from vitsee_core.images.image_source import apply_split
 
 SPLITS = ["train"] * 10 + ["test"] * 4
 
@@ -38,13 +38,13 @@ SPLITS = ["train"] * 10 + ["test"] * 4
     ],
 )
 def test_positions(expression: str, positions: list[int]) -> None:
-    assert apply(expression, SPLITS, "data")[0] == list(positions)
+    assert apply_split(expression, SPLITS, "data")[0] == list(positions)
 
 
 def test_a_sample_keeps_its_split_or_the_term_where_a_split_is_cut() -> None:
-    assert apply("train[:1]+test[:1]", SPLITS, "data")[1] == ["train", "test"]
-    assert apply("train[:1]+train[9:]", SPLITS, "data")[1] == ["train[:1]", "train[9:]"]
-    assert apply("all[9:11]", SPLITS, "data")[1] == ["train", "test"]
+    assert apply_split("train[:1]+test[:1]", SPLITS, "data")[1] == ["train", "test"]
+    assert apply_split("train[:1]+train[9:]", SPLITS, "data")[1] == ["train[:1]", "train[9:]"]
+    assert apply_split("all[9:11]", SPLITS, "data")[1] == ["train", "test"]
 
 
 @given(n=st.integers(1, 400), cut=st.integers(1, 99))
@@ -52,7 +52,7 @@ def test_neighbouring_percentages_share_nothing_and_leave_nothing(n: int, cut: i
     low = int(Fraction(cut, 100) * n)
     for expression, expected in ((f"a[:{cut}%]", range(low)), (f"a[{cut}%:]", range(low, n))):
         if expected:
-            assert apply(expression, ["a"] * n, "data")[0] == list(expected)
+            assert apply_split(expression, ["a"] * n, "data")[0] == list(expected)
 
 
 @pytest.mark.parametrize(
@@ -78,11 +78,11 @@ def test_neighbouring_percentages_share_nothing_and_leave_nothing(n: int, cut: i
 )
 def test_what_is_refused(expression: str, phrase: str) -> None:
     with pytest.raises(DataError) as caught:
-        apply(expression, SPLITS, "data")
+        apply_split(expression, SPLITS, "data")
     assert phrase in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_data_without_splits() -> None:
     with pytest.raises(DataError, match="it has no splits"):
-        apply("train", ["", ""], "data")
-    assert apply("all[1:]", ["", ""], "data") == ([1], [""])
+        apply_split("train", ["", ""], "data")
+    assert apply_split("all[1:]", ["", ""], "data") == ([1], [""])

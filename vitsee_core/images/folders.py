@@ -13,11 +13,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.images import image_source as split_rules
 from vitsee_core.images.decoding import FileOpener
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.file_names import is_image, natural_key
-from vitsee_core.images.image_source import ImageSource
+from vitsee_core.images.image_source import SPLIT_NAMES, ImageSource
 from vitsee_core.tables.files import TABLE_ENDINGS
 from vitsee_stores.disk import read_regular
 from vitsee_stores.errors import reason
@@ -57,7 +56,7 @@ def classify(paths: Sequence[str]) -> tuple[NDArray[np.int64], list[str], list[s
     """
     folders = [path.split("/")[:-1] for path in paths]
     tops = {parts[0] for parts in folders if parts}
-    level = int(bool(tops) and all(top.lower() in split_rules.NAMES for top in tops))
+    level = int(bool(tops) and all(top.lower() in SPLIT_NAMES for top in tops))
     splits = [parts[0] if level and parts else "" for parts in folders]
     names = [parts[level] if len(parts) > level else "" for parts in folders]
     labels, class_names = number(names)

@@ -27,8 +27,8 @@ _SYNONYMS = (
     ("val", "valid", "validation", "eval", "evaluation"),
     ("test", "testing"),
 )
-NAMES = frozenset(name for group in _SYNONYMS for name in group)
-EVERYTHING = "all"
+SPLIT_NAMES = frozenset(name for group in _SYNONYMS for name in group)
+EVERY_SPLIT = "all"
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def parse_split(expression: str) -> list[Term]:
         start, stop = (match["start"] or "").strip(), (match["stop"] or "").strip()
         if any(bound and not _BOUND.fullmatch(bound) for bound in (start, stop)):
             raise _unreadable(expression)
-        terms.append(Term(match["name"].strip() or EVERYTHING, start, stop, text.strip()))
+        terms.append(Term(match["name"].strip() or EVERY_SPLIT, start, stop, text.strip()))
     return terms
 
 
@@ -206,7 +206,7 @@ def apply_split(expression: str, splits: Sequence[str], data: str) -> tuple[list
     positions: list[int] = []
     names: list[str] = []
     for term, name in zip(terms, found, strict=True):
-        if name is None and term.name != EVERYTHING:
+        if name is None and term.name != EVERY_SPLIT:
             known = f"its splits: {', '.join(present)}" if present else "it has no splits"
             raise DataError(f"{data} has no split {term.name!r}; {known}")
         pool = list(range(len(splits))) if name is None else members[name]

@@ -148,7 +148,7 @@ def find_videos(stores: Sequence[Store], masks: MaskFiles, only: Path | None = N
         stores: with the same frames of the same videos, in the data set's order; of clips, sampled
             alike, the videos themselves.
         masks: of every frame.
-        only: a file with the names of some of them, see `images.only`.
+        only: a file with the names of some of them, see `images.selection`.
 
     Raises:
         StoreMismatch: stores with other videos, frames or sizes.

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.images import image_source as split_rules
 from vitsee_core.images.decoding import ArrayOpener, FileOpener, RowOpener
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.folders import open_folder
-from vitsee_core.images.image_source import ImageSource, join
+from vitsee_core.images.image_source import EVERY_SPLIT, SPLIT_NAMES, ImageSource, join, parse_split
 
 RANDOM_ACCESS = ("torch", "hfds")
 ITERABLE = ("wds", "tfds", "hfids", "pipe:")
@@ -50,9 +49,9 @@ def open_library(data: str, split: str | None) -> ImageSource:
         return source if split is None else source.part(split)
     if split is None:
         raise DataError(f"{data} needs a split, e.g. --split train")
-    terms = split_rules.parse(split)
+    terms = parse_split(split)
     bases = list(dict.fromkeys(term.name for term in terms))
-    if split_rules.EVERYTHING in bases:
+    if EVERY_SPLIT in bases:
         raise DataError(f"cannot read the split {split!r} of {data}; expected it named, e.g. train")
     load = _load_torch if kind == "torch" else _load_hugging_face
     parts = [load(data, name, root, base) for base in bases]
@@ -76,7 +75,7 @@ def _load_torch(data: str, name: str, root: str, split: str) -> ImageSource:
     pixels = getattr(dataset, "data", None)
     if pixels is None:
         return _from_files(data, dataset, split)
-    if split.lower() not in split_rules.NAMES:
+    if split.lower() not in SPLIT_NAMES:
         raise DataError(f"{data} has no split {split!r}; its splits: train, test")
     images = np.asarray(pixels)
     ids = [f"{split}/{row}" for row in range(len(images))]

@@ -21,10 +21,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.images import image_source as split_rules
 from vitsee_core.images.decoding import MOST_BYTES, Opener, one_line
 from vitsee_core.images.errors import DataError, ImageError
-from vitsee_core.images.image_source import ImageSource
+from vitsee_core.images.image_source import SPLIT_NAMES, ImageSource
 from vitsee_core.images.sources.base import Asked, Coded, Found, labels_of, no_answer, strings
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.progress import counting
@@ -120,7 +119,7 @@ def open_parquet(asked: Asked, found: Found) -> ImageSource:
     if class_names is None and named and int(labels.max(initial=-1)) < len(named):
         class_names = named
     split_names = [stem.partition("-")[0] for stem in stems]
-    if not all(name.lower() in split_rules.NAMES for name in split_names):
+    if not all(name.lower() in SPLIT_NAMES for name in split_names):
         split_names = [""] * len(stems)
     splits = [split for split, n in zip(split_names, lengths, strict=True) for _ in range(n)]
     ids = _ids(np.concatenate([own.paths for own in files]), stems, lengths)
