@@ -11,7 +11,6 @@ import pytest
 
 from tests.extractions import VIT, array_bytes, extracted, plant_images
 from tests.processes import Server
-from vitsee_core.extraction import sharding
 from vitsee_core.extraction.sharding import only_writer, without_writer
 from vitsee_stores import StoreWriter, open_store
 
@@ -62,12 +61,10 @@ def test_a_slab_that_another_committed_meanwhile_is_gone_on_from(
 
 
 HOLD = """
-import importlib.util, pathlib, sys, time
-spec = importlib.util.spec_from_file_location("owners", sys.argv[1])  # without torch
-owners = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(owners)
-store = pathlib.Path(sys.argv[2])
-with owners.only_writer(store, int(sys.argv[3])):
+import pathlib, sys, time
+from vitsee_core.extraction.sharding import only_writer
+store = pathlib.Path(sys.argv[1])
+with only_writer(store, int(sys.argv[2])):
     print("held", flush=True)
     sys.stdin.readline()
     time.sleep(0.2)
@@ -80,7 +77,7 @@ def hold(store: Path, slab: int) -> subprocess.Popen[str]:
     (store / "commits").mkdir()
     (store / "commits" / "zarr.json").write_text("{}")
     other = subprocess.Popen(
-        [sys.executable, "-c", HOLD, sharding.__file__, str(store), str(slab)],
+        [sys.executable, "-c", HOLD, str(store), str(slab)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
