@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from vitsee_stores.errors import SiteError
@@ -130,15 +131,16 @@ class Token:
     frame: int | None = None
 
 
-def layout_tokens(layout: TokenLayout) -> list[Token]:
-    prefix = [Token(name) for name in layout.prefix]
+@lru_cache(maxsize=32)
+def layout_tokens(layout: TokenLayout) -> tuple[Token, ...]:
+    prefix = (Token(name) for name in layout.prefix)
     if layout.grid is None:
-        return prefix + [Token(str(i)) for i in range(layout.rows)]
+        return (*prefix, *(Token(str(i)) for i in range(layout.rows)))
     rows, cols = layout.grid
     if layout.frames is None:
-        return prefix + [Token(f"{r},{c}", r, c) for r in range(rows) for c in range(cols)]
+        return (*prefix, *(Token(f"{r},{c}", r, c) for r in range(rows) for c in range(cols)))
     places = itertools.product(range(layout.frames), range(rows), range(cols))
-    return prefix + [Token(f"{t},{r},{c}", r, c, t) for t, r, c in places]
+    return (*prefix, *(Token(f"{t},{r},{c}", r, c, t) for t, r, c in places))
 
 
 def describe_layout(layout: TokenLayout) -> str:

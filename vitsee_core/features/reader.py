@@ -185,7 +185,7 @@ class SiteFeatures:
             row, col = self.selection.cell or (None, None)
             return [Token(self.selection, row, col, self.selection.frame)]
         members = self.selection.members(layout)
-        return layout_tokens(layout)[members.start : members.stop]
+        return [*layout_tokens(layout)[members.start : members.stop]]
 
     @property
     def n_prefix(self) -> int:

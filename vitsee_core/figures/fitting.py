@@ -168,10 +168,12 @@ def _thin(axis: Any) -> bool:
         and label.get_text()
         and low - slack <= tick.get_loc() <= high + slack
     ]
+    if len(ticks) < 2:
+        return False
     axis.get_tightbbox(axis.get_figure(root=True).canvas.get_renderer())
     ticks.sort(key=lambda tick: tick[0])
     boxes = [label.get_window_extent() for _, label in ticks]
-    letter = float(ticks[0][1].get_fontsize()) * figure_of(axis.axes).dpi / 72 if ticks else 0.0
+    letter = float(ticks[0][1].get_fontsize()) * figure_of(axis.axes).dpi / 72
     gap = APART * letter if axis.axis_name == "x" else 1.5
     step = next(
         s

@@ -164,10 +164,9 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
                             _say_clips(drawn, table)
                     if (finish := _LOOK.get()[1]) is not None:
                         finish(drawn)
-                    fit(drawn)
-                    again = smaller(drawn)
-                if again is None:
-                    return drawn  # type: ignore[return-value]
+                    if (again := smaller(drawn)) is None:
+                        fit(drawn)
+                        return drawn  # type: ignore[return-value]
                 less = again
         finally:
             _DRAWING.reset(token)
@@ -248,6 +247,7 @@ def figure_bytes(figure: Figure, ending: str = ".png", dpi: float = DPI) -> byte
     """The figure in the format of `ending`: .png (so many dots per inch), .svg or .pdf (text
     stays text). The same figure gives the same bytes: no date, no random names."""
     import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     kind = ending.lstrip(".")
     # What a figure draws late, such as its ticks, is drawn as `styled` draws.
@@ -259,7 +259,12 @@ def figure_bytes(figure: Figure, ending: str = ".png", dpi: float = DPI) -> byte
     undated: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     buffer = io.BytesIO()
     with matplotlib.rc_context(settings), _warnings_in_a_line(figure):
-        figure.savefig(buffer, format=kind, dpi=dpi, metadata=undated.get(kind))
+        if kind == "png" and isinstance(figure.canvas, FigureCanvasAgg):
+            before, figure.dpi = figure.dpi, dpi
+            figure.canvas.print_png(buffer)  # laid out once; savefig would draw it twice for that
+            figure.dpi = before
+        else:
+            figure.savefig(buffer, format=kind, dpi=dpi, metadata=undated.get(kind))
     return buffer.getvalue()
 
 

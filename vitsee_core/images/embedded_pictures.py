@@ -14,7 +14,8 @@ def encode(pixels: NDArray[np.uint8]) -> str:
     from PIL import Image
 
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
+    # A third of the time of the usual level, for some percent more bytes.
+    Image.fromarray(pixels).save(buffer, "PNG", compress_level=2)
     return base64.b64encode(buffer.getvalue()).decode()
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -184,14 +185,15 @@ def places_of(layout: TokenLayout, words: Iterable[str]) -> list[TokenPlace]:
     return list(places)
 
 
-def _singles(layout: TokenLayout) -> list[TokenPlace]:
+@lru_cache(maxsize=32)
+def _singles(layout: TokenLayout) -> tuple[TokenPlace, ...]:
     """Each token by itself."""
-    return [
+    return tuple(
         TokenPlace(
             token.name if token.row is None else None, token.row, token.col, (i,), token.frame
         )
         for i, token in enumerate(layout_tokens(layout))
-    ]
+    )
 
 
 def place_columns(places: Sequence[TokenPlace]) -> dict[str, list[str | int | None]]:

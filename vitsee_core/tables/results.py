@@ -228,10 +228,9 @@ class Table:
         columns = []
         for column in self.frame.get_columns():
             if column.dtype in (pl.String, pl.Categorical):
-                texts = column.cast(pl.String)
-                new = {text: change(text) for text in texts.drop_nulls().unique()}
+                new = {t: change(t) for t in column.unique().drop_nulls().cast(pl.String)}
                 if any(old != text for old, text in new.items()):
-                    column = texts.replace(new).cast(column.dtype)
+                    column = column.cast(pl.String).replace(new).cast(column.dtype)
             columns.append(column)
         return Table(pl.DataFrame(columns), _mapped_notes(self.notes, change))
 

@@ -22,7 +22,7 @@ from vitsee_core.similarity.patch_pixels import PatchPixels, patch_shape, pixels
 from vitsee_core.similarity.stacks import Stack, TokenStack
 from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.moments import t_quantile
-from vitsee_core.types import Float, Integers
+from vitsee_core.types import Float, Integers, Mask
 from vitsee_stores.errors import SiteError, VitseeError
 from vitsee_stores.manifest import by_reason
 from vitsee_stores.token_selection import TokenSelection
@@ -86,8 +86,8 @@ class Maps:
         replicates of a large grid take much longer to go through memory than to compute."""
         if (each := self.h.replicates) is None:
             return (own := _all_metrics(self, self.cka)), np.zeros((len(own), 0, own.shape[-1]))
-        parts = zip(each.cross, each.rows, each.cols, strict=True)
-        of_each = [_all_metrics(self, centred_alignment(*part)) for part in parts]
+        parts, room = zip(each.cross, each.rows, each.cols, strict=True), np.empty_like(self.cka)
+        of_each = [_all_metrics(self, centred_alignment(*part), room) for part in parts]
         return _all_metrics(self, self.cka), np.stack(of_each, 1)
 
     @property
@@ -109,27 +109,41 @@ def every_nth(n: int, every: int) -> Integers:
     return (n - 1 - (count - 1) * every) // 2 + every * np.arange(count)
 
 
-def known_or_less(cka: Float) -> Float:
-    """The similarities with -inf in place of NaN, so that what is not known is never the
-    largest."""
-    return np.where(np.isnan(cka), -np.inf, cka)  # a fifth of the time of np.fmax
+def known_or_less(cka: Float, out: Float | None = None) -> Float:
+    """The similarities with -inf in place of NaN, so that what is not known is never the largest;
+    in `out`, as new memory takes longer than the arithmetic."""
+    found = np.empty_like(cka) if out is None else out
+    np.copyto(found, cka)
+    np.copyto(found, -np.inf, where=np.isnan(cka))
+    return found
 
 
 def own_patch(cka: Float, own: Integers | Sequence[int]) -> Float:
     """(metrics, ..., tokens): `OWN_METRICS` of maps (..., tokens, patches), `own` (tokens,) the own
     patches. NaN if a token has no value at its own patch, or at no other. Equally similar patches
     do not rank before each other."""
+    return _own_patch(cka, known_or_less(cka), own)
+
+
+def _own_patch(cka: Float, others: Float, own: Integers | Sequence[int]) -> Float:
+    """`own_patch`, which overwrites others, the maps as `known_or_less` has them."""
     places = np.broadcast_to(np.asarray(own), cka.shape[:-1])[..., np.newaxis]
     value = np.take_along_axis(cka, places, -1)
-    others = known_or_less(cka)
     np.put_along_axis(others, places, -np.inf, -1)
-    n_others = np.count_nonzero(others > -np.inf, axis=-1)
+    n_others = _count(others > -np.inf)
     best = others.max(-1)
-    before = np.count_nonzero(others > value, axis=-1)
+    before = _count(others > value)
     value = value[..., 0]
     with np.errstate(invalid="ignore", divide="ignore"):
         metrics = np.stack([value, 1.0 + before, before / n_others, value - best])
     return np.where(np.isnan(value) | (n_others == 0), np.nan, metrics)
+
+
+def _count(true: Mask) -> Integers:
+    """How many are true, along the last axis: row by row, in a fifth of the time that numpy takes
+    along an axis."""
+    rows = true.reshape(-1, true.shape[-1])
+    return np.array([np.count_nonzero(row) for row in rows]).reshape(true.shape[:-1])
 
 
 def token_summary(maps: Maps) -> dict[str, Float]:
@@ -163,10 +177,11 @@ def replicates_of(maps: Maps, summary: str | None) -> Float | None:
     return metrics.transpose(2, 0, 1).reshape(-1, m)
 
 
-def _all_metrics(maps: Maps, cka: Float) -> Float:
-    """(TOKEN_METRICS, ..., tokens) of maps (..., tokens, patches)."""
-    own = own_patch(cka, maps.cells)
-    peak = known_or_less(cka).argmax(-1)
+def _all_metrics(maps: Maps, cka: Float, room: Float | None = None) -> Float:
+    """(TOKEN_METRICS, ..., tokens) of maps (..., tokens, patches). room: of that shape, written."""
+    known = known_or_less(cka, room)
+    peak = known.argmax(-1)
+    own = _own_patch(cka, known, maps.cells)
     places = (np.divmod(at, maps.n_cols) for at in (peak, maps.cells))
     steps = maps.layout.stride_px or (np.nan, np.nan)
     between = [(a - b) * step for a, b, step in zip(*places, steps, strict=True)]
