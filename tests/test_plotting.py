@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import warnings
 from pathlib import Path
@@ -61,6 +62,15 @@ def test_same_picture_same_bytes(ending: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
+def test_png_is_what_savefig_writes() -> None:
+    """It is laid out as savefig lays it out, for the dots that it gets, and drawn once."""
+    wanted = io.BytesIO()
+    labelled("ViT").savefig(wanted, format="png", dpi=DPI)
+    figure = labelled("ViT")
+    assert figure_bytes(figure) == wanted.getvalue()
+    assert figure.dpi == labelled("ViT").dpi
+
+
 def test_text_stays_text() -> None:
     svg = figure_bytes(labelled("my model"), ".svg").decode()
     assert svg.count(">my model</text>") == 3

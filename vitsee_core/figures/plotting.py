@@ -260,8 +260,9 @@ def figure_bytes(figure: Figure, ending: str = ".png", dpi: float = DPI) -> byte
     buffer = io.BytesIO()
     with matplotlib.rc_context(settings), _warnings_in_a_line(figure):
         if kind == "png" and isinstance(figure.canvas, FigureCanvasAgg):
+            # savefig would draw it once more, only to lay it out.
             before, figure.dpi = figure.dpi, dpi
-            figure.canvas.print_png(buffer)  # laid out once; savefig would draw it twice for that
+            figure.canvas.print_png(buffer)  # type: ignore[no-untyped-call]
             figure.dpi = before
         else:
             figure.savefig(buffer, format=kind, dpi=dpi, metadata=undated.get(kind))
