@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,6 +61,17 @@ def test_columns_keep_their_types() -> None:
     assert columns["value"].dtype == np.float64
     assert np.isnan(columns["value"][1])
     assert columns["row"].tolist() == [None, 3, 4]
+
+
+def test_no_value_is_one_thing_in_frames_of_any_origin() -> None:
+    """NaN, null and empty text are null, and an empty cell of the file."""
+    given = {"site": ["a", "", None], "value": [float("nan"), 0.5, None], "n_images": [1, None, 3]}
+    result = Table(pl.DataFrame(given, strict=False))
+    assert result.frame.null_count().row(0) == (2, 2, 1)
+    assert result.frame["value"].mean() == 0.5
+    text = io.StringIO()
+    result.to_csv(text)
+    assert text.getvalue().splitlines() == ["site,value,n_images", "a,,1", ",0.5,", ",,3"]
 
 
 def test_where_unique_groups_concat() -> None:
