@@ -20,10 +20,10 @@ from tests.models_helpers import captured, redraw, refusal
 from vitsee_core.analyses import attn_dist
 from vitsee_core.images.transform import make_recipe, normalise
 from vitsee_core.models.attention_watch import AttentionEvent, KernelCall
-from vitsee_core.models.clip_attention import ClipCalls, window_of
 from vitsee_core.models.clip_orders import ClipCodes, ClipOrder, order_in
 from vitsee_core.models.clips import accept_clips, clip_cells, clips_of, frames_of, recognise
 from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.joined_attention import ClipCalls, window_of
 from vitsee_core.models.load import load_model, own_model
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table, sketch

@@ -24,9 +24,9 @@ from tests.models_helpers import captured, redraw, refusal
 from vitsee_core.analyses import attn_map
 from vitsee_core.models.attention_watch import AttentionEvent, KernelCall
 from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.joined_attention import JoinedCalls, tiles
 from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
-from vitsee_core.models.packed_attention import JoinedCalls, tiles
 from vitsee_core.models.packed_towers import accept_images
 from vitsee_core.models.packing import Packing
 from vitsee_core.models.site_tables import site_table

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from vitsee_core.models.attention_watch import AttentionCall, AttentionEvent, AttentionWatch
-from vitsee_core.models.clip_attention import ClipCalls
 from vitsee_core.models.hook_points import (
     CaptureError,
     HookPoint,
@@ -20,8 +19,8 @@ from vitsee_core.models.hook_points import (
     output_tensor,
     refuse_compiled,
 )
+from vitsee_core.models.joined_attention import ClipCalls, JoinedCalls
 from vitsee_core.models.loaded import LoadedModel
-from vitsee_core.models.packed_attention import JoinedCalls
 from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
 from vitsee_core.models.token_order import Place
 from vitsee_core.models.trace import joining

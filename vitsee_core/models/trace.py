@@ -15,11 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from vitsee_core.models.attention_watch import AttentionEvent, AttentionWatch
 from vitsee_core.models.branch_only import SUMS, plain
-from vitsee_core.models.clip_attention import ClipCalls
 from vitsee_core.models.clip_orders import ClipOrder
 from vitsee_core.models.clips import frames_of
 from vitsee_core.models.hook_points import ModelError, input_tensor, output_tensor
-from vitsee_core.models.packed_attention import JoinedCalls
+from vitsee_core.models.joined_attention import ClipCalls, JoinedCalls
 from vitsee_core.models.token_order import Order, Place
 
 N_CORNERS = 4
