@@ -36,6 +36,9 @@ HEAD_STEP = 0.2  # of the x axis, a place for each site after the last block
 MOST_INTERVALS = 8  # curves of a panel; the intervals of more would hide them
 DODGE = 0.016  # of the x axis, between intervals of different curves
 INTERVAL = "95 % interval"
+# Looks of further columns, see `draw_marks`.
+DOTS = {"marker": ".", "markersize": 3, "linestyle": "none", "alpha": 0.6}
+DOTTED = {"linestyle": (0, (1, 2)), "linewidth": 1}
 
 
 def draw_depth_curves(
@@ -92,6 +95,32 @@ def draw_depth_curves(
     _finish(axes, places, metric_words(metric) if ylabel is None else ylabel)
     _mark_missing(axes, of_models(rows), places)
     note_count(axes, rows, *counts)
+
+
+def draw_marks(
+    axes: Axes,
+    rows: pl.DataFrame,
+    among: pl.DataFrame,
+    column: str,
+    look: dict[str, Any],
+    label: str = "",
+) -> None:
+    """Draw a column against depth for each curve that `draw_depth_curves` has drawn.
+
+    Args:
+        axes: the panel.
+        rows: what was drawn.
+        among: as there.
+        column: of the rows.
+        look: `DOTS` or `DOTTED`.
+        label: of what they are, in the legend.
+    """
+    if label:
+        axes.plot([], [], color=GREY, label=label, **look)
+    looks = curve_looks(among)
+    for curve, own in by_curve(rows).items():
+        if curve[-1] != "head":
+            axes.plot(own["rel_depth"], own[column], color=looks[curve]["color"], **look)
 
 
 def add_curve_legend(figure: Figure, every: Sequence[Axes]) -> None:

@@ -35,6 +35,7 @@ from vitsee_stores.plan import CLIPS
 if TYPE_CHECKING:
     import polars as pl
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 P = ParamSpec("P")
@@ -234,6 +235,23 @@ def integer_ticks(axes: Axes, values: Sequence[int] | NDArray[np.int64], limit: 
         s for s in (1, 2, 4, 5, 10, 20, 50, 100, 200, 500, 1000) if (high - low) / s < limit
     )
     axes.set_xticks(range(low, high + 1, step))
+
+
+FINE, DECADES = (1.0, 2.0, 5.0), (1.0,)  # of `plain_log_ticks`
+
+
+def plain_log_ticks(axis: Axis, subs: Sequence[float] = FINE) -> None:
+    """Plain numbers on a logarithmic axis: 0.5, 2, 10, and powers of 10 beyond. Ticks are at `subs`
+    times powers of 10, none between."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=tuple(subs), numticks=20))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: _plain_number(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _plain_number(value: float) -> str:
+    return f"{value:g}" if 1e-3 <= value < 1e5 else f"$10^{{{np.log10(value):.3g}}}$"
 
 
 def reference_line(axes: Axes, value: float, text: str) -> None:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.figures.log_ticks import DECADES, FINE, plain_log_ticks
-from vitsee_core.figures.plotting import GREY
+from vitsee_core.figures.plotting import DECADES, FINE, GREY, plain_log_ticks
 from vitsee_core.figures.site_axes import SiteAxis, Ticks
 from vitsee_core.tables.words import token_words
 from vitsee_core.types import Float

@@ -38,9 +38,8 @@ from numpy.typing import NDArray
 from vitsee_core.attention.heads import StoredAttention, even_shares
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.head_tiles import NOT_FROM_ZERO, colour_range
-from vitsee_core.figures.log_ticks import plain_log_ticks
 from vitsee_core.figures.panels import colour_bar, em, handles_of, legend_below, note_count, panels
-from vitsee_core.figures.plotting import COLOURS, GREY, colour, ink, reference_line
+from vitsee_core.figures.plotting import COLOURS, GREY, colour, ink, plain_log_ticks, reference_line
 from vitsee_core.figures.site_axes import layer_ticks, one_place_a_layer
 from vitsee_core.runtime.progress import counting
 from vitsee_core.statistics.moments import SlabMoments, Summary

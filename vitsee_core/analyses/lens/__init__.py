@@ -30,7 +30,6 @@ import polars as pl
 
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
-from vitsee_core.figures.log_ticks import plain_log_ticks
 from vitsee_core.figures.panels import (
     Grid,
     bars_at_ends,
@@ -43,7 +42,7 @@ from vitsee_core.figures.panels import (
     stack,
 )
 from vitsee_core.figures.patch_sheets import place_values
-from vitsee_core.figures.plotting import GREY, styled
+from vitsee_core.figures.plotting import GREY, plain_log_ticks, styled
 from vitsee_core.labels.labelled_rows import why_not_own
 from vitsee_core.models.classifiers import Classifiers
 from vitsee_core.models.head_weights import Classifier
@@ -396,7 +395,7 @@ def _picked(rows: pl.DataFrame) -> list[str]:
 
 
 def _draw_patches(axes: Axes, rows: pl.DataFrame, among: pl.DataFrame) -> None:
-    from vitsee_core.figures.depth_marks import draw_marks
+    from vitsee_core.figures.depth_curves import draw_marks
 
     if len(rows):
         look: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 1.1}

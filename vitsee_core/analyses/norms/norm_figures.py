@@ -13,7 +13,6 @@ from vitsee_core.figures.clip_strips import Moment, of_clips
 from vitsee_core.figures.curve_panels import CurveGrid, Panel
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.figures.head_tiles import Tiles, draw_tiles, tile_grid
-from vitsee_core.figures.log_ticks import DECADES, FINE, plain_log_ticks
 from vitsee_core.figures.panels import (
     Grid,
     bars_at_ends,
@@ -31,7 +30,7 @@ from vitsee_core.figures.panels import (
     stack,
 )
 from vitsee_core.figures.patch_sheets import place_values, places_in
-from vitsee_core.figures.plotting import styled
+from vitsee_core.figures.plotting import DECADES, FINE, plain_log_ticks, styled
 from vitsee_core.figures.site_axes import SiteAxis
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten

@@ -42,8 +42,7 @@ from vitsee_core.analyses.spatial.structure import (
 from vitsee_core.features.matrix import not_finite
 from vitsee_core.figures.curve_looks import site_kind
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
-from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
-from vitsee_core.figures.depth_marks import DOTTED, draw_marks
+from vitsee_core.figures.depth_curves import DOTTED, add_curve_legend, draw_depth_curves, draw_marks
 from vitsee_core.figures.panels import Grid, note_count, stack
 from vitsee_core.figures.plotting import styled
 from vitsee_core.masks import ground_truth, open_masks

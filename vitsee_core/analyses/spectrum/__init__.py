@@ -30,9 +30,8 @@ from vitsee_core.analyses.spectrum import measures
 from vitsee_core.analyses.spectrum.measures import TwoNearest
 from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.figures.curve_panels import draw_depth_panels
-from vitsee_core.figures.depth_marks import DOTS, DOTTED, draw_marks
-from vitsee_core.figures.log_ticks import DECADES, FINE, plain_log_ticks
-from vitsee_core.figures.plotting import styled
+from vitsee_core.figures.depth_curves import DOTS, DOTTED, draw_marks
+from vitsee_core.figures.plotting import DECADES, FINE, plain_log_ticks, styled
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.machine import counted, human_bytes
