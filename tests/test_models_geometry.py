@@ -102,6 +102,9 @@ def test_steps_from_sizes_alone() -> None:
     assert steps.of((13, 19)).stride_px == (8.0, 8.0)
     assert steps.of((14, 20)).stride_px == (8.0, 8.0)
     assert steps.of((7, 10)).stride_px == (16.0, 16.0)
+    one_axis = Steps((64, 64))
+    assert one_axis.of((8, 8)).stride_px == (8.0, 8.0)
+    assert one_axis.of((9, 8)).stride_px == (8.0, 8.0)  # with a border below alone
     resized = Steps((240, 240))
     assert resized.of((224, 224)) == Step((240 / 224, 240 / 224), 0)
     assert resized.of((14, 14)).stride_px == pytest.approx((240 / 14, 240 / 14))

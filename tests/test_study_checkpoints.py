@@ -38,6 +38,7 @@ def files(folder: Path, *names: str, **fields: Any) -> str:
         (["vit_epoch7.pth", "vit_epoch12.pth"], "epoch", [7, 12]),
         (["b16-global_step00500.pt"], "step", [500]),
         (["vit16_5.pt", "vit16_30.pt"], "step", [5, 30]),
+        (["day1_5.pt", "day2_30.pt"], "step", [5, 30]),
         (["ckpt-ep-3.pt"], "epoch", [3]),
     ],
 )
