@@ -443,7 +443,7 @@ def test_manifests_of_image_stores_have_no_word_of_clips(root: Path, tmp_path: P
 def test_frames_count_by_their_queries() -> None:
     """Clips of two frames, one head: 3 queries of mean distance 4 and 1 of 8 have a mean of 5; a
     frame without queries has no part in it, and a clip without any has no value."""
-    kind = type("OfTwo", (FrameObserver,), {"_frames": 2, "_sum_dtype": torch.float64})
+    kind: Any = type("OfTwo", (FrameObserver,), {"_frames": 2, "_sum_dtype": torch.float64})
     observer: Any = kind.__new__(kind)
     counts = torch.tensor([[3], [1], [2], [0], [0], [0]])
     distance = torch.tensor([[4.0], [8.0], [7.0], [np.nan], [np.nan], [np.nan]])
