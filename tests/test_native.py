@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -22,6 +23,8 @@ from tests.models_helpers import redraw
 from tests.test_canvas import tiled
 from tests.test_models_towers import cells_by_loop, laid
 from vitsee_cli.main import main
+from vitsee_core.analyses.attn_dist import run as attn_dist
+from vitsee_core.attention.heads import uniform_distance
 from vitsee_core.models.load import load_model
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sized_tables import table_of_size
@@ -32,6 +35,7 @@ from vitsee_stores.errors import StoreError
 from vitsee_stores.manifest import without_absent
 from vitsee_stores.plan import Canvas, patches_size, pixels_size
 from vitsee_stores.schema import check_plan
+from vitsee_stores.store import BY_IMAGE
 
 transformers: Any = pytest.importorskip("transformers", minversion="5.20")
 
@@ -312,6 +316,67 @@ def test_images_of_one_size_have_all_that_a_canvas_has(folder: Path, tmp_path: P
     assert done.exit_code == 0 and "window" in done.stdout.splitlines()[0]
 
 
+@pytest.mark.slow
+def test_attention_on_each_images_own_grid(folder: Path, tmp_path: Path) -> None:
+    """Numbers of each image, and sums by offset and cell, against stores of one image each, which
+    fills its canvas."""
+    store = extracted(folder, "Qwen2_5_VL", tmp_path / "a.zarr")
+    assert {group.window for group in store.plan.attention} == {None, (4, 4)}
+    (tmp_path / "Qwen2_5_VL").symlink_to(folder / "Qwen2_5_VL")
+    canvas = store.plan.canvas
+    assert canvas is not None
+    sums: dict[tuple[str, str], NDArray[np.float64]] = {}
+    even: dict[str, list[float]] = {}
+    for i, name in enumerate(store.samples.id):
+        photo = tmp_path / "photos" / "a" / "one.png"
+        photo.parent.mkdir(parents=True, exist_ok=True)
+        photo.write_bytes((folder / "photos" / name).read_bytes())
+        alone = extracted(tmp_path, "Qwen2_5_VL", tmp_path / f"{i}.zarr")
+        of_block = {block: group for group in alone.plan.attention for block in group.blocks}
+        for group in store.plan.attention:
+            for row, block in enumerate(group.blocks):
+                own = of_block[block]
+                at_row = own.blocks.index(block)
+                assert own.layout.grid is not None and group.layout.grid is not None
+                for what in (*BY_IMAGE, "received_max"):
+                    path = f"attention/{group.prefix}/{what}".replace("//", "/")
+                    one = store.array(path)[i : i + 1][0][row]
+                    other = alone.attention(what, own.prefix)[:1][0][at_row]
+                    assert np.allclose(one, other, rtol=2e-4, atol=1e-6, equal_nan=True), what
+                token = alone.attention("received_argmax", own.prefix)[:1][0][at_row]
+                at_cell = token // own.layout.grid[1] * group.layout.grid[1]
+                stored = store.array(f"{group.folder}received_argmax")[i : i + 1][0][row]
+                assert (stored == at_cell + token % own.layout.grid[1]).mean() > 0.9  # ties
+                wide = sums.setdefault(
+                    (block, "aligned"), np.zeros((2, *(2 * n - 1 for n in group.layout.grid)))
+                )
+                (rows, cols), (top, left) = own.layout.grid, group.layout.grid
+                aligned = alone.attention_sums("aligned", own.prefix)[0][at_row]
+                for dy in range(1 - rows, rows):
+                    for dx in range(1 - cols, cols):
+                        wide[:, top - 1 + dy, left - 1 + dx] += aligned[
+                            :, rows - 1 + dy, cols - 1 + dx
+                        ]
+                received = sums.setdefault((block, "received"), np.zeros((2, top, left)))
+                got = alone.attention_sums("received", own.prefix)[0][at_row]
+                received[:, :rows, :cols] += got.reshape(2, rows, cols)
+                distance = alone.attention("distance_px", own.prefix)[:1][0][at_row]
+                window = None if own.window is None else (own.window[0], own.window[1])
+                found = uniform_distance(own.layout, window)
+                even.setdefault(block, []).append(float(distance[0]) / found)
+    for group in store.plan.attention:
+        for row, block in enumerate(group.blocks):
+            for what in ("aligned", "received"):
+                one = store.array(f"{group.folder}{what}")[:].sum(0)[row]
+                other = sums[block, what]
+                assert np.allclose(one, other.reshape(one.shape), rtol=2e-4, atol=1e-6)
+    table = attn_dist(store, metrics=["distance_relative"]).frame
+    for block, values in even.items():
+        own_rows = table.filter((pl.col("block") == block) & (pl.col("head") == 0))
+        assert own_rows["value"].to_list() == pytest.approx([np.mean(values)], rel=1e-4)
+        assert own_rows["n_images"].to_list() == [len(SIZES)]
+
+
 # ---------------------------------------------------------------- stores
 
 
@@ -358,14 +423,19 @@ def test_analyses_of_means_run_and_others_refuse_in_a_line(folder: Path, tmp_pat
         ["cluster", store],
         ["probe", store, "--holdout", "0.5"],
         ["cka", store, "--tokens", "mean"],
+        ["attn-dist", store],
+        ["pca", store],
     ):
         done = ran(*words)
         assert done.exit_code == 0, done.stderr
-        assert "blocks.2.out" in done.stdout
+        assert "blocks.2" in done.stdout
     for words, phrase in (
         (["cka", store], "do not fill its canvas of"),
         (["localize", store], "do not fill its canvas of"),
-        (["attn-dist", store], "images at native resolution have grids of their own"),
+        (["attn-map", store, "--kind", "aligned"], "do not fill its canvas of"),
+        (["attn-map", store, "--kind", "sink"], "do not fill its canvas of"),
+        (["head-types", store], "do not fill its canvas of"),
+        (["norms", store], "do not fill its canvas of"),
         (["normratio", store], "images at native resolution have grids of their own"),
     ):
         refused = ran(*words)
@@ -392,7 +462,7 @@ def test_analyses_of_means_run_and_others_refuse_in_a_line(folder: Path, tmp_pat
         ("Qwen3VL", ["--max-pixels", 100], "less than the 32 x 32 pixels of one group"),
         ("Qwen3VL", ["--erf", 2], "--erf is not supported: images at native resolution have"),
         ("Qwen3VL", ["--grams"], "--grams is not supported: images at native resolution have"),
-        ("Qwen3VL", ["--attention", "summary"], "--attention summary is not supported: images"),
+        ("Qwen3VL", ["--attention", "rows"], "--attention rows is not supported: images"),
         ("Siglip2", ["--min-pixels", 9000], "--min-pixels is not supported"),
         ("transformers:Qwen3VLVisionModel --random-init 0", [], "which would say --min-pixels"),
     ],

@@ -268,8 +268,10 @@ def _check_canvas(canvas: Canvas, plan: StorePlan) -> None:
         raise ValueError(f"plan.canvas has {what}, which images of {canvas.crop_mode} do not have")
     if not canvas.in_parts:
         return
-    more = (plan.attention, plan.sublayers, plan.grams, plan.erf)
+    more = [plan.sublayers, plan.grams, plan.erf, plan.rollout]
+    more += [plan.attention] if canvas.tiles else [plan.attention_level in ("rows", "full")]
     layouts = [site.layout for site in plan.sites if site.kind != "vector" or canvas.tiles]
+    layouts += [group.layout for group in plan.attention]
     if any(more) or any(one is None or one.grid is None or one.n_prefix for one in layouts):
         what = "tiles" if canvas.tiles else "own_grids"
         raise ValueError(f"plan.canvas has {what}, beside what {what} do not have")

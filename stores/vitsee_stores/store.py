@@ -150,10 +150,16 @@ class Store(StoreContents):
 
         Raises:
             MissingInput: not stored; names the extract option that adds it.
+            SiteError: images do not fill their canvas, and the array is one over cells.
         """
         path = f"attention/{group}/{name}" if group else f"attention/{name}"
         missing = no_attention(self.label, self.manifest, name, path)
-        return self.array(path, missing=missing)
+        found = self.array(path, missing=missing)
+        canvas = self.plan.canvas
+        if canvas is not None and canvas.own_grids and name not in BY_IMAGE:
+            n = int((~self.fills).sum())
+            raise SiteError(no_whole_grid(self.label, self.manifest, n, self.n_images))
+        return found
 
     def attention_sums(self, name: str, group: str = "") -> LazyArray:
         """A sum over the valid images of each slab: `aligned` (slabs, blocks, heads, dy, dx),
@@ -253,6 +259,11 @@ class Slab:
 
 # ---------------- why a store lacks an array, and which option of extract adds it
 
+# Summaries of attention that are one number for each image and head, whatever the image's grid.
+BY_IMAGE = (
+    *("distance_px", "distance_px_raw", "distance_unit", "entropy", "prefix_mass", "query_std"),
+    *("head_std", "qk_nmi", "n_queries"),
+)
 # A store that is there takes more sites and images only.
 ELSEWHERE = "-o NEW.zarr"
 

@@ -167,6 +167,11 @@ def _at_native(
         for name in ("grams", "erf"):
             if getattr(asked.keep, name):
                 raise VitseeError(f"--{name} is not supported: {OWN_GRIDS}")
+        if asked.keep.attention in ("rows", "full"):
+            raise VitseeError(
+                f"--attention {asked.keep.attention} is not supported: {OWN_GRIDS}; expected "
+                "--attention summary"
+            )
         seen = min(size[0], seen[0]), min(size[1], seen[1])
     names = (*TRANSFORM, "processor")
     transform = {key: model.transform[key] for key in names if key in model.transform}

@@ -1,27 +1,32 @@
 """Images at native resolution: each on a canvas, and seen by the model alone on a grid of its own.
 
 The images of a batch go through the model size by size; their tokens come to lie in the top left
-corner of the canvas' grid, whose other cells are 0.
+corner of the canvas' grid, whose other cells are 0. Attention is summarised on each image's own
+grid, and sums over images by offset or by cell of the canvas' grid.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from vitsee_core.extraction.buffers import PER_HEAD
 from vitsee_core.extraction.plan import hook_points
 from vitsee_core.extraction.slab import SlabObserver
 from vitsee_core.models.capture import Capture, Observer
 from vitsee_core.models.loaded import LoadedModel
-from vitsee_core.models.sites import SiteTable
+from vitsee_core.models.sites import AttentionBlock, SiteTable
 from vitsee_core.models.sized_tables import layout_of_size, table_of_size
-from vitsee_core.reductions import largest_magnitude
-from vitsee_stores.layout import SiteSpec, StorePlan
+from vitsee_core.reductions import AttentionReducer, largest_magnitude
+from vitsee_stores.layout import SiteSpec, StorePlan, TokenLayout
 from vitsee_stores.plan import Canvas, Size
+
+if TYPE_CHECKING:
+    from vitsee_core.models.attention_watch import AttentionCall
 
 OWN_GRIDS = "images at native resolution have grids of their own"
 
@@ -41,15 +46,33 @@ def table_on_canvas(table: SiteTable, canvas: Canvas) -> tuple[SiteTable, dict[s
         elif {"blocks", "head"} & set(site.groups):
             left_out[site.name] = f"no grid of whole patches, and {OWN_GRIDS}"
     sites = tuple(s for s in kept.values() if s.alias_of is None or s.alias_of in kept)
+    attention = []
+    for block in table.attention:
+        layout = layout_of_size(block.layout, canvas.size)
+        if layout is not None and not layout.prefix:
+            attention.append(dataclasses.replace(block, layout=layout))
+        else:
+            left_out[f"{block.name} attention"] = f"no grid of whole patches, and {OWN_GRIDS}"
     return dataclasses.replace(
         table,
         sites=sites,
         sublayers=(),
-        attention=(),
-        attention_refusal=OWN_GRIDS,
+        attention=tuple(attention),
+        attention_refusal=table.attention_refusal if attention else OWN_GRIDS,
         residual_refusal=OWN_GRIDS,
-        rollout_refusal=None,
+        rollout_refusal=OWN_GRIDS,
     ), left_out
+
+
+def block_of_size(block: AttentionBlock, size: Size) -> AttentionBlock:
+    """The attention of a block on an image of this size, its windows cut where they are larger."""
+    layout = layout_of_size(block.layout, size)
+    assert layout is not None and layout.grid is not None
+    window = None
+    if block.window is not None:
+        cut = min(block.window[0], layout.grid[0]), min(block.window[1], layout.grid[1])
+        window = None if cut == layout.grid else cut
+    return dataclasses.replace(block, layout=layout, window=window)
 
 
 class NativeCapture:
@@ -72,7 +95,9 @@ class NativeCapture:
         size = x.shape[2], x.shape[3]
         if size not in self._captures:
             table = table_of_size(self._model, self._table, size)
-            self._captures[size] = Capture(self._model, table, **self._chosen)
+            blocks = [block_of_size(block, size) for block in self._chosen["attention"]]
+            chosen = {**self._chosen, "attention": blocks}
+            self._captures[size] = Capture(self._model, table, **chosen)
         with self._captures[size] as capture:
             return capture.run(x, observer)
 
@@ -81,7 +106,8 @@ class NativeObserver(SlabObserver):
     """Puts the grids of images on the canvas' grid.
 
     Per batch: `begin_batch`, for each part of `parts` a captured forward of its pixels, and
-    `end_batch`. Memory on the device, beside that of `SlabObserver`: one site's grids of one part.
+    `end_batch`. Memory on the device, beside that of `SlabObserver`: one site's grids of one part,
+    and the distances between all cells of one size.
     """
 
     def parts(self, pixels: Tensor, sizes: Sequence[Size]) -> Iterator[Tensor]:
@@ -99,6 +125,7 @@ class NativeObserver(SlabObserver):
                 by_size.setdefault(canvas.image(size), []).append(image)
         for (height, width), images in by_size.items():
             self._images = images
+            self._reducers: dict[TokenLayout, AttentionReducer] = {}
             yield pixels[images, :, :height, :width]
 
     def _site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
@@ -114,6 +141,36 @@ class NativeObserver(SlabObserver):
             grid = body.new_zeros(len(body), *stored.layout.grid, body.shape[3])
             grid[:, :rows, :cols] = body
             self._keep_each(f"acts/{name}/grid", grid)
+
+    def _attention(self, block: AttentionBlock, call: AttentionCall) -> None:
+        group, _, row = self._place[block.name]
+        folder, heads = group.folder, slice(0, block.n_heads)
+        layout = block.layout
+        if layout not in self._reducers:
+            self._reducers[layout] = AttentionReducer(layout, self._device, rollout=False)
+        valid = torch.ones(len(self._images), dtype=torch.bool)
+        summary = self._reducers[layout].reduce(call, valid)
+        assert layout.grid is not None and group.layout.grid is not None
+        (rows, cols), (all_rows, all_cols) = layout.grid, group.layout.grid
+        token = summary.received_argmax
+        on_canvas = torch.div(token, cols, rounding_mode="floor") * all_cols + token % cols
+        for name in PER_HEAD:
+            value = getattr(summary, name)
+            if name == "received_argmax":
+                value = torch.where(token < 0, token, on_canvas)
+            self._stage(folder + name, value, row, heads)
+        self._stage(folder + "head_std", summary.head_std, row)
+        down, across = all_rows - rows, all_cols - cols
+        offsets = self._sums[folder + "aligned"][row, heads]
+        offsets[:, down : down + 2 * rows - 1, across : across + 2 * cols - 1] += summary.aligned
+        received = self._sums[folder + "received"][row, heads].unflatten(1, group.layout.grid)
+        received[:, :rows, :cols] += summary.received.unflatten(1, layout.grid)
+
+    def _stage(self, path: str, value: Tensor, *place: int | slice) -> None:
+        if path not in self._staged:
+            out = self._buffers.arrays[path][self._rows]
+            self._staged[path] = torch.empty(out.shape, dtype=out.dtype, device=self._device)
+        self._staged[path][(self._images, *place)] = value.to(self._staged[path].dtype)
 
     def _keep_each(self, path: str, values: Tensor) -> None:
         """Store the values of the part's images, each at its place in the batch."""

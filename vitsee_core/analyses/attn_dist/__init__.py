@@ -15,7 +15,9 @@ with p the patches' places in input pixels. The table has its mean over images.
   so that models of different patch sizes cannot be compared in this unit; in pixels they can.
 - `distance_relative`: distance_px over that of uniform attention on the same grid; 1 is a head that
   attends to all patches equally. In blocks with windows uniform attention is that within them: 1 is
-  a head that attends to all patches of its window equally. Their rows name the window.
+  a head that attends to all patches of its window equally. Their rows name the window. Of images
+  at native resolution it is each image's own grid (and windows cut by it), before the mean over
+  images.
 
 Of clips p is the place in the image alone, whatever the time between; beside it stand, with t a
 patch's time and windows as the blocks have them (joint attention sees all):
@@ -35,6 +37,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -101,7 +104,7 @@ SOURCE = (
     "Dosovitskiy et al. 2021, Figs. 7 right, 10; Raghu et al. 2021, Figs. 3, 4; Walmer et al. "
     "2023, Figs. 4, 15"
 )
-AT_A_GLANCE = "distance_relative"
+AT_A_GLANCE = RELATIVE = "distance_relative"
 
 COLUMNS = (*SITE, "head", "metric", "value", "std", "low", "high", "n_images")
 
@@ -150,14 +153,17 @@ def run(
     rows: list[dict[str, Any]] = []
     with counting(execution.progress, sum(own.n for own in chosen)):
         for (store, blocks), own, here in zip(selected.members, chosen, of_each, strict=True):
-            arrays = dict.fromkeys(_array(block, metric) for block in blocks for metric in here)
+            own_grids = store.plan.canvas is not None and bool(store.plan.canvas.own_grids)
+            arrays = dict.fromkeys(
+                _array(block, metric, own_grids) for block in blocks for metric in here
+            )
             make = partial(SlabMoments, partial(_read, tuple(arrays)))
             summaries = execution.fold(store, make, own).result()
             seconds = float(np.nanmean(store.seconds)) if SECONDS in here else np.nan
             for metric in here:
                 for block in blocks:
-                    found = summaries[_array(block, metric)]
-                    rows += _rows(store, block, metric, found, seconds)
+                    found = summaries[_array(block, metric, own_grids)]
+                    rows += _rows(store, block, metric, found, seconds, own_grids)
     notes = {
         "interval": INTERVAL_METHOD,
         "seed": execution.seed,
@@ -190,26 +196,55 @@ def _no_time(store: Store, wanted: Sequence[str]) -> str:
 def _read(arrays: Sequence[tuple[str, str]], slab: Slab) -> dict[tuple[str, str], Float]:
     """The arrays of `read_heads`, and distances in seconds: those in frames times each clip's own
     interval."""
-    plain = [array for array in arrays if array[0] != SECONDS]
+    plain = [array for array in arrays if array[0] not in (SECONDS, RELATIVE)]
     found: dict[tuple[str, str], Float] = read_heads(plain, slab)
     seconds = slab.store.seconds[slab.rows][slab.valid].astype(np.float64)
     for name, group in arrays:
         if name == SECONDS:
             frames = slab.attention("distance_frames", group)[slab.valid]
             found[name, group] = frames * seconds[:, np.newaxis, np.newaxis]
+        elif name == RELATIVE:
+            distance = slab.attention("distance_px", group)[slab.valid]
+            found[name, group] = distance / _even_of_each(slab, group)[:, np.newaxis, np.newaxis]
     return found
 
 
-def _array(block: StoredAttention, metric: str) -> tuple[str, str]:
-    """The stored array behind a metric: its name and group."""
-    return ("distance_px" if metric == "distance_relative" else metric), block.group
+def _even_of_each(slab: Slab, group: str) -> Float:
+    """(images,) of the slab's valid images with grids of their own: the distance of uniform
+    attention on each one's grid; NaN on a grid of one cell."""
+    plan = slab.store.plan
+    canvas, (own,) = plan.canvas, [one for one in plan.attention if one.prefix == group]
+    assert canvas is not None and own.layout.stride_px is not None
+    sizes, place = np.unique(slab.store.sizes[slab.rows][slab.valid], axis=0, return_inverse=True)
+    even = []
+    for size in sizes.tolist():
+        height, width = canvas.image((size[0], size[1]))
+        step_y, step_x = own.layout.stride_px
+        grid = round(height / step_y), round(width / step_x)
+        window = None
+        if own.window is not None:
+            window = min(own.window[0], grid[0]), min(own.window[1], grid[1])
+        even.append(uniform_distance(replace(own.layout, grid=grid), window) or np.nan)
+    return np.array(even)[place.ravel()]
+
+
+def _array(block: StoredAttention, metric: str, own_grids: bool) -> tuple[str, str]:
+    """The array behind a metric, as `_read` names it, and its group: relative distances are those
+    in pixels over one number, but where images have grids of their own."""
+    relative = metric == RELATIVE and not own_grids
+    return ("distance_px" if relative else metric), block.group
 
 
 def _rows(
-    store: Store, block: StoredAttention, metric: str, summary: Summary, seconds: float
+    store: Store,
+    block: StoredAttention,
+    metric: str,
+    summary: Summary,
+    seconds: float,
+    own_grids: bool,
 ) -> list[dict[str, Any]]:
     scale, even = 1.0, uniform_distance(block.layout, block.window)
-    if metric == "distance_relative":
+    if metric == RELATIVE and not own_grids:
         scale = 1 / even if even > 0 else np.nan
     mean, std, low, high = (
         of * scale for of in (summary.mean, summary.std, summary.low, summary.high)
