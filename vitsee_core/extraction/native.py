@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vitsee_core.models.attention_watch import AttentionCall
 
 OWN_GRIDS = "images at native resolution have grids of their own"
+MOST_SIZES = 256  # kept; the order of the tokens of one takes some bytes a token and place
 
 
 def table_on_canvas(table: SiteTable, canvas: Canvas) -> tuple[SiteTable, dict[str, str]]:
@@ -77,7 +78,8 @@ def block_of_size(block: AttentionBlock, size: Size) -> AttentionBlock:
 
 class NativeCapture:
     """Runs a model on images of any size, all of one size at a time, and captures their sites as
-    `Capture` does. The sites of each size are found when it comes first, and kept."""
+    `Capture` does. The sites of each size are found when it comes first, and kept until
+    many others came."""
 
     def __init__(self, model: LoadedModel, table: SiteTable, plan: StorePlan) -> None:
         self._model, self._table, self._chosen = model, table, hook_points(table, plan)
@@ -94,6 +96,8 @@ class NativeCapture:
         ModelError: as `table_of_size`."""
         size = x.shape[2], x.shape[3]
         if size not in self._captures:
+            if len(self._captures) == MOST_SIZES:
+                del self._captures[next(iter(self._captures))]
             table = table_of_size(self._model, self._table, size)
             blocks = [block_of_size(block, size) for block in self._chosen["attention"]]
             chosen = {**self._chosen, "attention": blocks}
