@@ -19,7 +19,6 @@ from tests.extractions import extracted, plant_images
 from tests.reference_cka import loop_cka
 from tests.stores import CNN, VIT, write_labelled
 from vitsee_cli.main import main
-from vitsee_core.analyses import effect
 from vitsee_core.analyses.effect import COLUMNS, METRICS, changes, headline, plot, run
 from vitsee_core.analyses.effect.changes import cosines
 from vitsee_core.labels.changed_outputs import compare_outputs
@@ -344,7 +343,7 @@ def test_one_metric_alone(
     """Its rows are those of all metrics; what only others need is not computed."""
     whole = run(*two).filter(metric=metric)
     needed = {"cka": "hsic", "cosine": "cosines"}.get(metric, "compare_outputs")
-    for name, where in (("hsic", effect), ("cosines", changes), ("compare_outputs", changes)):
+    for name, where in (("hsic", changes), ("cosines", changes), ("compare_outputs", changes)):
         if name != needed:
             monkeypatch.delattr(where, name)
     found = run(*two, metrics=[metric])

@@ -167,7 +167,7 @@ def test_the_number_of_threads_changes_no_bit(
     monkeypatch.setattr("vitsee_core.similarity.products.GOOD_COLUMNS", 256)
     monkeypatch.setattr("vitsee_core.features.matrix.FeatureMatrix.chunk_columns", 64)
     monkeypatch.setattr("vitsee_core.similarity.exact.tile_size", lambda n: 16)
-    monkeypatch.setattr("vitsee_core.similarity.hsic.FEW", 0)
+    monkeypatch.setattr(sys.modules["vitsee_core.similarity.hsic"], "FEW", 0)
     monkeypatch.setattr("vitsee_core.similarity.whole_tiles.TERMS", 64)
     monkeypatch.setattr("vitsee_core.similarity.estimate.is_worth_compiling", lambda work: True)
     found: list[tuple[Any, list[str]]] = []
