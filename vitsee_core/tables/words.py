@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from vitsee_stores.plan import CLIPS
-
 METRICS = {
     "top1": "top-1 accuracy",
     "top5": "top-5 accuracy",
@@ -271,12 +269,12 @@ _IMAGES = re.compile(r"(?<![\w/.\\-])(images|(?<=\b1 )image)(?![\w/\\-]|\.\w)")
 
 def examples_of(record: Mapping[str, Any]) -> str:
     """What the rows of a store are, by its description: images or clips."""
-    return "images" if record.get("clip") is None else CLIPS
+    return "images" if record.get("clip") is None else "clips"
 
 
 def said_of(text: str, notes: Mapping[str, Any]) -> str:
     """A text about images, of a table whose stores hold clips said of those. notes: the
     table's."""
-    if notes.get("examples") != CLIPS:
+    if notes.get("examples") != "clips":
         return text
     return _IMAGES.sub(lambda found: "clips" if found[0] == "images" else "clip", text)
