@@ -378,6 +378,21 @@ def test_attention_on_each_images_own_grid(folder: Path, tmp_path: Path) -> None
         assert own_rows["n_images"].to_list() == [len(SIZES)]
 
 
+@pytest.mark.slow
+def test_images_to_learn_from_may_be_smaller_than_those_to_test(
+    folder: Path, tmp_path: Path
+) -> None:
+    """The canvas follows the largest image, of which the model's sites are examined."""
+    test = extracted(folder, "Qwen2_5_VL", tmp_path / "test.zarr")
+    (tmp_path / "Qwen2_5_VL").symlink_to(folder / "Qwen2_5_VL")
+    photos(tmp_path / "photos", [(60, 60), (61, 90), (84, 60), (90, 62)])
+    train = extracted(tmp_path, "Qwen2_5_VL", tmp_path / "train.zarr")
+    assert train.plan.canvas != test.plan.canvas
+    done = ran("knn", train.path, test.path, "--k", "1", "--sites", "blocks.2.out")
+    assert done.exit_code == 0, done.stderr
+    assert "blocks.2.out" in done.stdout
+
+
 # ---------------------------------------------------------------- stores
 
 

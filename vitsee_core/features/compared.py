@@ -116,8 +116,12 @@ def _setting(store: Store, field: str) -> Any:
     identity = store.manifest.identity
     value: Any = identity.get(field) or ABSENT.get(field)
     canvas = identity.get("canvas") or {}
-    if field == "transform" and (canvas.get("tiles") or canvas.get("own_grids")):
-        # Size of the largest image: the model does not see the rest of the canvas.
+    own_grids = bool(canvas.get("own_grids"))
+    if (own_grids and field == "model") or (
+        field == "transform" and (canvas.get("tiles") or own_grids)
+    ):
+        # Size of the largest image: the model does not see the rest of the canvas. The size that a
+        # model was examined on, for images with grids of their own, is at most that.
         value = {key: own for key, own in value.items() if key != "input_size"}
     return value
 
