@@ -1,4 +1,5 @@
-"""The analysis in docs/architecture.md, put into the tree as a newcomer would: it runs."""
+"""docs/architecture.md: its analysis, put into the tree as a newcomer would, runs; what it names is
+there."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ from vitsee_core.study.catalogue import needs_of_analyses
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
+PLACES = ("", "vitsee_core", "stores", "cli", "tools")
 MODULE, RECIPES = re.findall(r"<!-- trial -->\n(`{3,})\w+\n(.*?)\n\1\n", PAGE, re.DOTALL)
 
 
@@ -82,6 +84,38 @@ def test_its_page_begins_as_the_others() -> None:
     own = RECIPES[1].replace("token-norm", "knn").replace("token_norm", "knn")
     assert own.split("\n\n")[:2] == others.split("\n\n")[:2]
     assert re.findall("^## (.*)", own, re.MULTILINE) == ["Recipes", "Traps"]
+
+
+def named(page: str) -> list[str]:
+    """The files and folders that a page names; `x` stands for an analysis to come."""
+    words = re.findall(r"`([\w./]+)`", re.sub(r"^`{3,}.*?^`{3,}", "", page, flags=re.M | re.S))
+    found = [word for word in words if re.search(r"/|\.(py|md|toml)$", word)]
+    return [w for w in found if not re.search(r"(^|/)(test_)?x(/|\.)|zarr|\.\.\.", w)]
+
+
+def missing(page: str) -> list[str]:
+    """Those that are not there, and functions that a file named beside them does not define."""
+    of_rooms = {path.name for path in (ROOT / "vitsee_core").glob("*/**/*")}
+    lost = [
+        name
+        for name in named(page)
+        if name.rstrip("/") not in of_rooms
+        and not any((ROOT / at / name).exists() for at in PLACES)
+    ]
+    for words, name in re.findall(r"((?:`[\w.]+`(?: and |, )?)+) in `([\w/]+\.py)`", page):
+        files = [ROOT / at / name for at in PLACES if (ROOT / at / name).exists()]
+        text = files[0].read_text() if files else ""
+        for word in re.findall(r"\w+(?=[.`])", words):
+            if not re.search(rf"^ *(def|class) {word}\b|^{word} = ", text, re.MULTILINE):
+                lost.append(f"{word} in {name}")
+    return lost
+
+
+def test_what_the_page_names_is_there() -> None:
+    assert len(named(PAGE)) > 100
+    assert missing(PAGE) == []
+    gone = "`models/gone.py`, `no_such` in `models/load.py`, `models/load.py`, `analyses/x.py`"
+    assert missing(gone) == ["models/gone.py", "no_such in models/load.py"]
 
 
 def test_the_files_to_read_first_have_about_so_many_lines() -> None:
