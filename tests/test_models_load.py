@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from tests.models_helpers import VIT, redraw, refusal
 from vitsee_cli.main import main
 from vitsee_core.models.load import hash_weights, load_model
-from vitsee_core.models.sources.timm_weights import local_only
+from vitsee_core.models.sources.timm_create import local_only
 
 NAME = "vit_tiny_patch16_224"
 

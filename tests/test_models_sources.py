@@ -352,9 +352,17 @@ def test_a_source_that_is_not_used_is_not_imported() -> None:
         "print(*(m.rpartition('.')[2] for m in found))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"torchvision", "torchhub", "python_file", "own_transform"} & set(
-        done.stdout.split()
+    assert not {"tagged", "python_file", "transformers"} & set(done.stdout.split())
+
+
+def test_names_are_completed_without_torch_and_timm() -> None:
+    code = (
+        "import sys; from vitsee_core.models.sources import known_names; names = known_names(); "
+        "print('vit_tiny_patch16_224' in names and 'demo:vit' in names, "
+        "{'torch', 'timm'} & sys.modules.keys())"
     )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True set()"
 
 
 @pytest.mark.slow

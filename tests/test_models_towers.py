@@ -27,11 +27,10 @@ from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.joined_attention import JoinedCalls, tiles
 from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
-from vitsee_core.models.packed_towers import accept_images
 from vitsee_core.models.packing import Packing
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
-from vitsee_core.models.sources.transformers_inputs import adapt
+from vitsee_core.models.sources.transformers_inputs import accept_images, adapt
 from vitsee_core.models.token_order import Codes, Order, order_of, output_order
 from vitsee_stores import open_store
 

@@ -16,7 +16,8 @@ from timm.models import save_for_hf
 from tests.extractions import extracted, plant_images
 from vitsee_core.models.load import load_model
 from vitsee_core.models.provenance import NamedModel, model_of, naming, source_of
-from vitsee_core.models.sources.timm_arguments import KNOWN, LOADING
+from vitsee_core.models.sources.timm import KNOWN
+from vitsee_core.models.sources.timm_create import LOADING
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import VitseeError
 

@@ -37,7 +37,7 @@ from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
 from vitsee_core.models.sources import source_of
-from vitsee_core.models.sources.open_clip import library
+from vitsee_core.models.sources.tagged import library
 
 MOST = 150_000_000  # parameters
 SIDE = 96

@@ -40,8 +40,14 @@ from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.packing import packing_of
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
-from vitsee_core.models.sources.transformers_classes import PIXELS, VIDEOS, class_names, library
-from vitsee_core.models.sources.transformers_parts import named_towers, on_meta
+from vitsee_core.models.sources.transformers_classes import (
+    PIXELS,
+    VIDEOS,
+    class_names,
+    library,
+    named_towers,
+    on_meta,
+)
 from vitsee_core.models.token_order import Order
 
 ATTENTION = 1e-6

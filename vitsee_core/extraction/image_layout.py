@@ -40,7 +40,7 @@ from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.packing import packing_of
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
-from vitsee_core.models.sources.native_resize import canvas_transform
+from vitsee_core.models.sources.processors import canvas_transform
 from vitsee_core.runtime.machine import counted
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import SiteSpec, StorePlan, TokenLayout

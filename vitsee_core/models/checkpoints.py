@@ -20,7 +20,7 @@ from vitsee_core.models.checkpoint_files import read_file
 from vitsee_core.models.checkpoint_layouts import Layout, recognise
 from vitsee_core.models.head import classifiers
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.sources.errors import some
+from vitsee_core.models.sources.base import some
 
 # Which of several state dicts in a file, or of several copies of the model in one, is taken: the
 # one its authors evaluate. Averaged weights (EMA) are taken only where a file has nothing else.

@@ -1,15 +1,23 @@
-"""Models that a library knows by a name, and their weights by a tag: `LIBRARY:NAME/TAG`."""
+"""Models that a library knows by a name, and their weights by a tag, `LIBRARY:NAME/TAG`: the visual
+towers of open_clip, `open_clip:ViT-B-32/laion2b_s34b_b79k`, and torchvision's classifiers,
+`torchvision:vit_b_16/IMAGENET1K_V1`.
+"""
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
 
 from torch import nn
 
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.sources.base import Source
-from vitsee_core.models.sources.errors import near_names, one_line
+from vitsee_core.models.sources.base import Source, drawn, missing_extra, near_names, one_line
+from vitsee_core.models.sources.transforms import DEFAULT, changed, pair, stated
 
 
 class TaggedSource(Source):
@@ -72,3 +80,179 @@ class TaggedSource(Source):
             f"the weights of {self.name} are not on this machine, and cannot be fetched: "
             f"{one_line(error)}; give --checkpoint FILE or --random-init SEED"
         )
+
+
+class OpenClipSource(TaggedSource):
+    """The visual tower of an architecture of open_clip, and the tag of its weights."""
+
+    library, what, all_names = "open_clip", "model", " --names"
+
+    def known(self) -> list[str]:
+        return list(library().list_models())
+
+    def tags_of(self, model: str) -> list[str]:
+        return [str(x) for x in library().list_pretrained_tags_by_model(model)]
+
+    def make(
+        self, *, pretrained: bool, seed: int, wanted: dict[str, Any], foreign: bool = False
+    ) -> nn.Module:
+        tags = self.tags()
+        architecture, tag = self.parts
+        if pretrained and not tag:
+            raise ModelError(
+                f"{self.name} names no weights: give {self.name}/TAG ({', '.join(tags) or 'none'}),"
+                " --checkpoint FILE or --random-init SEED"
+            )
+        given = dict(wanted)
+        size = given.pop("img_size", None)
+        if size is not None:
+            rows, cols = pair(size)
+            given["force_image_size"] = rows if rows == cols else (rows, cols)
+
+        def made() -> Any:
+            with _quiet():
+                weights = tag if pretrained else None
+                return library().create_model(architecture, pretrained=weights, **given).visual
+
+        try:
+            return drawn(seed, made, self.name)
+        except ModelError as error:
+            if pretrained and isinstance(error.__cause__, OSError | RuntimeError):
+                raise self.not_fetched(error.__cause__) from error
+            raise
+
+    def without_weights(self, wanted: dict[str, Any]) -> nn.Module:
+        """The model with random weights: open_clip moves what it makes to a device, so that it
+        cannot be on meta."""
+        return self.make(pretrained=False, seed=0, wanted=wanted)
+
+    def transform(
+        self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The transform of `Source`, from what the tower says of its images."""
+        config = getattr(module, "preprocess_cfg", None) or {}
+        size = config.get("size") or getattr(module, "image_size", 224)
+        own = {
+            **DEFAULT,
+            "input_size": (3, *pair(size)),
+            "interpolation": config.get("interpolation", "bicubic"),
+            "crop_mode": "squash" if config.get("resize_mode") == "squash" else "center",
+            "mean": tuple(config.get("mean") or DEFAULT["mean"]),
+            "std": tuple(config.get("std") or DEFAULT["std"]),
+        }
+        return changed(own, img_size, given, self.name)
+
+    def pretrained_record(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
+        return {"source": "pretrained", "pretrained": ".".join(self.parts)}
+
+    def origin(self) -> dict[str, Any]:
+        return {"library": "open_clip", "version": library().__version__}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context without open_clip's remark that weights are random, as was asked for."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def library() -> Any:
+    """open_clip; a ModelError where it is not installed."""
+    try:
+        import open_clip
+    except ImportError as error:
+        raise missing_extra("open_clip", "open-clip") from error
+    return open_clip
+
+
+class TorchvisionSource(TaggedSource):
+    """A builder of torchvision.models, and one of its weights: `DEFAULT` where none is named."""
+
+    library, what = "torchvision", "classifier"
+
+    def known(self) -> list[str]:
+        from torchvision import models
+
+        return list(models.list_models(module=models))
+
+    def tags_of(self, model: str) -> list[str]:
+        from torchvision import models
+
+        return list(models.get_model_weights(model).__members__)
+
+    def make(
+        self, *, pretrained: bool, seed: int, wanted: dict[str, Any], foreign: bool = False
+    ) -> nn.Module:
+        from torchvision import models
+
+        weights = self._weights()
+        if weights is None and pretrained:
+            raise ModelError(f"{self.name} has no weights; give --checkpoint or --random-init SEED")
+        if pretrained:
+            self._fetch(weights)
+        size, given = wanted.get("img_size"), {k: x for k, x in wanted.items() if k != "img_size"}
+        own = weights if pretrained else None
+
+        def build(sized: dict[str, Any]) -> nn.Module:
+            return models.get_model(self.parts[0], weights=own, **sized, **given)
+
+        for sized in _ways_of_size(size):
+            try:
+                return drawn(seed, partial(build, sized), self.name)
+            except ModelError as error:
+                if not any(f"argument '{key}'" in str(error) for key in sized):
+                    raise
+        raise ModelError(f"{self.name} takes square images alone; --img-size is {size}")
+
+    def transform(
+        self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The transform of `Source`: that of the weights, also where they are not taken."""
+        weights = self._weights()
+        own = stated(None if weights is None else weights.transforms(), module, self.name)
+        side = getattr(module, "image_size", None)
+        if img_size is None and isinstance(side, int):
+            img_size = side, side
+        return changed(own, img_size, given, self.name)
+
+    def class_names(self, module: nn.Module) -> list[str] | None:
+        weights = self._weights()
+        return None if weights is None else list(weights.meta["categories"])
+
+    def pretrained_record(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
+        return {"source": "pretrained", "pretrained": f"{self.parts[0]}.{self._weights().name}"}
+
+    def origin(self) -> dict[str, Any]:
+        import torchvision
+
+        return {"library": "torchvision", "version": torchvision.__version__}
+
+    def _weights(self) -> Any:
+        """The member of the builder's enumeration of weights; None where it has none. Errors as
+        `tags`."""
+        from torchvision import models
+
+        self.tags()
+        builder, tag = self.parts
+        found: Any = models.get_model_weights(builder)
+        return found[tag] if tag else getattr(found, "DEFAULT", None)
+
+    def _fetch(self, weights: Any) -> None:
+        """Fetch the file of weights if it is not in torch.hub's folder."""
+        try:
+            weights.get_state_dict(progress=False, check_hash=True)
+        except (OSError, RuntimeError) as error:
+            raise self.not_fetched(error) from error
+
+
+def _ways_of_size(size: tuple[int, int] | None) -> Iterator[dict[str, Any]]:
+    """The ways in which builders take an image size, the last one for those that take any."""
+    if size is not None:
+        if size[0] == size[1]:
+            yield {"image_size": size[0]}
+        yield {"input_size": size}
+    yield {}

@@ -1,16 +1,21 @@
 """timm's create_model with errors of one line, at the right moment: arguments are tried without
-weights before any are loaded, and a network that does not answer is not waited for."""
+weights before any are loaded, and weights come from this machine, or from a network that answers.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
+import logging
 import re
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -18,34 +23,42 @@ from torch.overrides import TorchFunctionMode
 
 from vitsee_core.models.head import classifiers
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.input_transform import checked_size
-from vitsee_core.models.sources.errors import near_names, one_line, some
-from vitsee_core.models.sources.timm_arguments import refuse_loading
-from vitsee_core.models.sources.timm_weights import (
-    NotHere,
-    local_only,
-    needs_network,
-    why_unreachable,
-)
+from vitsee_core.models.sources.base import near_names, one_line, some
+from vitsee_core.models.sources.transforms import checked_size
 from vitsee_core.runtime.machine import human_bytes, memory_bytes
 from vitsee_stores.metadata import ZARR_JSON
 
 HUB = ("hf-hub:", "hf_hub:")
 FOLDER = "local-dir:"
+PROBE_SECONDS = 5.0
+log = logging.getLogger(__name__)
+
+# What timm loads, from where and onto what; each has an option of its own here, or none.
+LOADING = {
+    "checkpoint_path": "use --checkpoint FILE",
+    "pretrained": "use --random-init SEED for fresh weights",
+    "pretrained_cfg": "use local-dir:FOLDER for weights with a configuration of their own",
+    "pretrained_cfg_overlay": "use local-dir:FOLDER, --img-mean, --img-std or --crop-pct",
+    "pretrained_model_args": "use local-dir:FOLDER",
+    "pretrained_strict": "weights are always loaded strictly",
+    "pretrained_filter_fn": "use --checkpoint FILE",
+    "model_name": "it is the argument MODEL",
+    "cache_dir": "set HF_HOME",
+    "device": "use --device",
+    "dtype": "use --precision",
+    "scriptable": "hooks see nothing in scripted models",
+    "exportable": "hooks see nothing in exported models",
+    "features_only": "sites of every layer are captured anyway",
+}
 
 
-def skips_left_out(full: str, name: str) -> tuple[str, ...]:
-    """The blocks and sublayers without whose skips a folder's model was trained: `ablate_skip` of
-    its config.json, a list of names as --ablate-skip takes them; () for other models."""
-    if not full.startswith(FOLDER):
-        return ()
-    found = _read_config(Path(full.removeprefix(FOLDER)), name).get("ablate_skip", [])
-    if not isinstance(found, list) or not all(isinstance(x, str) for x in found):
-        raise ModelError(
-            f"{name}: ablate_skip in its config.json is {str(found)[:40]!r}; expected a list of "
-            "blocks or sublayers"
-        )
-    return tuple(found)
+def refuse_loading(args: Mapping[str, Any], where: str = "--model-arg ") -> None:
+    """Raise ModelError if an argument chooses what to load, not how the model is made."""
+    for name in args:
+        if name in LOADING:
+            raise ModelError(
+                f"{where}{name}={str(args[name])[:40]} is not passed on to timm: {LOADING[name]}"
+            )
 
 
 def converter_of(module: nn.Module) -> Callable[..., Any] | None:
@@ -153,7 +166,7 @@ def heads_no_shape_shows(module: nn.Module, full: str, wanted: dict[str, Any]) -
 
 
 def check_known(full: str, name: str) -> None:
-    """Raise ModelError unless timm knows a name, or a folder with a model has it."""
+    """Raise ModelError unless timm knows a name, or wrote the config.json of its folder."""
     import timm
 
     if not full.startswith((*HUB, FOLDER)) and not timm.is_model(full):
@@ -161,19 +174,14 @@ def check_known(full: str, name: str) -> None:
             raise ModelError(f"{name} is a store; expected a model (of which it is: vitsee info)")
         near = near_names(full.partition(".")[0], timm.list_models())
         raise ModelError(f"no timm model is called {name!r}{near} (run: vitsee models '*PART*')")
-    if full.startswith(FOLDER):
-        _check_folder(Path(full.removeprefix(FOLDER)), name)
-
-
-def _check_folder(folder: Path, name: str) -> None:
-    """Refuse a folder whose config.json is not what timm writes."""
-    import timm
-
+    if not full.startswith(FOLDER):
+        return
+    folder = Path(full.removeprefix(FOLDER))
     if not folder.is_dir():
         raise ModelError(
             f"{name}: no such folder; expected one with config.json and model.safetensors"
         )
-    parts = _read_config(folder, name)
+    parts = read_config(folder, name)
     architecture = parts.get("architecture")
     if not isinstance(architecture, str) or not timm.is_model(architecture):
         raise ModelError(
@@ -189,7 +197,7 @@ def _check_folder(folder: Path, name: str) -> None:
     refuse_loading(parts.get("model_args", {}), f"{name}: model_args of its config.json: ")
 
 
-def _read_config(folder: Path, name: str) -> dict[str, Any]:
+def read_config(folder: Path, name: str) -> dict[str, Any]:
     """A folder's config.json; {} where it is no object."""
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
@@ -296,3 +304,55 @@ def _misfit(error: Exception) -> str:
     if sizes := re.findall(r"size mismatch for ([\w.]+):", text):
         parts.append(f"of another size {len(sizes)} ({some(sizes)})")
     return "; ".join(parts) or one_line(error)
+
+
+class NotHere(ModelError):
+    """Weights that this machine does not have."""
+
+
+@contextmanager
+def local_only() -> Iterator[None]:
+    """A context in which timm uses its caches and no network.
+
+    timm has no switch for it, so its two ways out, downloads from the hub and from an address,
+    are closed where timm calls them.
+    """
+    import torch.hub
+
+    hub: Any = importlib.import_module("timm.models._hub")
+
+    def refuse(url: str, *_: Any, **__: Any) -> None:
+        raise NotHere(f"{Path(str(url)).name} is not on this machine")
+
+    cached = functools.partial(hub.hf_hub_download, local_files_only=True)
+    with (
+        mock.patch.object(hub, "hf_hub_download", cached),
+        mock.patch.object(hub, "download_url_to_file", refuse),
+        mock.patch.object(torch.hub, "download_url_to_file", refuse),
+    ):
+        yield
+
+
+def needs_network(full: str, pretrained: bool) -> bool:
+    """Whether the hub may be asked for this model's configuration or weights."""
+    if full.startswith(FOLDER):
+        return False
+    return pretrained or full.startswith(HUB)
+
+
+def why_unreachable() -> str | None:
+    """Why the hub does not answer, found out once within seconds; None if it does.
+
+    Without this the hub's own client retries each file for half a minute.
+    """
+    from huggingface_hub import constants, utils
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        session: Any = utils.get_session()  # type: ignore[attr-defined]
+        session.head(constants.ENDPOINT, timeout=PROBE_SECONDS)
+    except Exception as error:
+        log.debug("%s: %s", constants.ENDPOINT, error)
+        return f"{constants.ENDPOINT} does not answer: {type(error).__name__}"
+    return None

@@ -25,12 +25,15 @@ from vitsee_core.models.clips import accept_clips
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.language_input import FEATURES, PART, image_config, is_language_input
 from vitsee_core.models.packing import Packing, packed_inputs, packing_of
-from vitsee_core.models.sources.base import OWN_TRANSFORM, Choices, Source, drawn
-from vitsee_core.models.sources.errors import one_line
-from vitsee_core.models.sources.native_resize import native_canvas
-from vitsee_core.models.sources.own_transform import DEFAULT, changed, pair
-from vitsee_core.models.sources.processors import ROUNDED, THUMBNAIL, Processor, processor_config
-from vitsee_core.models.sources.timm_weights import why_unreachable
+from vitsee_core.models.sources.base import OWN_TRANSFORM, Choices, Source, drawn, one_line
+from vitsee_core.models.sources.processors import (
+    ROUNDED,
+    THUMBNAIL,
+    Processor,
+    native_canvas,
+    processor_config,
+)
+from vitsee_core.models.sources.timm_create import why_unreachable
 from vitsee_core.models.sources.transformers_classes import (
     FRAMES,
     backend,
@@ -38,22 +41,21 @@ from vitsee_core.models.sources.transformers_classes import (
     check_input,
     class_names,
     clip_frames,
-    library,
-    random_model,
-    remote_class,
-    size_of,
-)
-from vitsee_core.models.sources.transformers_inputs import adapt, as_patches, refuse_others
-from vitsee_core.models.sources.transformers_parts import (
     language_input_of,
+    library,
     named_towers,
     on_meta,
     random_language_input,
+    random_model,
     read_parts,
     read_weights,
+    remote_class,
+    size_of,
     towers,
     with_features,
 )
+from vitsee_core.models.sources.transformers_inputs import adapt, as_patches, refuse_others
+from vitsee_core.models.sources.transforms import DEFAULT, changed, pair
 from vitsee_stores.plan import Canvas
 
 PREFIX = "transformers:"
@@ -551,7 +553,6 @@ class TransformersSource(Source):
         return ModelError(f"{self.name} cannot be loaded: {type(error).__name__}: {text}")
 
 
-SOURCE = TransformersSource
 _CLASSIFIES = ("ForImageClassification", "ForVideoClassification")
 _PACKED_SIDE = 448
 ASSUMED = (
