@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from vitsee_core.models.attention_watch import AttentionCall
 from vitsee_core.models.capture import Capture, Observer
-from vitsee_core.models.clips import frames_of
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
+from vitsee_core.models.tokens.clips import frames_of
 from vitsee_stores.layout import SiteSpec
 
 SMALL = {"embed_dim": 48, "depth": 3, "num_heads": 3}

@@ -15,10 +15,9 @@ from tests.every_command import vitsee
 from tests.extractions import RESNET, VIT, array_bytes, extract, extracted, plant_images
 from tests.models_helpers import SMALL, images, small
 from tests.models_helpers import VIT as TINY
-from vitsee_core.models import ablation
-from vitsee_core.models.ablation import ablate_skips
-from vitsee_core.models.branch_only import BranchOnly, branch_only
-from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models import lasting_changes
+from vitsee_core.models.hook_points import BranchOnly, ModelError, branch_only
+from vitsee_core.models.lasting_changes import ablate_skips
 from vitsee_core.models.load import load_model
 from vitsee_core.models.provenance import model_of
 from vitsee_core.models.selfcheck import self_check
@@ -218,7 +217,7 @@ def test_a_skip_that_stays_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None
     model = small("vit_tiny_patch16_224", 32, **TINY)
     x = images(model)
     before = model.module(x)
-    monkeypatch.setattr(ablation, "branch_only", lambda f: f)
+    monkeypatch.setattr(lasting_changes, "branch_only", lambda f: f)
     with pytest.raises(ModelError, match=r"blocks.0.attn cannot be done .* is not blocks.0"):
         ablate_skips(model, ["blocks.0"])
     assert not model.ablate_skip

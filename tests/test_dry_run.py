@@ -21,9 +21,9 @@ from vitsee_core.extraction.options import (
     RunOptions,
 )
 from vitsee_core.extraction.small_weights import small_weights
-from vitsee_core.models.dummy_weights import stand_in
 from vitsee_core.models.load import load_model
 from vitsee_core.models.site_tables import site_table
+from vitsee_core.models.without_weights import stand_in
 from vitsee_stores.layout import arrays
 
 # Class token, attention pooling, maps, registers, positions of several kinds, windows.

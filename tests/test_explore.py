@@ -41,7 +41,7 @@ from vitsee_core.explore.tokens import (
     pack_tokens,
     unit_directions,
 )
-from vitsee_core.models.head_weights import of_store
+from vitsee_core.models.weights import stored_classifier
 from vitsee_core.patch_maps.colours import Colours
 from vitsee_stores import open_store
 from vitsee_stores.errors import StoreMismatch, VitseeError
@@ -286,7 +286,7 @@ def test_attention_is_that_of_attn_map(page: Page, everything: Path) -> None:
 
 def test_answers_are_those_of_lens(page: Page, everything: Path) -> None:
     store = open_store(everything / "vit.zarr")
-    head = of_store(store)
+    head = stored_classifier(store)
     answered = [own for own in page.sites[0] if own.classes is not None]
     assert len(answered) == len(page.sites[0]), "all are as wide as the classifier"
     assert "channels, which none of the shown sites has" in page.about["models"][1]["lens"]

@@ -16,7 +16,7 @@ from tests.extractions import VIT, array_bytes, extract, extracted, plant_images
 from vitsee_core.extraction import run
 from vitsee_core.extraction.begin import prepare
 from vitsee_core.images import decoding
-from vitsee_core.models import same_images
+from vitsee_core.models import same_origin
 from vitsee_core.runtime.versions import store_versions
 from vitsee_stores import open_store
 
@@ -162,7 +162,7 @@ def test_another_decoder_is_refused_with_its_version(
     monkeypatch.setattr(loading, "load_into", brighter)
     refused(clean, made, "the same image files come out with other pixels here", "same versions")
     here = store_versions()
-    monkeypatch.setattr(same_images, "store_versions", lambda: {**here, "pillow": "99.1"})
+    monkeypatch.setattr(same_origin, "store_versions", lambda: {**here, "pillow": "99.1"})
     refused(clean, made, f"pillow {here['pillow']} then, 99.1 here")
 
 
@@ -184,7 +184,7 @@ def test_only_what_is_compared_is_read(
 
     monkeypatch.setattr(decoding, "decode", counted)
     monkeypatch.setattr(decoding.FileOpener, "_bytes", counted_bytes)
-    monkeypatch.setattr(same_images, "COMPARED", 3)
+    monkeypatch.setattr(same_origin, "COMPARED", 3)
     assert "is complete" in extracted(*options(clean, made), *ANOTHER).stderr
     first = open_store(made).samples.id[:4].tolist()
     assert sorted(set(decoded)) == sorted(first)

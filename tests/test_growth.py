@@ -347,7 +347,7 @@ def test_a_model_that_does_not_give_what_is_stored_is_refused(
     from vitsee_core.images import normalise
 
     monkeypatch.setattr(
-        "vitsee_core.models.reproduced.normalise", lambda x, *given: normalise(255 - x, *given)
+        "vitsee_core.models.same_origin.normalise", lambda x, *given: normalise(255 - x, *given)
     )
     done = extract(*words(images, store, FIRST, *sites("norms")))
     assert done.exit_code == 1, done.output

@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 from tests.extractions import extract, extracted, plant_images
 from tests.models_helpers import VIT, captured, images, small
 from vitsee_core.extraction import small_weights as keeping
-from vitsee_core.models.classifier import TOLERANCE, find_classifier
-from vitsee_core.models.classifiers import of_model
-from vitsee_core.models.head_weights import HeadWeights, of_store
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table
+from vitsee_core.models.weights import HeadWeights, stored_classifier
+from vitsee_core.models.weights.classifier import TOLERANCE, classifier_of, find_classifier
 from vitsee_stores import open_store
 from vitsee_stores.errors import MissingInput
 from vitsee_stores.layout import TokenLayout
@@ -167,14 +166,14 @@ def test_other_classifiers_are_refused(case: str) -> None:
     table = site_table(model)
     reason = find_classifier(model, table)
     assert isinstance(reason, str) and phrase in reason
-    assert case == "attention pooling" or of_model(model) == reason
+    assert case == "attention pooling" or classifier_of(model) == reason
 
 
 @pytest.mark.parametrize("args", [{}, {"pool_include_prefix": True}, {"fc_norm": True}])
 def test_attention_pooling_is_the_models_modules(args: dict[str, Any]) -> None:
     own = {**VIT, "num_classes": 5, "global_pool": "map", **args}
     model = small("vit_tiny_patch16_224", (32, 48), **own)
-    head, table = of_model(model), site_table(model)
+    head, table = classifier_of(model), site_table(model)
     assert not isinstance(head, str), head
     assert (head.site, head.pool, head.n_classes) == ("blocks.2.out", "attention", 5)
     assert head.pooled_kind is None
@@ -246,7 +245,7 @@ def test_a_store_keeps_it(folder: Path, tmp_path: Path) -> None:
     options = ["--data", folder, "--dtype", "float32"]
     extracted(*OWN, *CLASSES, *options, "-o", tmp_path / "s.zarr")
     store = open_store(tmp_path / "s.zarr")
-    head = of_store(store)
+    head = stored_classifier(store)
     layout = store.layout(head.site)
     assert layout is not None and (head.pool, head.norm) == ("cls", "layer")
     assert store.weights("head_kernel").shape == (5, 64)
@@ -266,16 +265,16 @@ def test_a_large_one_is_kept_on_request(
     assert "the classifier's weights are not kept: it takes" in said
     store = open_store(tmp_path / "a.zarr")
     assert not store.has("weights/head_kernel") and store.has("weights/filters")
-    for read in (of_store, lambda s: s.weights("head_kernel")):
+    for read in (stored_classifier, lambda s: s.weights("head_kernel")):
         with pytest.raises(MissingInput, match=r"it takes .* \(extract --head-weights keeps it\)"):
             read(store)
     extracted(*base, "--head-weights", "-o", tmp_path / "b.zarr")
-    assert of_store(open_store(tmp_path / "b.zarr")).arrays["head_kernel"].shape == (5, 64)
+    assert stored_classifier(open_store(tmp_path / "b.zarr")).arrays["head_kernel"].shape == (5, 64)
     again = extract(*base, "--head-weights", "-o", tmp_path / "a.zarr")
     assert again.exit_code == 1 and "head_weights is null, given true" in again.stderr
     extracted(*base, "--no-head-weights", "-o", tmp_path / "c.zarr")
     with pytest.raises(MissingInput, match="not asked for"):
-        of_store(open_store(tmp_path / "c.zarr"))
+        stored_classifier(open_store(tmp_path / "c.zarr"))
 
 
 def test_one_that_is_asked_for_and_cannot_be_had(folder: Path, tmp_path: Path) -> None:

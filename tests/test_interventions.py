@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tests.extractions import RESNET, VIT, extracted, plant_images
 from tests.models_helpers import images, small
-from vitsee_core.models.ablation import ablate_skips
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.intervention_spec import parse
-from vitsee_core.models.interventions.proof import prove
+from vitsee_core.models.interventions.changes import prove
 from vitsee_core.models.interventions.switching import Switch
+from vitsee_core.models.lasting_changes import ablate_skips
 from vitsee_core.models.load import load_model
 from vitsee_core.models.site_tables import site_table
 from vitsee_stores import Store, open_store, validate

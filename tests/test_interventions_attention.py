@@ -16,8 +16,7 @@ from tests.extractions import VIT, array_bytes, extracted, plant_images
 from tests.models_helpers import SMALL, images, small
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.intervention_spec import parse
-from vitsee_core.models.interventions.blocked import BlockedAttention, blocked_pairs
-from vitsee_core.models.interventions.proof import prove
+from vitsee_core.models.interventions.changes import BlockedAttention, blocked_pairs, prove
 from vitsee_core.models.interventions.switching import Switch
 from vitsee_core.models.load import load_model, own_model
 from vitsee_core.models.loaded import LoadedModel

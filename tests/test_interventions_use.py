@@ -20,8 +20,8 @@ from vitsee_core.extraction.options import DataOptions
 from vitsee_core.extraction.prepare import chosen_images
 from vitsee_core.features.compared import model_key, require_comparable
 from vitsee_core.models.intervention_spec import InterventionError, parse, placed
-from vitsee_core.models.interventions import references
-from vitsee_core.models.interventions.references import cycle
+from vitsee_core.models.interventions import replacements
+from vitsee_core.models.interventions.replacements import cycle
 from vitsee_core.models.interventions.switching import Switch
 from vitsee_core.models.load import load_model
 from vitsee_core.models.provenance import model_of
@@ -66,7 +66,7 @@ def test_it_does_not_depend_on_how_it_is_made(
     extracted(*given, "-o", tmp_path / "a.zarr")
     whole = array_bytes(tmp_path / "a.zarr")
     # by two shards, of which one joins a store that is there; with nothing read ahead
-    monkeypatch.setattr(references, "HELD_SHARE", 1 << 60)
+    monkeypatch.setattr(replacements, "HELD_SHARE", 1 << 60)
     extracted(*given, "-o", tmp_path / "b.zarr", "--shard", "1/2")
     extracted(*given, "-o", tmp_path / "b.zarr", "--shard", "0/2")
     assert array_bytes(tmp_path / "b.zarr") == whole
@@ -255,13 +255,13 @@ def test_base_stores_of_something_else(
 ) -> None:
     store = open_store(base)
     identity = dict(store.manifest.identity)
-    references.check_base(store, identity, kind, "--replace x")
+    replacements.check_base(store, identity, kind, "--replace x")
     if kind == "shuffle":  # of mean and noise the images may be others
-        references.check_base(store, {**identity, **change}, "mean", "--replace x")
+        replacements.check_base(store, {**identity, **change}, "mean", "--replace x")
     own = dataclasses.replace(store.manifest, identity={**identity, **change})
     store.manifest = own
     with pytest.raises(VitseeError) as caught:
-        references.check_base(store, identity, kind, "--replace x")
+        replacements.check_base(store, identity, kind, "--replace x")
     assert phrase in str(caught.value) and "--replace x: base has" in str(caught.value)
 
 

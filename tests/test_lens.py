@@ -17,7 +17,7 @@ from tests.extractions import RESNET, VIT, extracted, plant_images
 from tests.stores import write_sites
 from vitsee_cli.main import main
 from vitsee_core.analyses.lens import METRICS, _scores, plot, run
-from vitsee_core.models import classifiers
+from vitsee_core.models import provenance
 from vitsee_core.models.load import load_model
 from vitsee_core.models.provenance import model_of
 from vitsee_core.tables.results import Table
@@ -163,7 +163,7 @@ def test_a_head_that_the_store_lacks_is_the_models(
         built.append(store.label)
         return model_of(store, *args, **kwargs)
 
-    monkeypatch.setattr(classifiers, "model_of", counted)
+    monkeypatch.setattr(provenance, "model_of", counted)
     table = run(without, sites=["blocks.0.out", "last"])
     assert built == ["a"]  # once, for all sites
     whole = run(stores["class token"], sites=["blocks.0.out", "last"])

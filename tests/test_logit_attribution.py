@@ -22,10 +22,10 @@ from vitsee_cli.main import main
 from vitsee_core.analyses.logit_attribution import headline, plot, run
 from vitsee_core.analyses.logit_attribution.contributions import Readout
 from vitsee_core.images import normalise
-from vitsee_core.models import head_weights
-from vitsee_core.models.head_weights import HeadWeights
+from vitsee_core.models import provenance
 from vitsee_core.models.load import load_model
 from vitsee_core.models.provenance import Provenance
+from vitsee_core.models.weights import HeadWeights
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store, TokenLayout, open_store
 from vitsee_stores.errors import MissingInput, NotOffered, VitseeError
@@ -325,7 +325,7 @@ def tiny(
     )  # fmt: skip
     arrays = {"head_kernel": kernel.astype(np.float32), "head_bias": bias.astype(np.float32)}
     head = HeadWeights(arrays, "blocks.0.out", "cls", "none", 0.0, True)
-    patch.setattr(head_weights, "of_store", lambda _store: head)
+    patch.setattr(provenance, "stored_classifier", lambda _store: head)
     return store
 
 

@@ -15,10 +15,10 @@ from click.testing import CliRunner, Result
 
 from vitsee_cli.main import main
 from vitsee_core import analyses
-from vitsee_core.models.listing import sketched_module
 from vitsee_core.models.load import load_model
 from vitsee_core.models.site_tables import sketch
 from vitsee_core.models.sources.timm import matching
+from vitsee_core.models.without_weights import sketched_module
 from vitsee_core.study import catalogue
 
 VIT = "vit_tiny_patch16_224"

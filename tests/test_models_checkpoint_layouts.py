@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from tests.extractions import extracted, plant_images
 from tests.models_helpers import VIT, redraw
 from tests.test_models_checkpoints import State, body, clip_names, refused, saved, under
-from vitsee_core.models.checkpoint_files import read_torchscript
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.weights.checkpoint_files import read_torchscript
 from vitsee_stores import open_store
 
 IMAGENET = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD

@@ -20,16 +20,16 @@ from tests.models_helpers import captured, redraw, refusal
 from vitsee_core.analyses import attn_dist
 from vitsee_core.images.transform import make_recipe, normalise
 from vitsee_core.models.attention_watch import AttentionEvent, KernelCall
-from vitsee_core.models.clip_orders import ClipCodes, ClipOrder, order_in
-from vitsee_core.models.clips import accept_clips, clip_cells, clips_of, frames_of, recognise
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.joined_attention import ClipCalls, window_of
 from vitsee_core.models.load import load_model, own_model
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table, sketch
 from vitsee_core.models.sources.processors import Processor
 from vitsee_core.models.sources.transformers_classes import clip_frames
 from vitsee_core.models.sources.transformers_inputs import adapt
+from vitsee_core.models.tokens.clip_order import ClipCalls, ClipCodes, ClipOrder, order_in
+from vitsee_core.models.tokens.clips import accept_clips, clip_cells, clips_of, frames_of, recognise
+from vitsee_core.models.tokens.packed_order import window_of
 from vitsee_stores import open_store
 
 transformers: Any = pytest.importorskip("transformers", minversion="5.20")

@@ -15,11 +15,11 @@ from tests.extractions import extracted, plant_images
 from tests.models_helpers import SMALL, VIT, captured, images, small
 from vitsee_core.extraction.prepare import unseen_pixels
 from vitsee_core.models.loaded import LoadedModel
-from vitsee_core.models.patches import Patches, cells
 from vitsee_core.models.selfcheck import self_check
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
-from vitsee_core.models.steps import Step, Steps
+from vitsee_core.models.survey.geometry import Step, Steps
+from vitsee_core.models.survey.patches import Patches, cells
 from vitsee_core.similarity.patch_pixels import PatchPixels
 from vitsee_stores import open_store
 from vitsee_stores.layout import TokenLayout

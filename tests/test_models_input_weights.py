@@ -13,10 +13,15 @@ from timm.layers.pos_embed_sincos import build_sincos2d_pos_embed
 from torch import Tensor, nn
 
 from tests.models_helpers import VIT, small
-from vitsee_core.models.first_layer import Filters, find_filters
 from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
-from vitsee_core.models.positions import Positions, find_positions, is_sine_cosine
+from vitsee_core.models.weights.input import (
+    Filters,
+    Positions,
+    find_filters,
+    find_positions,
+    is_sine_cosine,
+)
 
 
 def positions(model: LoadedModel) -> Positions:

@@ -161,7 +161,7 @@ def test_a_class_that_joins_tiles_gives_those_of_each(tmp_path: Path) -> None:
 def test_a_bright_patch_lights_its_own_cell(tmp_path: Path) -> None:
     """InternVL's pixel shuffle: where attention is each token's own, a patch of row 2, column 5
     shows in the cell of row 1, column 2 alone."""
-    from vitsee_core.models.token_order import OwnToken
+    from vitsee_core.models.tokens.packed_order import OwnToken
 
     model = load_model(f"transformers:{saved('internvl', tmp_path)}#language-in")
     x = torch.zeros(2, *model.input_size)

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.models_helpers import SMALL, VIT, small
-from vitsee_core.models.geometry import Geometry
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
-from vitsee_core.models.steps import whole_stride
+from vitsee_core.models.survey.geometry import Geometry, whole_stride
 from vitsee_stores.layout import SiteSpec, TokenLayout, select_names
 
 

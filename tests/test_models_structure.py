@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from tests.every_command import vitsee
 from tests.extractions import extracted
 from tests.models_helpers import captured, images, redraw
-from vitsee_core.models.ablation import ablate_skips
-from vitsee_core.models.attention_watch import AttentionEvent, AttentionWatch
+from vitsee_core.models.attention_watch import AttentionEvent, AttentionWatch, without_fast_path
 from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.lasting_changes import ablate_skips
 from vitsee_core.models.load import load_model, own_model
 from vitsee_core.models.loaded import LoadedModel
-from vitsee_core.models.multihead import without_fast_path
 from vitsee_core.models.proofs import scaled_error
 from vitsee_core.models.site_tables import site_table
 from vitsee_stores import open_store

@@ -24,14 +24,20 @@ from tests.models_helpers import captured, redraw, refusal
 from vitsee_core.analyses import attn_map
 from vitsee_core.models.attention_watch import AttentionEvent, KernelCall
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.joined_attention import JoinedCalls, tiles
 from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
-from vitsee_core.models.packing import Packing
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
 from vitsee_core.models.sources.transformers_inputs import accept_images, adapt
-from vitsee_core.models.token_order import Codes, Order, order_of, output_order
+from vitsee_core.models.tokens.packed_order import (
+    Codes,
+    JoinedCalls,
+    Order,
+    order_of,
+    output_order,
+    window_of,
+)
+from vitsee_core.models.tokens.towers import Packing
 from vitsee_stores import open_store
 
 transformers: Any = pytest.importorskip("transformers", minversion="5.20")
@@ -331,10 +337,10 @@ def test_tables_of_attention_within_windows(checkpoint: Path, tmp_path: Path) ->
 def test_windows_are_tiles() -> None:
     """By hand: 2 x 3 windows over 4 x 5 cells, the last column cut."""
     labels = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 1, 1], [2, 2, 2, 3, 3], [2, 2, 2, 3, 3]])
-    assert tiles(labels) == (2, 3)
-    assert tiles(labels.clone().fill_(0)) is None  # one window
+    assert window_of(labels) == (2, 3)
+    assert window_of(labels.clone().fill_(0)) is None  # one window
     labels[3, 4] = 0
-    assert tiles(labels) is None
+    assert window_of(labels) is None
 
 
 def test_calls_that_are_no_images_are_not_joined() -> None:

@@ -26,10 +26,9 @@ from vitsee_cli.main import main
 from vitsee_core.analyses.attn_dist import run as attn_dist
 from vitsee_core.attention.heads import uniform_distance
 from vitsee_core.models.load import load_model
-from vitsee_core.models.site_tables import site_table
-from vitsee_core.models.sized_tables import table_of_size
+from vitsee_core.models.site_tables import site_table, table_of_size
 from vitsee_core.models.survey import orders_at
-from vitsee_core.models.token_order import same_order
+from vitsee_core.models.tokens.packed_order import same_order
 from vitsee_stores import Store, manifest, open_store
 from vitsee_stores.errors import StoreError
 from vitsee_stores.manifest import without_absent

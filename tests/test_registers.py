@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import vitsee
 from tests.extractions import extract, plant_images
 from vitsee_cli.main import main
-from vitsee_core.models.added_registers import add_registers
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.intervention_spec import InterventionError, parse
-from vitsee_core.models.interventions.neurons import other_neurons, register_neurons
+from vitsee_core.models.interventions.replacements import other_neurons, register_neurons
+from vitsee_core.models.lasting_changes import add_registers
 from vitsee_core.models.load import load_model
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError

@@ -90,7 +90,7 @@ def refuse_weights(*_: object, **__: object) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit_large_patch16_224", "mobilenetv5_300m", "demo:resnet"])
 def test_weights_are_not_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitsee_core.models.listing.load_model", refuse_weights)
+    monkeypatch.setattr("vitsee_core.models.without_weights.load_model", refuse_weights)
     result = sites(name, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["proven"] is False

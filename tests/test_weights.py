@@ -27,9 +27,9 @@ from vitsee_cli.main import main
 from vitsee_core.analyses import weights
 from vitsee_core.analyses.weights import COLUMNS, cosines, plot, principal_components, run
 from vitsee_core.analyses.weights.weights_figure import SCALES, colours, labels, percent
-from vitsee_core.models.input_weights import InputWeights, of_model, of_store
 from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.weights import InputWeights, input_weights_of, stored_input_weights
 from vitsee_core.tables.results import Table
 from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError
@@ -73,7 +73,7 @@ def made(monkeypatch: pytest.MonkeyPatch, vit: LoadedModel) -> Any:
             kind="learned",
             absent={k: "for a reason" for k, v in given.items() if v is None},
         )
-        monkeypatch.setattr(weights, "of_model", lambda _: own)
+        monkeypatch.setattr(weights, "input_weights_of", lambda _: own)
         return run(vit, **more)
 
     return make
@@ -398,7 +398,7 @@ def test_a_store_holds_them(stores: Path) -> None:
     table = run(store)
     table = run(store)
     assert equal(table, run(model), "store")
-    mine, stored = of_model(model), of_store(store)
+    mine, stored = input_weights_of(model), stored_input_weights(store)
     assert mine.record() == stored.record() and mine.arrays.keys() == stored.arrays.keys()
     for name, values in mine.arrays.items():
         assert np.array_equal(values, stored.arrays[name])

@@ -32,12 +32,9 @@ from torch import Tensor
 
 from tests.models_helpers import Keeper, images, redraw
 from vitsee_core.models.capture import Capture
-from vitsee_core.models.clip_orders import ClipOrder
-from vitsee_core.models.clips import frames_of
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
-from vitsee_core.models.packing import packing_of
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
 from vitsee_core.models.sources.transformers_classes import (
@@ -48,7 +45,10 @@ from vitsee_core.models.sources.transformers_classes import (
     named_towers,
     on_meta,
 )
-from vitsee_core.models.token_order import Order
+from vitsee_core.models.tokens.clip_order import ClipOrder
+from vitsee_core.models.tokens.clips import frames_of
+from vitsee_core.models.tokens.packed_order import Order
+from vitsee_core.models.tokens.towers import packing_of
 
 ATTENTION = 1e-6
 MOST = 40_000_000  # parameters

@@ -11,10 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.explore.coarse import coarse_layout, pooled
-from vitsee_core.models import head_weights
-from vitsee_core.models.classifiers import Classifiers
-from vitsee_core.models.head_weights import Classifier
-from vitsee_core.models.provenance import Provenance
+from vitsee_core.models.provenance import Classifiers, Provenance
+from vitsee_core.models.weights import Classifier, stored_classifier
 from vitsee_core.patch_maps.photos import Shown
 from vitsee_core.types import Float
 from vitsee_stores.errors import MissingInput
@@ -47,7 +45,7 @@ def answers_of(shown: Shown, origin: Provenance | None) -> dict[str, SiteAnswers
         MissingInput: no classifier, or none that reads these sites.
     """
     store = shown.store
-    head = head_weights.of_store(store) if origin is None else Classifiers(origin)(store)
+    head = stored_classifier(store) if origin is None else Classifiers(origin)(store)
     if head.n_classes > MOST_CLASSES:
         raise MissingInput(f"the classifier of {store.label} has {head.n_classes} classes")
     found = {site.name: _answers(store, head, site, shown.rows) for site in _readable(shown, head)}

@@ -12,13 +12,12 @@ from vitsee_core.extraction.options import OF_NATIVE, ModelOptions, Request
 from vitsee_core.extraction.prepare import check_output, chosen_images, cut_sides, plan_contents
 from vitsee_core.extraction.run import default_batch, erf_cost, strategy_of
 from vitsee_core.images.clips import has_clips
-from vitsee_core.models.checkpoints import Checkpoint
-from vitsee_core.models.dummy_weights import stand_in
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.listing import from_shapes
 from vitsee_core.models.load import check_model_options
-from vitsee_core.models.same_images import first_images
+from vitsee_core.models.same_origin import first_images
 from vitsee_core.models.sources import source_of
+from vitsee_core.models.weights.checkpoints import Checkpoint
+from vitsee_core.models.without_weights import from_shapes, stand_in
 from vitsee_core.runtime.device import resolve_device
 from vitsee_stores import StoreWriter
 from vitsee_stores.errors import VitseeError

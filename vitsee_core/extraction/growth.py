@@ -29,8 +29,7 @@ from vitsee_core.extraction.prepare import (
     with_dtypes,
 )
 from vitsee_core.images import Selection
-from vitsee_core.models.reproduced import check_reproduced
-from vitsee_core.models.same_images import check_same_images, first_images
+from vitsee_core.models.same_origin import check_reproduced, check_same_images, first_images
 from vitsee_core.runtime.machine import counted
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.runtime.versions import store_versions

@@ -32,15 +32,14 @@ from vitsee_core.extraction.tiles import TILED, n_tiles
 from vitsee_core.images import ImageError, Selection
 from vitsee_core.images.clip_times import SHUFFLED
 from vitsee_core.images.transform import MOST_PIXELS
-from vitsee_core.models.clips import frames_of
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.language_input import PART
 from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
-from vitsee_core.models.packing import packing_of
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
 from vitsee_core.models.sources.processors import canvas_transform
+from vitsee_core.models.tokens.clips import frames_of
+from vitsee_core.models.tokens.towers import PART, packing_of
 from vitsee_core.runtime.machine import counted
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import SiteSpec, StorePlan, TokenLayout

@@ -37,11 +37,10 @@ from vitsee_core.images import (
 )
 from vitsee_core.images.clips import has_clips
 from vitsee_core.models.intervention_spec import ZERO
-from vitsee_core.models.interventions.changes import Changes
-from vitsee_core.models.interventions.proof import prove
+from vitsee_core.models.interventions.changes import Changes, prove
 from vitsee_core.models.interventions.switching import Switch
 from vitsee_core.models.loaded import LoadedModel
-from vitsee_core.models.same_images import FirstImages, check_same_images, first_images
+from vitsee_core.models.same_origin import FirstImages, check_same_images, first_images
 from vitsee_core.models.selfcheck import NotFinite, SelfCheck, self_check
 from vitsee_core.models.sites import SiteTable
 from vitsee_core.runtime.device import precision_context, resolve_device

@@ -32,7 +32,7 @@ from vitsee_core.extraction.signals import Interrupted, StopRequest
 from vitsee_core.extraction.sizes import folder_sizes
 from vitsee_core.extraction.tiles import n_tiles
 from vitsee_core.images import batches
-from vitsee_core.models.same_images import check_same_images
+from vitsee_core.models.same_origin import check_same_images
 from vitsee_core.runtime.device import device_name
 from vitsee_core.runtime.machine import (
     counted,

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.models import input_weights
-from vitsee_core.models.classifier import find_classifier
-from vitsee_core.models.clips import frames_of
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.sites import SiteTable
+from vitsee_core.models.tokens.clips import frames_of
+from vitsee_core.models.weights import FILTERS, POSITIONS, input_weights_of
+from vitsee_core.models.weights.classifier import find_classifier
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_stores.errors import VitseeError
 
@@ -49,10 +49,10 @@ def small_weights(model: LoadedModel, table: SiteTable, head: bool | None) -> Sm
     if frames_of(model.module) is not None:
         if head:
             raise VitseeError(f"--head-weights is not supported: {OF_CLIPS}")
-        names = (input_weights.FILTERS, input_weights.POSITIONS)
+        names = (FILTERS, POSITIONS)
         record: dict[str, Any] = {"sites": {}, "kind": "", "absent": dict.fromkeys(names, OF_CLIPS)}
         return SmallWeights({}, {"input_weights": record, "head_weights": {"absent": OF_CLIPS}})
-    own = input_weights.of_model(model)
+    own = input_weights_of(model)
     classifier = find_classifier(model, table) if head is not False else "not asked for"
     notes: list[str] = []
     if isinstance(classifier, str):

@@ -1,8 +1,15 @@
 """Attention as the model computes it, observed while fused kernels stay on.
 
-A TorchFunctionMode sees the arguments of `scaled_dot_product_attention` and of an explicit
-softmax with the product that follows it. Nothing is replaced, so the model's output keeps every
-bit; the weights themselves are recomputed from the kernel's arguments.
+A TorchFunctionMode sees the arguments of `scaled_dot_product_attention` and of an explicit softmax
+with the product that follows it. Nothing is replaced, so the model's output keeps every bit; the
+weights themselves are recomputed from the kernel's arguments.
+
+torch computes nn.MultiheadAttention in one function. Whoever watches torch's functions gets that
+one whole, without the product inside; and the output projection's weights are used without a call
+of the module, so that no hook sees the heads' outputs. The same code runs here (`attend`), told
+that nobody watches, and with the projection called: every bit is the one that torch gives. Layers
+that torch also computes in one fused call where nothing has to be seen of them, in other roundings,
+compute as their code says in every pass, so that a pass with hooks equals one without to the bit.
 """
 
 from __future__ import annotations
@@ -10,19 +17,29 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules import activation
 from torch.overrides import TorchFunctionMode
 
-from vitsee_core.models.multihead import MULTIHEAD, RUNNING, attend
+from vitsee_core.models.hook_points import ForwardEnded
 
 KERNEL = functional.scaled_dot_product_attention
 SOFTMAX = {torch.softmax, Tensor.softmax, functional.softmax}
 _PRODUCT = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
 KERNEL_ARGS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+MULTIHEAD = functional.multi_head_attention_forward
+# The heads of the layers that are running; where weights are asked for, these lie in the batch.
+RUNNING: list[int] = []
+_N_HEADS = 4  # the place of num_heads among its arguments
+_FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 
 class AttentionCall(ABC):
@@ -234,3 +251,71 @@ class AttentionWatch(TorchFunctionMode):
             given = self.pending[0]
             self.pending = None
             self.sink(AttentionEvent(tuple(given.shape[:-1]), given.shape[-1], mixed=True))
+
+
+class FirstAttention(TorchFunctionMode):
+    """Ends a forward pass where attention is computed for the first time."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is KERNEL or func in SOFTMAX:
+            raise ForwardEnded
+        return func(*args, **(kwargs or {}))
+
+
+def attend(*args: Any, linear: Any = functional.linear, **kwargs: Any) -> Any:
+    """torch's multi_head_attention_forward, in sight of who watches; linear: its products with
+    weights."""
+    shown = {"has_torch_function": lambda _: False, "linear": linear}
+    body = _with(MULTIHEAD, {**vars(functional), **shown})
+    RUNNING.append(kwargs.get("num_heads") or args[_N_HEADS])
+    try:
+        return body(*args, **kwargs)
+    finally:
+        RUNNING.pop()
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """torch's layer, its output projection called with (tokens, images, dim)."""
+
+    def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Attention as torch's `MultiheadAttention.forward` returns it."""
+        n_images = query.shape[0 if self.batch_first else 1] if query.ndim == 3 else 1
+
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            if weight is not self.out_proj.weight:
+                return functional.linear(x, weight, bias)
+            projected: Tensor = self.out_proj(x.unflatten(0, (-1, n_images)))
+            return projected.flatten(0, 1)
+
+        called = {"multi_head_attention_forward": partial(attend, linear=linear)}
+        functions = SimpleNamespace(**{**vars(functional), **called})
+        layer = _with(nn.MultiheadAttention.forward, {**vars(activation), "F": functions})
+        return layer(self, query, *args, **kwargs)
+
+
+def _with(function: Any, names: dict[str, Any]) -> FunctionType:
+    """The same code with other global names."""
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+
+
+def without_fast_path(module: nn.Module) -> None:
+    """Turn torch's fused path off while the module runs, where any part of it has one."""
+    for child in module.modules():
+        if type(child) is nn.MultiheadAttention:
+            child.__class__ = MultiheadAttention
+    if not any(isinstance(child, _FUSED) for child in module.modules()):
+        return
+    before: list[bool] = []
+
+    def enter(*_: Any) -> None:
+        before.append(torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+
+    def leave(*_: Any) -> None:
+        if before:  # not where an earlier hook refused the input
+            torch.backends.mha.set_fastpath_enabled(before.pop())
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave, always_call=True)

@@ -19,11 +19,11 @@ from vitsee_core.models.hook_points import (
     output_tensor,
     refuse_compiled,
 )
-from vitsee_core.models.joined_attention import ClipCalls, JoinedCalls
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
-from vitsee_core.models.token_order import Place
-from vitsee_core.models.trace import joining
+from vitsee_core.models.survey.tracing import joining
+from vitsee_core.models.tokens.clip_order import ClipCalls
+from vitsee_core.models.tokens.packed_order import JoinedCalls, Place
 from vitsee_stores.layout import SiteSpec
 
 if TYPE_CHECKING:

@@ -13,18 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitsee_core.models.ablation import ablate_skips
-from vitsee_core.models.added_registers import add_registers
-from vitsee_core.models.checkpoints import Checkpoint
-from vitsee_core.models.clips import clips_of, recognise
+from vitsee_core.models.attention_watch import without_fast_path
 from vitsee_core.models.hook_points import ModelError, refuse_compiled
 from vitsee_core.models.intervention_spec import Intervention, Registers, parse
+from vitsee_core.models.lasting_changes import ablate_skips, add_registers
 from vitsee_core.models.loaded import LoadedModel
-from vitsee_core.models.multihead import without_fast_path
-from vitsee_core.models.packing import packing_of
 from vitsee_core.models.sources import source_of
 from vitsee_core.models.sources.base import Source
 from vitsee_core.models.sources.transforms import input_transform, label_names
+from vitsee_core.models.tokens.clips import clips_of, recognise
+from vitsee_core.models.tokens.towers import packing_of
+from vitsee_core.models.weights.checkpoints import Checkpoint
 
 MOST_SEED = 2**63 - 1  # of a torch generator, as JSON readers represent it
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from vitsee_core.models.geometry import Geometry
 from vitsee_core.models.intervention_spec import Intervention
+from vitsee_core.models.survey.geometry import Geometry
 from vitsee_stores.manifest import few
 from vitsee_stores.plan import Canvas
 
@@ -22,13 +22,14 @@ class LoadedModel:
     input_size: (channels, rows, cols). transform: input_size, interpolation, crop_pct, crop_mode,
     mean, std. weights: source ("pretrained", "random", "checkpoint", "local-dir", or "module" for a
     caller's own), sha256 of all tensors, for a checkpoint its file, the key used, and what was
-    missing or unexpected, its layout if that is a known one (see checkpoint_layouts.py), and
+    missing or unexpected, its layout if that is a known one (see weights/checkpoints.py), and
     `assumed`, preprocessing and heads that neither the file nor the caller states; missing (tensors
     left random) and resampled (tensors of another size in the weights, "NAME (shape) to (shape)")
     also of pretrained weights that were fitted to other arguments.
-    ablate_skip: residual sublayers that work without their skip, sorted (see ablation.py).
+    ablate_skip: residual sublayers that work without their skip, sorted (see lasting_changes.py).
     interventions: what is changed while it runs, see interventions/; none is in effect by itself.
-    geometry: its tokens where registers were added (see added_registers.py), None elsewhere.
+    geometry: its tokens where registers were added (see
+    lasting_changes.py), None elsewhere.
     trained_without: blocks or sublayers whose skip a folder's config.json leaves out.
     origin: what the source says of itself, see `Source.origin`.
     native: how images come to lie on a canvas, still without a size, where it was loaded for images

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from vitsee_core.models.attention_watch import AttentionCall
 from vitsee_core.models.capture import Capture, Observer
-from vitsee_core.models.families.base import Residual
 from vitsee_core.models.hook_points import View
 from vitsee_core.models.sites import AttentionBlock, SiteTable
+from vitsee_core.models.sites.families import Residual
 
 # Scores in memory at once while attention is recomputed, in numbers.
 SCORES_AT_ONCE = 1 << 24

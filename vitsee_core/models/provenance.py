@@ -1,4 +1,4 @@
-"""The model and the images that a store was made from, loaded again.
+"""The model, the images and the classifier that a store was made with, loaded again.
 
 The manifest names model, weights, transform and data; its hashes show whether the weights and the
 images are still those. Relative paths are taken from the folder that extract ran in.
@@ -10,6 +10,7 @@ and reads the same stores (a study) knows by its own words which model is whose:
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
@@ -22,16 +23,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.models.weights import stored_classifier
 from vitsee_core.runtime.machine import human_bytes, memory_bytes
 from vitsee_core.runtime.options import Option
-from vitsee_stores.errors import MissingInput, VitseeError
+from vitsee_stores.errors import MissingInput, NotOffered, VitseeError
 from vitsee_stores.manifest import jsonable
 from vitsee_stores.url import is_url
 
 if TYPE_CHECKING:
     from vitsee_core.images import ImageSource
     from vitsee_core.models.loaded import LoadedModel
+    from vitsee_core.models.weights import Classifier
     from vitsee_stores import Store
+
 
 Rows = NDArray[np.int64]
 MOST_PIXELS = 1 << 14  # along one side of the input
@@ -282,7 +286,7 @@ class Pictures:
         Raises:
             VitseeError: they differ from those that the store was made with, or cannot be read.
         """
-        from vitsee_core.models.same_images import CHECK_IMAGES, CHECK_WITHIN
+        from vitsee_core.models.same_origin import CHECK_IMAGES, CHECK_WITHIN
 
         valid = self._store.valid
         for start in range(0, min(CHECK_WITHIN, len(valid)), CHECK_IMAGES):
@@ -327,3 +331,48 @@ def source_of(store: Store, data: str | None = None) -> ImageSource:
             f"the images of {store.label} cannot be read again: {error} (name where they are now "
             "with --data)"
         ) from None
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Classifiers:
+    """Each found once. origin: where the weights are now; rebuilt: labels of the stores whose model
+    was needed."""
+
+    origin: Provenance
+    rebuilt: list[str] = field(default_factory=list)
+    _found: dict[str, Classifier | MissingInput] = field(default_factory=dict)
+
+    def __call__(self, store: Store) -> Classifier:
+        """The classifier that a store keeps, else its model's, built again; a MissingInput where
+        neither can be had, with both reasons."""
+        key = store.manifest.store_id
+        if key not in self._found:
+            try:
+                self._found[key] = self._find(store)
+            except MissingInput as missing:
+                self._found[key] = missing
+        found = self._found[key]
+        if isinstance(found, MissingInput):
+            raise found
+        return found
+
+    def _find(self, store: Store) -> Classifier:
+        from vitsee_core.models.weights.classifier import classifier_of
+
+        try:
+            return stored_classifier(store)
+        except MissingInput as missing:
+            kept = missing
+        try:
+            model = model_of(store, self.origin.checkpoint, trust=self.origin.trust)
+            found = classifier_of(model)
+        except VitseeError as error:
+            raise MissingInput(f"{kept}; {error}") from None
+        if isinstance(found, str):
+            raise NotOffered(f"{kept}; nor has its model one that can be read: {found}")
+        self.rebuilt.append(store.label)
+        log.info("%s: the classifier is that of its model, built again", store.label)
+        return found

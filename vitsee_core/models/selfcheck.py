@@ -15,9 +15,9 @@ from torch import Tensor
 from vitsee_core.models.capture import Capture
 from vitsee_core.models.hook_points import CaptureError, first_tensor
 from vitsee_core.models.loaded import LoadedModel
-from vitsee_core.models.patches import disproof
 from vitsee_core.models.proofs import AliasProof, AttentionProof, SumProof, beyond
 from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
+from vitsee_core.models.survey.patches import disproof
 from vitsee_core.runtime.device import current_precision
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import SiteSpec

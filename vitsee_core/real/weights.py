@@ -109,7 +109,7 @@ def _in_order(found: State, expected: State) -> State:
 
 
 def _of_a_checkpoint(path: Path) -> dict[str, Tensor]:
-    from vitsee_core.models.checkpoint_files import read_file  # it imports torch
+    from vitsee_core.models.weights.checkpoint_files import read_file  # it imports torch
 
     return read_file(path)
 

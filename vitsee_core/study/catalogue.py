@@ -76,11 +76,10 @@ def survey(label: str, name: str, options: Mapping[str, Any] | None = None) -> S
         ModelError: unknown, or it does not run without weights.
     """
     from vitsee_core.extraction.options import split_model
-    from vitsee_core.models.language_input import is_language_input
-    from vitsee_core.models.listing import flops_of, sketched_module
     from vitsee_core.models.load import load_model
-    from vitsee_core.models.packing import packing_of
     from vitsee_core.models.site_tables import site_table, sketch
+    from vitsee_core.models.tokens.towers import is_language_input, packing_of
+    from vitsee_core.models.without_weights import flops_of, sketched_module
     from vitsee_core.study.catalogue import offers
 
     given, model = dict(options or {}), split_model(name)[0]
@@ -233,9 +232,9 @@ def _made(
     name: str, tags: Sequence[str], needs: Mapping[str, tuple[str, ...]], prove: bool, several: bool
 ) -> dict[str, Any]:
     from vitsee_core.models.hook_points import ModelError
-    from vitsee_core.models.listing import flops_of, sketched_module
     from vitsee_core.models.load import load_model
     from vitsee_core.models.site_tables import site_table, sketch
+    from vitsee_core.models.without_weights import flops_of, sketched_module
 
     try:
         module, size = sketched_module(name, {})

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from vitsee_core.extraction.options import ModelOptions, OptionError
-from vitsee_core.models.checkpoint_files import read_file
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.selfcheck import NotFinite
+from vitsee_core.models.weights.checkpoint_files import read_file
 from vitsee_core.runtime.machine import counted, human_bytes
 from vitsee_core.study.catalogue import SurveyedModel, needs_of_analyses
 from vitsee_core.study.cost import EFFICIENCY, describe_time

@@ -64,7 +64,7 @@ def command(
     if as_json and as_csv:
         raise click.UsageError("--json and --csv exclude each other")
     from vitsee_core.models.interventions.switching import interventions_of
-    from vitsee_core.models.listing import list_sites
+    from vitsee_core.models.without_weights import list_sites
     from vitsee_stores.layout import select_names
 
     found = list_sites(prove=prove, **vars(model) | interventions)

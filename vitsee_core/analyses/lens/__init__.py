@@ -1,7 +1,7 @@
 """Lens: from which block on does the model's own classifier know the class?
 
 The head that turns the last block's tokens into logits (norm, pooling, linear layer: as stores
-keep it, see `head_weights`, else the model's own, built again) is applied to the tokens of each
+keep it, see `models.weights`, else the model's own, built again) is applied to the tokens of each
 block, as if the model ended there (the logit lens, nostalgebraist 2020; for ViTs Vilas et al.
 2023). Nothing is trained; a low value says that a block does not write in the classifier's basis,
 not that it does not know the class, which is what probes measure.
@@ -44,9 +44,8 @@ from vitsee_core.figures.panels import (
 from vitsee_core.figures.patch_sheets import place_values
 from vitsee_core.figures.plotting import GREY, plain_log_ticks, styled
 from vitsee_core.labels.labelled_rows import why_not_own
-from vitsee_core.models.classifiers import Classifiers
-from vitsee_core.models.head_weights import Classifier
-from vitsee_core.models.provenance import Provenance
+from vitsee_core.models.provenance import Classifiers, Provenance
+from vitsee_core.models.weights import Classifier
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import KNOWLEDGE, SITES, Gather, Offers, Option, metrics_option

@@ -58,8 +58,7 @@ from vitsee_core.analyses.logit_attribution.figures import (
     draw_patch_parts,
 )
 from vitsee_core.analyses.logit_attribution.patches import patch_table
-from vitsee_core.models.classifiers import Classifiers
-from vitsee_core.models.provenance import Provenance
+from vitsee_core.models.provenance import Classifiers, Provenance
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import FLOW, Gather, Offers, Option, image_option

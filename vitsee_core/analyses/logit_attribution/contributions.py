@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitsee_core.models.head_weights import Classifier, HeadWeights
+from vitsee_core.models.weights import Classifier, HeadWeights
 from vitsee_core.runtime.streaming import Rows, each_slab
 from vitsee_core.statistics.moments import Moments, Summary
 from vitsee_core.types import Float, Integers

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vitsee_core.analyses.logit_attribution.contributions import Projection
 from vitsee_core.models.capture import Capture, Observer
 from vitsee_core.models.site_tables import site_table
-from vitsee_core.models.trace import probe_images
+from vitsee_core.models.survey.tracing import probe_images
 from vitsee_core.types import Float
 from vitsee_stores.errors import NotOffered
 

@@ -23,7 +23,13 @@ from numpy.typing import NDArray
 
 from vitsee_core.analyses.weights.weights_figure import LABEL, draw_weights, labels
 from vitsee_core.figures.plotting import styled
-from vitsee_core.models.input_weights import FILTERS, POSITIONS, InputWeights, of_model, of_store
+from vitsee_core.models.weights import (
+    FILTERS,
+    POSITIONS,
+    InputWeights,
+    input_weights_of,
+    stored_input_weights,
+)
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.machine import counted
 from vitsee_core.tables.headlines import Answer, number, picked
@@ -97,7 +103,9 @@ def run(
     for name in what:
         if name not in WHAT:
             raise VitseeError(f"no {name!r} in weights; expected some of {', '.join(WHAT)}")
-    owns = [of_store(x) if isinstance(x, Store) else of_model(x) for x in sources]
+    owns = [
+        stored_input_weights(x) if isinstance(x, Store) else input_weights_of(x) for x in sources
+    ]
     models = [own.model for own in owns if not own.store]
     owns = [
         replace(own, store=f"{own.model} ({own.weights})")

@@ -1,8 +1,11 @@
-"""The hooks of interventions: what a site holds is replaced where the following layers take it.
+"""The hooks of interventions, and the proof on images that they do what they say: what a site holds
+is replaced where the following layers take it, and queries do not attend to blocked keys.
 
 A site that is a module's output, or its input, is replaced by another tensor. A residual sum that
 is no module's output (`mid` of a transformer block) is written over in place, as its skip must see
-the change, too.
+the change, too. Scores of blocked keys become -inf, and the rows of weights are renormalised by the
+softmax itself, within a TorchFunctionMode inside that of AttentionWatch, which so sees the changed
+arguments.
 """
 
 from __future__ import annotations
@@ -18,19 +21,40 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from vitsee_core.models.branch_only import BranchOnly, branch_only, plain
+from vitsee_core.models.attention_watch import (
+    KERNEL,
+    KERNEL_ARGS,
+    MULTIHEAD,
+    SOFTMAX,
+    AttentionCall,
+    attend,
+)
+from vitsee_core.models.capture import Capture, Observer
 from vitsee_core.models.hook_points import (
+    BranchOnly,
     CaptureError,
     HookPoint,
+    ModelError,
     View,
+    branch_only,
     input_tensor,
     output_tensor,
+    plain,
 )
-from vitsee_core.models.interventions.blocked import BlockedAttention
-from vitsee_core.models.interventions.neurons import Moved
-from vitsee_core.models.interventions.references import Array, generators
-from vitsee_core.models.interventions.tokens import Places, TokenChoice
+from vitsee_core.models.interventions.replacements import (
+    Array,
+    Moved,
+    Places,
+    TokenChoice,
+    generators,
+    places_of,
+)
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.proofs import SumProof, beyond
+from vitsee_core.models.sites import AttentionBlock, SiteTable
+from vitsee_stores.layout import TokenLayout
 
 
 class Given(Protocol):
@@ -240,3 +264,151 @@ def swapped(value: Any, old: Tensor, new: Tensor) -> Any:
         entries = [swapped(entry, old, new) for entry in value]
         return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
     return value
+
+
+def blocked_pairs(what: str, layout: TokenLayout, said: str) -> NDArray[np.bool_]:
+    """(queries, keys) which pairs `QUERIES<-KEYS`, `own` or `distance>K` blocks: distances are
+    Euclidean, in cells of the grid, between patches. `said` begins the errors.
+
+    Raises:
+        ModelError: the layout has no such tokens.
+    """
+    n = layout.n_tokens
+    pairs = np.zeros((n, n), np.bool_)
+    if what == "own":
+        np.fill_diagonal(pairs, True)
+    elif what.startswith("distance>"):
+        patches = places_of("patches", layout, said)
+        assert layout.grid is not None
+        cells = np.stack(np.divmod(np.arange(len(patches)), layout.grid[1]), 1)
+        gaps = np.linalg.norm(cells[:, None] - cells, axis=-1)
+        pairs[np.ix_(patches, patches)] = gaps > float(what.partition(">")[2])
+    else:
+        queries, keys = (
+            np.concatenate([places_of(word.strip(), layout, said) for word in words.split(",")])
+            for words in what.split("<-")
+        )
+        pairs[np.ix_(queries, keys)] = True
+    return pairs
+
+
+def refuse_empty_rows(pairs: NDArray[np.bool_], layout: TokenLayout, said: str) -> None:
+    """Raise ModelError if a query would be left without any key."""
+    for query in np.flatnonzero(pairs.all(1))[:1]:
+        name = layout.prefix[query] if query < layout.n_prefix else "a patch"
+        raise ModelError(f"{said}: {name} would be left without any token to attend to")
+
+
+class BlockedAttention(TorchFunctionMode):
+    """While it is entered, the attention over as many tokens as `pairs` (tokens, tokens; True where
+    blocked) has goes without these; `calls` counts it."""
+
+    def __init__(self, pairs: NDArray[np.bool_]) -> None:
+        super().__init__()
+        self.blocked = torch.from_numpy(pairs)
+        self.calls = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is MULTIHEAD:
+            with self:
+                return attend(*args, **kwargs)
+        if func is KERNEL:
+            arguments = dict(zip(KERNEL_ARGS, args, strict=False)) | kwargs
+            query, key = arguments["query"], arguments["key"]
+            if (query.shape[-2], key.shape[-2]) == self.blocked.shape:
+                return func(**self._masked(arguments))
+        elif func in SOFTMAX:
+            given = args[0] if args else kwargs["input"]
+            dim = args[1] if len(args) > 1 else kwargs.get("dim")
+            if given.shape[-2:] == self.blocked.shape and dim in (-1, given.ndim - 1):
+                self.calls += 1
+                given = given.masked_fill(self._on(given), float("-inf"))
+                return func(given, *args[1:], **{k: x for k, x in kwargs.items() if k != "input"})
+        return func(*args, **kwargs)
+
+    def _on(self, x: Tensor) -> Tensor:
+        self.blocked = self.blocked.to(x.device)
+        return self.blocked
+
+    def _masked(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The kernel's arguments with the pairs in its mask."""
+        self.calls += 1
+        blocked = self._on(arguments["query"])
+        if arguments.get("is_causal"):
+            blocked = blocked | torch.ones_like(blocked).triu(1)
+        mask = arguments.get("attn_mask")
+        if mask is None:
+            mask = ~blocked
+        elif mask.dtype == torch.bool:
+            mask = mask & ~blocked
+        else:
+            mask = mask.masked_fill(blocked, float("-inf"))
+        return {**arguments, "attn_mask": mask, "is_causal": False}
+
+
+def prove(model: LoadedModel, table: SiteTable, changes: Changes, x: Tensor) -> None:
+    """Run the model on pixels and compare: every changed site comes with exactly the values
+    that were put there, residual sums are made of the changed terms, and blocked keys have no
+    weight.
+
+    Raises:
+        ModelError: names what does not.
+    """
+
+    def stored(name: str) -> str:
+        return table[name].alias_of or name
+
+    gone, got = {stored(name) for name in changes.sites}, dict[str, Tensor]()
+    names = [
+        name for name, residual in table.residuals.items() if stored(residual.total) not in gone
+    ]
+    sums = SumProof(model.module, table, names)
+    attention = [b for b in table.attention if b.name in changes.attention]
+    weights = _Weights(changes)
+    capture = Capture(model, table, sites=(), attention=attention)
+    sums.attach(capture, names)
+    for name in changes.sites:
+        flat = table.points[name].view.flat
+
+        def keep(tensor: Tensor, name: str = name, flat: Any = flat) -> None:
+            got[name] = flat(tensor).clone()
+
+        capture.on_site(name, keep)
+    changes.expected = {}
+    rows = slice(0, len(x))
+    changes.begin(rows)
+    changes.at(rows)
+    with torch.inference_mode(), changes.applied(), capture:
+        capture.run(x, weights)
+    changes.check()
+    wrong = [
+        f"{name} does not hold the values that were put there"
+        for name, wanted in changes.expected.items()
+        if name not in got or not torch.equal(got[name], wanted)
+    ]
+    wrong += [f"{name} was not met" for name in changes.sites if name not in changes.expected]
+    wrong += [
+        f"{table.residuals[name].formula} is not {table.residuals[name].total}"
+        for name in beyond(sums.errors, names, 1)
+    ]
+    wrong += weights.wrong
+    changes.expected = None
+    if wrong:
+        raise ModelError(f"{model.name} cannot be changed so: {'; '.join(wrong[:3])}")
+
+
+class _Weights(Observer):
+    """Checks that blocked keys have no weight."""
+
+    def __init__(self, changes: Changes) -> None:
+        self.changes, self.wrong = changes, list[str]()
+
+    def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
+        """The scores of blocked pairs are -inf."""
+        blocked = self.changes.attention[block.name][1].blocked
+        scores = call.scores(slice(0, 1))
+        if not bool((scores[..., blocked.to(scores.device)] == float("-inf")).all()):
+            self.wrong.append(f"{block.name} attends to tokens that were blocked")

@@ -21,15 +21,25 @@ from vitsee_core.models.intervention_spec import (
     Values,
     parse,
 )
-from vitsee_core.models.interventions.blocked import (
+from vitsee_core.models.interventions.changes import (
     BlockedAttention,
+    Change,
+    Changed,
+    ChangedSite,
+    Changes,
     blocked_pairs,
     refuse_empty_rows,
 )
-from vitsee_core.models.interventions.changes import Change, Changed, ChangedSite, Changes
-from vitsee_core.models.interventions.neurons import Moved, other_neurons, register_neurons
-from vitsee_core.models.interventions.references import Reference, check_base, check_site
-from vitsee_core.models.interventions.tokens import TokenChoice, choose_tokens
+from vitsee_core.models.interventions.replacements import (
+    Moved,
+    Reference,
+    TokenChoice,
+    check_base,
+    check_site,
+    choose_tokens,
+    other_neurons,
+    register_neurons,
+)
 from vitsee_core.models.sites import AttentionBlock, SiteTable
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import SiteError

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from vitsee_core.images.transform import make_recipe
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.packing import GRIDS, Packing
 from vitsee_core.models.sources.base import BACKENDS, one_line
 from vitsee_core.models.sources.transforms import DEFAULT
+from vitsee_core.models.tokens.towers import GRIDS, Packing
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.plan import Canvas, Size
 

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from vitsee_core.models.head import classifiers
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.sources.base import near_names, one_line, some
 from vitsee_core.models.sources.transforms import checked_size
+from vitsee_core.models.survey.structure import classifiers
 from vitsee_core.runtime.machine import human_bytes, memory_bytes
 from vitsee_stores.metadata import ZARR_JSON
 

@@ -21,10 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitsee_core.models.clips import accept_clips
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.language_input import FEATURES, PART, image_config, is_language_input
-from vitsee_core.models.packing import Packing, packed_inputs, packing_of
 from vitsee_core.models.sources.base import OWN_TRANSFORM, Choices, Source, drawn, one_line
 from vitsee_core.models.sources.processors import (
     ROUNDED,
@@ -56,6 +53,16 @@ from vitsee_core.models.sources.transformers_classes import (
 )
 from vitsee_core.models.sources.transformers_inputs import adapt, as_patches, refuse_others
 from vitsee_core.models.sources.transforms import DEFAULT, changed, pair
+from vitsee_core.models.tokens.clips import accept_clips
+from vitsee_core.models.tokens.towers import (
+    FEATURES,
+    PART,
+    Packing,
+    image_config,
+    is_language_input,
+    packed_inputs,
+    packing_of,
+)
 from vitsee_stores.plan import Canvas
 
 PREFIX = "transformers:"

@@ -16,10 +16,14 @@ import torch
 from torch import nn
 
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.language_input import FEATURES, drop_language_model, take_features
-from vitsee_core.models.packing import packed_inputs
 from vitsee_core.models.sources.base import missing_extra
 from vitsee_core.models.sources.transformers_inputs import refuse_others
+from vitsee_core.models.tokens.towers import (
+    FEATURES,
+    drop_language_model,
+    packed_inputs,
+    take_features,
+)
 
 PIXELS = "pixel_values"
 VIDEOS = "pixel_values_videos"

@@ -17,15 +17,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from vitsee_core.models import language_input
-from vitsee_core.models.attention_watch import KERNEL, SOFTMAX
+from vitsee_core.models.attention_watch import FirstAttention
 from vitsee_core.models.hook_points import ForwardEnded, ModelError, input_tensor
-from vitsee_core.models.language_input import image_config, is_language_input
-from vitsee_core.models.packing import ATTRIBUTE, GRIDS, MERGES, Grid, Packing, packed_inputs
 from vitsee_core.models.sources.transforms import pair
-from vitsee_core.models.token_order import Codes, Order, order_of
+from vitsee_core.models.tokens import towers
+from vitsee_core.models.tokens.packed_order import Codes, Order, order_of
+from vitsee_core.models.tokens.towers import (
+    ATTRIBUTE,
+    GRIDS,
+    MERGES,
+    Grid,
+    Packing,
+    image_config,
+    is_language_input,
+    packed_inputs,
+)
 
 # What of a model's output stands for it: the first that is there.
 OUTPUTS = ("logits", "last_hidden_state", "image_embeds", "feature_maps")
@@ -41,7 +48,7 @@ def refuse_others(kind: Any, name: str) -> None:
     plain = [p for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
     made = {*_MADE, *(packed_inputs(kind) or ())}
     if is_language_input(kind):
-        made.add(language_input.SIZES)
+        made.add(towers.SIZES)
     more = [p.name for p in plain[1:] if p.default is p.empty and p.name not in made]
     if more:
         raise ModelError(
@@ -97,9 +104,9 @@ def adapt(module: nn.Module, resized: bool, name: str, size: tuple[int, int] | N
         module.register_forward_hook(leave)
         return
     if size is not None and not packed_inputs(module) and "spatial_shapes" not in taken:
-        before = language_input.enter(module, size)
+        before = towers.enter(module, size)
         module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(lambda _m, _a, output: language_input.tokens(output))
+    module.register_forward_hook(lambda _m, _a, output: towers.tokens(output))
 
 
 def as_patches(images: Tensor, sides: tuple[int, int]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -206,17 +213,6 @@ def _candidates(packing: Packing) -> Iterator[Packing]:
             yield replace(packing, form=form, frames=n, merge=merge, unit=unit)
 
 
-class _FirstAttention(TorchFunctionMode):
-    """Ends a forward pass where attention is computed for the first time."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is KERNEL or func in SOFTMAX:
-            raise ForwardEnded
-        return func(*args, **(kwargs or {}))
-
-
 def _positions(module: nn.Module, packing: Packing, grid: Grid) -> list[Tensor]:
     """The arguments with a value for each token that the first attention, and the modules that it
     is in, get beside their first one, for images of this grid of patches: (images, rows, cols,
@@ -249,7 +245,7 @@ def _positions(module: nn.Module, packing: Packing, grid: Grid) -> list[Tensor]:
                 stack.enter_context(child.register_forward_hook(leave))
         stack.enter_context(torch.no_grad())
         try:
-            with _FirstAttention():
+            with FirstAttention():
                 module.forward(*args, **kwargs)
         except ForwardEnded:
             return [table for found in opened for table in found]

@@ -1,0 +1,262 @@
+"""The description of one block by its family: blocks recognised by the names of their modules, a
+function per family, which returns None for a block that is not of it.
+
+A family is recognised by what its blocks have and by how the model called them, never by a model's
+name; the residual sums it claims are proven on real activations before a table is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from vitsee_core.models.hook_points import HookPoint
+from vitsee_core.models.survey.tracing import Trace
+
+
+@dataclass(frozen=True)
+class Part:
+    """A named hook point within a block.
+
+    rows: the activation has channels or the like as rows, so it is no image grid. minus: the
+    hook point whose tensor is taken from that of the other.
+    """
+
+    name: str
+    hook_point: HookPoint
+    groups: tuple[str, ...] = ()
+    rows: bool = False
+    minus: HookPoint | None = None
+
+
+@dataclass(frozen=True)
+class Residual:
+    """total = activation(skip + branch), all three being parts of one block; without the skip
+    where that is ablated.
+
+    name: the sublayer ("attn", "mlp", "token", "channel"), "" for a block that is one sublayer.
+    activation: path of the module that is applied to the sum, if any. witness: where the branch is
+    the difference of total and skip, whose output it must be, times one factor per channel.
+    """
+
+    name: str
+    kind: str
+    skip: str
+    branch: str
+    total: str
+    activation: str | None = None
+    ablated: bool = False
+    witness: HookPoint | None = None
+
+    @property
+    def formula(self) -> str:
+        """The formula of the total, in words."""
+        summed = self.branch if self.ablated else f"{self.skip} + {self.branch}"
+        return f"activation({summed})" if self.activation else summed
+
+
+@dataclass(frozen=True)
+class Description:
+    """All parts of one block in order, `in` and `out` included, and its residual sums.
+
+    rows_below: paths of modules that work on rows that are no image grid.
+    """
+
+    parts: tuple[Part, ...]
+    residuals: tuple[Residual, ...] = ()
+    rows_below: tuple[str, ...] = ()
+
+
+def has(block: nn.Module, *names: str) -> bool:
+    """Whether all these attributes are modules."""
+    return all(isinstance(getattr(block, name, None), nn.Module) for name in names)
+
+
+def enters(path: str) -> Part:
+    """The input of a block."""
+    return Part("in", HookPoint(path, "in"), ("residual",))
+
+
+def leaves(path: str) -> Part:
+    """The output of a block."""
+    return Part("out", HookPoint(path), ("blocks", "residual"))
+
+
+def drop_paths(block: nn.Module, path: str) -> tuple[HookPoint, HookPoint] | None:
+    """The places where the two branches of a block end: after their drop path, whether each has its
+    own or both share one that is called twice."""
+    if has(block, "drop_path1", "drop_path2"):
+        return HookPoint(f"{path}.drop_path1"), HookPoint(f"{path}.drop_path2")
+    if has(block, "drop_path"):
+        shared = HookPoint(f"{path}.drop_path", calls=2)
+        return shared, replace(shared, call=1)
+    return None
+
+
+def fired(trace: Trace, hook_point: HookPoint) -> bool:
+    """Whether the module was called as often as the hook point expects."""
+    return len(trace.calls.get(hook_point.module, ())) == hook_point.calls
+
+
+def hidden(mlp: nn.Module, path: str, trace: Trace) -> HookPoint | None:
+    """The hidden activations of an MLP: what its first dropout gets, which is the activation, or
+    the gated product where a gate is the activation; else the activation's output."""
+    for name, when in (("drop1", "in"), ("act", "out")):
+        hook_point = HookPoint(f"{path}.{name}", "in" if when == "in" else "out")
+        if has(mlp, name) and fired(trace, hook_point):
+            return hook_point
+    return None
+
+
+def transformer(block: nn.Module, path: str, trace: Trace) -> Description | None:
+    """A block with two residual sublayers, attention and MLP: ViT, DeiT, BEiT, EVA, DINOv3 and
+    every other block of that build, with or without LayerScale, norms before or after the sublayer.
+
+    Parts in, norm1, attn.heads, attn.branch, mid, norm2, mlp.hidden, mlp.branch, out; a post-norm
+    block's norms follow the sublayer they belong to. The branch is what is added to the stream: the
+    output of the drop path, after LayerScale and after a post-norm.
+    """
+    if not has(block, "norm1", "attn", "norm2", "mlp"):
+        return None
+    ends = drop_paths(block, path)
+    start = trace.entered(path)
+    if ends is None or start is None or not all(fired(trace, hook_point) for hook_point in ends):
+        return None
+    norm1 = Part("norm1", HookPoint(f"{path}.norm1"), ("norms",))
+    norm2 = Part("norm2", HookPoint(f"{path}.norm2"), ("norms",))
+    heads = _heads(block, path, trace)
+    attn = Part("attn.branch", ends[0], ("residual",))
+    mlp = Part("mlp.branch", ends[1], ("residual",))
+    inner = hidden(block.get_submodule("mlp"), f"{path}.mlp", trace)
+    middle = [Part("mlp.hidden", inner, ("hidden",))] if inner else []
+    if _is(trace, f"{path}.norm1", start.key):
+        mid = Part("mid", HookPoint(f"{path}.norm2", "in"), ("residual",))
+        parts = [enters(path), norm1, *heads, attn, mid, norm2, *middle, mlp, leaves(path)]
+    elif _is(trace, f"{path}.attn", start.key):
+        mid = Part("mid", HookPoint(f"{path}.mlp", "in"), ("residual",))
+        parts = [enters(path), *heads, norm1, attn, mid, *middle, norm2, mlp, leaves(path)]
+    else:
+        return None
+    if not all(fired(trace, part.hook_point) for part in parts):
+        return None
+    sums = (
+        Residual("attn", "attn", "in", "attn.branch", "mid"),
+        Residual("mlp", "mlp", "mid", "mlp.branch", "out"),
+    )
+    return Description(tuple(parts), sums)
+
+
+def _is(trace: Trace, module: str, key: tuple[int, int]) -> bool:
+    seen = trace.entered(module)
+    return seen is not None and seen.key == key
+
+
+def _heads(block: nn.Module, path: str, trace: Trace) -> list[Part]:
+    """The heads' outputs side by side, as they go into the projection."""
+    hook_point = HookPoint(f"{path}.attn.proj", "in")
+    known = has(block.get_submodule("attn"), "proj") and fired(trace, hook_point)
+    return [Part("attn.heads", hook_point, ("heads",))] if known else []
+
+
+def parallel(block: nn.Module, path: str, trace: Trace) -> Description | None:
+    """A block with one residual sum, attention and MLP side by side or a gated MLP alone. Parts in,
+    branch, out, where the block is out = in + drop_path(...)."""
+    side_by_side = has(block, "in_norm", "in_proj", "drop_path")
+    gated = has(block, "norm", "mlp_channels", "drop_path")
+    branch = Part("branch", HookPoint(f"{path}.drop_path"), ("residual",))
+    if (
+        not (side_by_side or gated)
+        or not fired(trace, branch.hook_point)
+        or not trace.entered(path)
+    ):
+        return None
+    parts = (enters(path), branch, leaves(path))
+    return Description(parts, (Residual("", "block", "in", "branch", "out"),))
+
+
+def mixer(block: nn.Module, path: str, trace: Trace) -> Description | None:
+    """A sublayer that mixes tokens, then one that mixes channels (MLP-Mixer, ResMLP). Parts in,
+    norm1, token.hidden (rows are channels), token.branch, mid, norm2, channel.hidden,
+    channel.branch, out; a single token-mixing layer has no token.hidden."""
+    tokens = next((n for n in ("mlp_tokens", "linear_tokens") if has(block, n)), None)
+    if tokens is None or not has(block, "norm1", "norm2", "mlp_channels"):
+        return None
+    ends = drop_paths(block, path)
+    if ends is None or not trace.entered(path):
+        return None
+    mixed = hidden(block.get_submodule(tokens), f"{path}.{tokens}", trace)
+    inner = hidden(block.get_submodule("mlp_channels"), f"{path}.mlp_channels", trace)
+    parts = [
+        enters(path),
+        Part("norm1", HookPoint(f"{path}.norm1"), ("norms",)),
+        *([Part("token.hidden", mixed, ("hidden",), rows=True)] if mixed else []),
+        Part("token.branch", ends[0], ("residual",)),
+        Part("mid", HookPoint(f"{path}.norm2", "in"), ("residual",)),
+        Part("norm2", HookPoint(f"{path}.norm2"), ("norms",)),
+        *([Part("channel.hidden", inner, ("hidden",))] if inner else []),
+        Part("channel.branch", ends[1], ("residual",)),
+        leaves(path),
+    ]
+    if not all(fired(trace, part.hook_point) for part in parts):
+        return None
+    sums = (
+        Residual("token", "token", "in", "token.branch", "mid"),
+        Residual("channel", "channel", "mid", "channel.branch", "out"),
+    )
+    return Description(tuple(parts), sums, (f"{path}.{tokens}",))
+
+
+def resnet(block: nn.Module, path: str, trace: Trace) -> Description | None:
+    """A ResNet block, basic or bottleneck. Parts: conv, norm and act modules by name, then branch,
+    shortcut, out.
+
+    v1, with or without squeeze-excitation: out = act(shortcut + branch), the branch being the last
+    of norm, attention and drop path before the sum. timm adds in place: the branch's own tensor is
+    the sum afterwards. ResNetV2 and BiT: pre-activation, out = shortcut + branch, and the variant
+    with activations after the sum that hybrid ViTs use. Norms there carry their activation.
+    """
+    if not hasattr(block, "downsample"):
+        return None
+    last = 3 if has(block, "conv3", "bn3", "act3") else 2
+    names = [f"{kind}{i}" for i in range(1, last + 1) for kind in ("conv", "bn", "act")]
+    if has(block, *names) and not has(block, "conv4"):
+        end = next(n for n in ("drop_path", "se", f"bn{last}") if has(block, n))
+        if found := _described(block, path, trace, names, end, f"act{last}"):
+            return found
+    last = 3 if has(block, "conv3", "norm3") else 2
+    pairs = [f"{kind}{i}" for i in range(1, last + 1) for kind in ("norm", "conv")]
+    if not has(block, *pairs, "drop_path"):
+        return None
+    act = f"act{last}" if has(block, f"act{last}") else None
+    names = [name for name, _ in block.named_children() if name in (*pairs, act)]
+    return _described(block, path, trace, names, "drop_path", act)
+
+
+def _described(
+    block: nn.Module, path: str, trace: Trace, names: Sequence[str], end: str, act: str | None
+) -> Description | None:
+    """A block of the modules `names` in this order, whose branch ends at one of them, or behind."""
+    skip = HookPoint(f"{path}.downsample") if has(block, "downsample") else HookPoint(path, "in")
+    norms = tuple(name for name in names if name.startswith(("bn", "norm")))
+    parts = [
+        *(Part(n, HookPoint(f"{path}.{n}"), ("norms",) if n in norms else ()) for n in names),
+        Part("branch", HookPoint(f"{path}.{end}"), ("residual",)),
+        Part("shortcut", skip, ("residual",)),
+        leaves(path),
+    ]
+    if not all(fired(trace, part.hook_point) for part in parts):
+        return None
+    activation = f"{path}.{act}" if act else None
+    return Description(
+        tuple(parts), (Residual("", "block", "shortcut", "branch", "out", activation),)
+    )
+
+
+FAMILIES: tuple[Callable[[nn.Module, str, Trace], Description | None], ...] = (
+    transformer,
+    parallel,
+    mixer,
+    resnet,
+)

@@ -1,0 +1,309 @@
+"""One forward pass with a hook on every module: its calls, their inputs and outputs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from vitsee_core.models.attention_watch import AttentionEvent, AttentionWatch
+from vitsee_core.models.hook_points import SUMS, ModelError, input_tensor, output_tensor, plain
+from vitsee_core.models.tokens.clip_order import ClipCalls, ClipOrder
+from vitsee_core.models.tokens.clips import frames_of
+from vitsee_core.models.tokens.packed_order import JoinedCalls, Order, Place
+
+N_CORNERS = 4
+_OF_CODE = (AttributeError, KeyError, NameError, TypeError)  # whatever the size of the images
+Key = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The input or output of a call: its identity, its shape, and its response to local changes.
+
+    key: equal for two exactly if they are the same tensor, unchanged in between.
+    shape: the batch first. turned: whether the tensor itself has it second, behind its tokens.
+    response: for each dimension after the first, (corners, length): how strongly each index
+    responds when one corner of the image changes.
+    grid: of a tensor whose order of tokens was found (packed images, clips): rows and columns of
+    its cells, of clips times before these. n_prefix: its prefix tokens.
+    """
+
+    key: Key
+    shape: tuple[int, ...]
+    response: tuple[Tensor, ...] = ()
+    turned: bool = False
+    grid: tuple[int, ...] | None = None
+    n_prefix: int = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module; None where input or output is no single tensor."""
+
+    entered: Seen | None
+    left: Seen | None
+    left_type: str
+
+
+@dataclass(frozen=True)
+class AttentionSeen:
+    """An attention event without its tensors; value: (images, keys, heads x head dim), None where
+    the attention has not the four dimensions of plain attention; within, window: see
+    `AttentionEvent`."""
+
+    query: tuple[int, ...]
+    n_keys: int
+    mixed: bool
+    value: Seen | None
+    within: str | None = None
+    window: tuple[int, ...] | None = None
+
+
+@dataclass
+class Trace:
+    """All calls by module name, the attention events by module name, and the images used.
+
+    sums: tensor -> the two tensors of its own shape that were added for it. orders: of the tokens
+    of packed images and of clips, by place.
+    """
+
+    n_images: int
+    image: tuple[int, int]
+    calls: dict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
+    events: dict[str, list[AttentionSeen]] = field(default_factory=lambda: defaultdict(list))
+    sums: dict[Key, tuple[Key, Key]] = field(default_factory=dict)
+    orders: Mapping[Place, Order | ClipOrder] = field(default_factory=dict)
+
+    def once(self, name: str) -> Call | None:
+        """The call of a module that is called exactly once."""
+        calls = self.calls.get(name, ())
+        return calls[0] if len(calls) == 1 else None
+
+    def entered(self, name: str) -> Seen | None:
+        """The input of a module that is called exactly once."""
+        call = self.once(name)
+        return call.entered if call else None
+
+    def left(self, name: str) -> Seen | None:
+        """The output of a module that is called exactly once."""
+        call = self.once(name)
+        return call.left if call else None
+
+    def turned(self) -> frozenset[tuple[str, bool]]:
+        """Modules, and whether their input (or their output), whose tensors have tokens before
+        images."""
+        return frozenset(
+            (name, entering)
+            for name, calls in self.calls.items()
+            for call in calls
+            for entering, seen in ((True, call.entered), (False, call.left))
+            if seen and seen.turned
+        )
+
+    def by_image(self, seen: Seen | None) -> Seen | None:
+        """The tensor itself if its first dimension is the batch."""
+        return seen if seen and seen.shape and seen.shape[0] == self.n_images else None
+
+
+def probe_images(size: tuple[int, int, int], corners: bool, frames: int | None = None) -> Tensor:
+    """Two random images (2, channels, rows, cols), or clips of so many frames (2, frames, ...);
+    with `corners` also a copy of the first image for each corner, with that quadrant drawn anew:
+    (6, ...)."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn((2, *(() if frames is None else (frames,)), *size), generator=generator)
+    if not corners:
+        return images
+    rows, cols = size[1] // 2, size[2] // 2
+    changed = images[:1].repeat(N_CORNERS, 1, 1, 1)
+    for k in range(N_CORNERS):
+        top = slice(0, rows) if k < 2 else slice(rows, None)
+        left = slice(0, cols) if k % 2 == 0 else slice(cols, None)
+        fresh = torch.randn(changed[k, :, top, left].shape, generator=generator)
+        changed[k, :, top, left] = fresh
+    return torch.cat([images, changed])
+
+
+def _response(x: Tensor) -> tuple[Tensor, ...]:
+    change = (x[2 : 2 + N_CORNERS].float() - x[:1].float()).square()
+    axes = range(1, change.ndim)
+    return tuple(change.sum(tuple(a for a in axes if a != axis)) for axis in axes)
+
+
+class _Recorder:
+    def __init__(self, trace: Trace, responses: bool, module: nn.Module) -> None:
+        self.trace, self.responses = trace, responses
+        # Only around these is a tensor of (tokens, images, dim) expected.
+        self.sequences = any(isinstance(m, nn.MultiheadAttention) for m in module.modules())
+        self.of_clips = any(isinstance(one, ClipOrder) for one in trace.orders.values())
+        self.serial = 0
+        self.stack: list[str] = []
+        self.inputs: list[Seen | None] = []
+        self.joining: dict[str, JoinedCalls | ClipCalls] = {}
+
+    def see(self, x: Tensor | None, place: Place | None = None) -> Seen | None:
+        if x is None:
+            return None
+        number = getattr(x, "_vitsee_serial", None)
+        if number is None:
+            # An attribute, not id(): ids are reused once a tensor is freed.
+            self.serial += 1
+            number = x._vitsee_serial = self.serial  # type: ignore[attr-defined]
+        version = 0 if x.is_inference() else x._version
+        order = None if place is None else self.trace.orders.get(place)
+        x = order.laid(x) if isinstance(order, Order) else x
+        turned = self.sequences and x.ndim == 3 and x.shape[1] == self.trace.n_images != len(x)
+        x = x.transpose(0, 1) if turned else x
+        x = order.laid(x) if isinstance(order, ClipOrder) else x
+        wanted = (
+            self.responses
+            and x.ndim in (3, 4)
+            and len(x) == self.trace.n_images
+            and x.is_floating_point()
+        )
+        found = Seen((number, version), tuple(x.shape), _response(x) if wanted else (), turned)
+        if order is None:
+            return found
+        return replace(found, grid=order.grid, n_prefix=order.n_prefix)
+
+    def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.stack.append(name)
+        self.inputs.append(self.see(input_tensor(args, kwargs), (name, True)))
+
+    def leave(self, name: str, module: nn.Module, output: Any) -> None:
+        self.stack.pop()
+        for event in self.joining.pop(name).left() if name in self.joining else ():
+            self.note(name, event)
+        left = self.see(output_tensor(module, output, self.trace.n_images), (name, False))
+        call = Call(self.inputs.pop(), left, type(output).__name__)
+        self.trace.calls[name].append(call)
+
+    def added(self, terms: list[Tensor], add: Callable[[], Tensor]) -> Tensor:
+        """The sum of two tensors of one shape, noted."""
+        first, second = (self.see(plain(x)) for x in terms)
+        result = add()
+        total = self.see(plain(result))
+        if first and second and total and _bare(first) == _bare(second) == _bare(total):
+            self.trace.sums[total.key] = first.key, second.key
+        return result
+
+    def event(self, event: AttentionEvent) -> None:
+        name = self.stack[-1] if self.stack else ""
+        order = self.trace.orders.get((name, True))
+        if self.of_clips and order is None:
+            # Softmax as a module of its own: the attention is that of the module around it.
+            around = [one for one in reversed(self.stack) if (one, True) in self.trace.orders]
+            name = around[0] if around else name
+            order = self.trace.orders.get((name, True))
+        joined: AttentionEvent | None = event
+        if order is not None:
+            calls = self.joining.setdefault(name, joining(order, self.trace.n_images))
+            joined = calls.add(event)
+        if joined is not None:
+            self.note(name, joined)
+
+    def note(self, name: str, event: AttentionEvent) -> None:
+        value = self.see(event.call.value.transpose(1, 2).flatten(2)) if event.call else None
+        seen = event.within, event.window
+        met = AttentionSeen(event.query, event.n_keys, event.mixed, value, *seen)
+        self.trace.events[name].append(met)
+
+
+def joining(order: Order | ClipOrder, n_images: int) -> JoinedCalls | ClipCalls:
+    """An adapter that reorders the attention of a module whose tokens have this order."""
+    if isinstance(order, ClipOrder):
+        return ClipCalls(order, n_images)
+    return JoinedCalls(order, n_images)
+
+
+def _bare(seen: Seen) -> tuple[int, ...]:
+    """A tensor's shape without axes of length 1 in front, which packed tokens get and lose."""
+    first = next((i for i, n in enumerate(seen.shape) if n > 1), 0)
+    return seen.shape[first:]
+
+
+class _SumWatch(TorchFunctionMode):
+    """Tells a recorder which tensors are added."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        add = partial(func, *args, **(kwargs or {}))
+        terms = [x for x in args if isinstance(x, Tensor)]
+        if func in SUMS and len(terms) == 2 and not kwargs:
+            return self.recorder.added(terms, add)
+        return add()
+
+
+@contextmanager
+def _hooks(module: nn.Module, recorder: _Recorder, watch: AttentionWatch) -> Iterator[None]:
+    with ExitStack() as stack:
+        for name, child in module.named_modules():
+
+            def enter(_m: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                recorder.enter(name, args, kwargs)
+                watch.depth += 1
+
+            def leave(m: nn.Module, _a: Any, _k: Any, output: Any, name: str = name) -> None:
+                if any(m.children()):
+                    # A leaf (the softmax itself, its dropout) is left before the product comes.
+                    watch.flush(watch.depth)
+                watch.depth -= 1
+                recorder.leave(name, m, output)
+
+            stack.enter_context(child.register_forward_pre_hook(enter, with_kwargs=True))
+            stack.enter_context(child.register_forward_hook(leave, with_kwargs=True))
+        yield
+
+
+def trace(
+    module: nn.Module,
+    size: tuple[int, int, int],
+    corners: bool,
+    orders: Mapping[Place, Order | ClipOrder] | None = None,
+) -> Trace:
+    """Run the model once on random images of this size, or clips of them, and record every call;
+    tensors with an order as their `orders` lay them.
+
+    Only shapes and identities of activations are kept, so memory is that of the plain forward
+    pass.
+
+    Raises:
+        ModelError: the model does not take images of this size.
+    """
+    images = probe_images(size, corners, frames_of(module))
+    record = Trace(len(images), size[1:], orders=orders or {})
+    recorder = _Recorder(record, corners, module)
+    device = next(iter(module.parameters()), images).device
+    # no_grad, not inference_mode: in-place changes are known by version counters only.
+    sums, watch = _SumWatch(recorder), AttentionWatch(recorder.event)
+    with torch.inference_mode(False), torch.no_grad(), _hooks(module, recorder, watch), sums, watch:
+        try:
+            module(images.to(device))
+        except _OF_CODE as error:
+            text = " ".join(str(error).split()).rstrip(".")
+            raise ModelError(
+                f"the model's forward pass raises {type(error).__name__}: {text}; "
+                "expected a module that takes a batch of images alone"
+            ) from error
+        except (AssertionError, IndexError, RuntimeError, ValueError) as error:
+            text = " ".join(str(error).split()).rstrip(".")
+            where = recorder.stack[-1] if recorder.stack else ""
+            kind = type(module.get_submodule(where)).__name__
+            text = text or f"{where or 'the model itself'} ({kind}) refuses its input"
+            raise ModelError(
+                f"the model does not run on images of {size[1]} x {size[2]} pixels: {text}; "
+                "expected a size that it takes: try another --img-size"
+            ) from error
+    return record

@@ -1,0 +1,413 @@
+"""What a model lays over its input: the filters that it applies to the pixels, and the position
+embedding that it adds to its tokens.
+
+The filters are those of the first convolution or linear layer, found by running the model on an
+image of numbered pixels and reading the input of the first weights.
+
+The position embedding is a tensor whose share in the tokens is the same for every image. Which
+tensor it is, how it is resampled to the input size, and whether prefix tokens get a part of it
+differs between architectures. So it is measured: the model's tokens with the tensor as it is, minus
+its tokens with zeros in its place, where they first differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from vitsee_core.models.hook_points import ForwardEnded, input_tensor
+from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.survey import tokens_of
+from vitsee_core.models.survey.structure import CONTAINERS, is_leaf
+
+_LAYERS = (torch.conv2d, nn.functional.linear)
+_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation")
+
+
+@dataclass(frozen=True)
+class Filters:
+    """values: (filters, channels, height, width) float32, a weight for each pixel as the layer
+    uses it (standardised where the layer standardises its weights). site: the layer's name."""
+
+    site: str
+    values: NDArray[np.float32]
+
+
+def find_filters(model: LoadedModel) -> Filters | str:
+    """The filters of the model's first layer, or why it has none over single pixels.
+
+    A convolution over the image, a linear layer over cut patches, and either of them over pixels
+    in another order (space to depth) alike: which pixel each weight meets is read from an image
+    whose pixels are numbered. Cost: the forward pass up to that layer.
+    """
+    channels, height, width = model.input_size
+    numbers = torch.arange(channels * height * width, dtype=torch.float32)
+    inside: list[str] = []
+    first = _FirstLayers(inside, model.input_size)
+
+    def leave(*_: Any) -> None:
+        inside.pop()
+
+    with ExitStack() as stack, torch.no_grad(), suppress(ForwardEnded), first:
+        for name, child in model.module.named_modules():
+            enter = partial(_enter, inside, name)
+            stack.enter_context(child.register_forward_pre_hook(enter))
+            stack.enter_context(child.register_forward_hook(leave))
+        model.module(numbers.reshape(1, *model.input_size))
+    if not first.found:
+        if first.refused:
+            return f"its first layer, {first.refused}, does not work on single pixels"
+        return "no convolution or linear layer works on its pixels"
+    # Of parallel branches (RepVGG) the one that sees most.
+    return max(first.found, key=lambda filters: filters.values[0].size)
+
+
+def _enter(inside: list[str], name: str, *_: Any) -> None:
+    inside.append(name)
+
+
+class _FirstLayers(TorchFunctionMode):
+    """Keeps the filters of layers that are given pixels, and ends the pass at the first other."""
+
+    def __init__(self, inside: list[str], size: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.found: list[Filters] = []
+        self.refused = ""
+        self._inside, self._size = inside, size
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func in _LAYERS:
+            named = dict(zip(_ARGUMENTS, args, strict=False)) | given
+            weight, dilation = named["weight"], named.get("dilation", 1)
+            apart = (dilation, dilation) if isinstance(dilation, int) else tuple(dilation)
+            pixels = _cells(named["input"], weight.shape, apart)
+            values = _over_pixels(weight.flatten(1), pixels, self._size)
+            if values is None:
+                self.refused = self._inside[-1]
+                raise ForwardEnded
+            self.found.append(Filters(self._inside[-1], values))
+        return func(*args, **given)
+
+
+def _cells(x: Tensor, shape: Sequence[int], apart: tuple[int, ...]) -> Tensor:
+    """The part of a layer's input `x` that one output depends on: away from the border, where a
+    convolution has padding. shape: of the weights. apart: cells between the convolution's weights.
+    """
+    if len(shape) == 2:
+        tokens = x.reshape(-1, x.shape[-1])
+        return tokens[len(tokens) // 2]
+    windows = []
+    for n, k, step in zip(x.shape[2:], shape[2:], apart, strict=True):
+        start = max(n - (k - 1) * step - 1, 0) // 2
+        windows.append(slice(start, start + k * step, step))
+    return x[0, :, windows[0], windows[1]].flatten()
+
+
+def _over_pixels(
+    weight: Tensor, pixels: Tensor, size: tuple[int, int, int]
+) -> NDArray[np.float32] | None:
+    """(filters, channels, height, width): weights (filters, inputs) put where each input's pixel
+    is; None unless the inputs are the numbers of a rectangle's pixels, each once."""
+    numbers = pixels.double().numpy()
+    whole = np.isfinite(numbers).all() and (numbers == np.round(numbers)).all()
+    if not whole or len(numbers) != weight.shape[1] or len(np.unique(numbers)) != len(numbers):
+        return None
+    if numbers.min() < 0 or numbers.max() >= np.prod(size):
+        return None
+    channel, row, col = np.unravel_index(numbers.astype(np.int64), size)
+    row, col = row - row.min(), col - col.min()
+    shape = (size[0], int(row.max()) + 1, int(col.max()) + 1)
+    if np.prod(shape) != len(numbers):
+        return None
+    values = np.empty((len(weight), *shape), np.float32)
+    values[:, channel, row, col] = weight.float().cpu().numpy()
+    return values
+
+
+SINE_COSINE = "sine-cosine"
+_SINE_COSINE_TOLERANCE = 5e-3  # float16 checkpoints
+
+
+@dataclass(frozen=True)
+class Positions:
+    """values: (rows, cols, dim) float32, what each patch gets, on the grid of the model's input.
+    site: the name of the tensor, or of several that add up, or of the module that makes it.
+
+    kind: "learned", "fixed" (a buffer), "sine-cosine" (a parameter with the values of that formula,
+    so not learned) or "computed" (by a module).
+    """
+
+    site: str
+    values: NDArray[np.float32]
+    kind: str
+
+
+def find_positions(model: LoadedModel) -> Positions | str:
+    """The position embedding of the model's patches, or why it has none.
+
+    The parts of prefix tokens are left out. Of several that are added at different depths it is
+    the first. A float32 forward pass of two images, and for each tensor that may be it the part
+    up to where it counts. Rounding: 1e-7 of the tokens' size.
+    """
+    channels, rows, cols = model.input_size
+    generator = torch.Generator().manual_seed(0)
+    images = torch.zeros(2, channels, rows, cols)
+    images[1] = torch.randn(channels, rows, cols, generator=generator)
+    runner = PerturbationRunner(model.module, images)
+    found: dict[int, list[Candidate]] = {}
+    refused: list[str] = []
+    for candidate in runner.candidates():
+        effect = runner.effect(candidate)
+        if effect is None:
+            continue
+        call, change = effect
+        if len(change) != 2 or not torch.allclose(change[0], change[1], rtol=0, atol=1e-3):
+            continue  # not a sum, or seen only where attention has used it
+        grid = _on_grid(change[0], model)
+        if grid is not None and not grid.any():
+            continue  # a class token or registers
+        if grid is not None and _in_order(runner, call, grid.shape, model):
+            found.setdefault(call, []).append(candidate)
+        else:
+            shape = " x ".join(map(str, change.shape[1:]))
+            where = f"features ({shape}) that do not lie as in the image"
+            refused.append(f"{candidate.name} is added to {where}")
+    for call, chosen in sorted(found.items()):
+        values = _on_grid(runner.share(chosen, call), model)
+        if values is None or (values.any() and np.ptp(values, axis=(0, 1)).max() <= 1e-6):
+            continue  # the same for every patch: positions within a patch
+        kind = chosen[0].kind
+        if kind == LEARNED and is_sine_cosine(values):
+            kind = SINE_COSINE
+        return Positions(" + ".join(c.name for c in chosen), values, kind)
+    return refused[0] if refused else _why_none(model.module)
+
+
+def is_sine_cosine(values: NDArray[np.floating[Any]]) -> bool:
+    """Whether a table (rows, cols, dim) is the two-dimensional sine-cosine embedding of MAE and
+    MoCo v3 (temperature 10,000), in any order of its channels.
+
+    Products of its vectors are sums of cosines of the distances: sum_i cos(w_i dy) + cos(w_i dx),
+    w_i = 10000^(-4 i / dim), i < dim / 4. A resampled table is not recognised.
+    """
+    rows, cols, dim = values.shape
+    if dim % 4:
+        return False
+    waves = 10000.0 ** (-np.arange(dim // 4) / (dim // 4))
+    down, across = (np.cos(np.multiply.outer(np.arange(n), waves)).sum(-1) for n in (rows, cols))
+    lines = np.abs(np.subtract.outer(np.arange(rows), np.arange(rows)))
+    columns = np.abs(np.subtract.outer(np.arange(cols), np.arange(cols)))
+    wanted = down[lines][:, None, :, None] + across[columns][None, :, None, :]
+    flat = values.reshape(-1, dim).astype(np.float64)
+    found = (flat @ flat.T).reshape(rows, cols, rows, cols)
+    return bool(np.abs(found - wanted).max() <= _SINE_COSINE_TOLERANCE * dim / 2)
+
+
+def _on_grid(values: Tensor, model: LoadedModel) -> NDArray[np.float32] | None:
+    """One image's features as (rows, cols, dim) without prefix tokens; None if they are no grid."""
+    geometry = tokens_of(model.module, model.input_size)
+    if values.ndim == 2:
+        layout = geometry.token_layout(len(values))
+        if layout is None or layout.grid is None:
+            return None
+        values = values[layout.n_prefix :].unflatten(0, layout.grid)
+    elif values.ndim == 3:
+        a, b, c = values.shape
+        for fits in (geometry.exact, geometry.near):
+            if fits((b, c)) != fits((a, b)):
+                values = values.permute(1, 2, 0) if fits((b, c)) else values
+                break
+        else:
+            return None
+    else:
+        return None
+    return values.float().contiguous().numpy()
+
+
+def _in_order(
+    runner: PerturbationRunner, call: int, shape: tuple[int, ...], model: LoadedModel
+) -> bool:
+    """Whether what goes in at a call lies on the grid as in the image: a change in the top right
+    patch and one in the bottom left patch are seen most in those quarters."""
+    channels, height, width = model.input_size
+    rows, cols = shape[:2]
+    down, across = max(height // rows, 1), max(width // cols, 1)
+    images = torch.zeros(2, channels, height, width)
+    before = runner.entering(call, images)
+    noise = torch.randn(channels, down, across, generator=torch.Generator().manual_seed(1))
+    images[0, :, :down, -across:] = noise
+    images[1, :, -down:, :across] = noise
+    change = runner.entering(call, images) - before
+    for part, top in zip(change, (True, False), strict=True):
+        grid = _on_grid(part, model)
+        if grid is None or not grid.any():
+            return False
+        row, col = np.unravel_index(np.abs(grid).sum(-1).argmax(), shape[:2])
+        if (rows > 1 and (row < rows / 2) != top) or (cols > 1 and (col < cols / 2) == top):
+            return False
+    return True
+
+
+def _why_none(module: nn.Module) -> str:
+    none = "no position embedding is added to its features"
+    for name, child in module.named_modules():
+        if "rotary" in type(child).__name__.lower():
+            return f"{none}: its attention turns queries and keys by position ({name})"
+    tensors = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    for word in ("relative_position", "rel_pos", "attention_bias"):
+        for name in tensors:
+            if word in name:
+                return f"{none}: its attention has relative position biases ({name})"
+    return none
+
+
+LEARNED, FIXED, COMPUTED = "learned", "fixed", "computed"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something that may be added to the tokens. changed(a, b): a context in which it is a times
+    itself plus b."""
+
+    name: str
+    kind: str
+    changed: Callable[[float, float], AbstractContextManager[None]]
+
+
+class PerturbationRunner:
+    """Runs a model repeatedly on the same images and captures the inputs of its modules."""
+
+    def __init__(self, module: nn.Module, images: Tensor) -> None:
+        self.module, self.images = module, images
+        self.plain: list[tuple[Any, ...]] = []
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Tensors that belong to no layer and to no block, with several positions; and modules
+        that return a tensor and take none."""
+        found, makers = [], {}
+        for path, child in self.module.named_modules():
+            if is_leaf(child) or any(part in CONTAINERS for part in path.split(".")):
+                continue
+            makers[path] = child
+            for kind, tensors in (
+                (LEARNED, child.named_parameters(recurse=False)),
+                (FIXED, child.named_buffers(recurse=False)),
+            ):
+                for name, tensor in tensors:
+                    if tensor.is_floating_point() and sum(n > 1 for n in tensor.shape) > 1:
+                        full = f"{path}.{name}" if path else name
+                        found.append(Candidate(full, kind, _changed_tensor(tensor)))
+        made = self._first_run(makers)
+        yield from found
+        for path in made:
+            yield Candidate(path, COMPUTED, _changed_output(makers[path]))
+
+    def effect(self, candidate: Candidate) -> tuple[int, Tensor] | None:
+        """The first call of a module whose input changes when the candidate does, by its number,
+        and that change; None where no input does."""
+
+        def differs(call: int, x: Tensor) -> bool:
+            return call >= len(self.plain) or _fingerprint(x) != self.plain[call]
+
+        with candidate.changed(1.0, 1.0):
+            seen = self._until(differs)
+        if seen is None:
+            return None
+        before = self.entering(seen[0])
+        return None if before.shape != seen[1].shape else (seen[0], seen[1] - before)
+
+    def share(self, candidates: Sequence[Candidate], call: int) -> Tensor:
+        """The share that candidates have in the input of a call, for an image of zeros."""
+        whole = self.entering(call)
+        with ExitStack() as stack:
+            for candidate in candidates:
+                stack.enter_context(candidate.changed(0.0, 0.0))
+            rest = self.entering(call)
+        return whole[0] - rest[0]
+
+    def _first_run(self, makers: dict[str, nn.Module]) -> list[str]:
+        """Fill `plain`; the modules called without a tensor that give one."""
+        made = []
+
+        def left(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            given = (*args, *kwargs.values())
+            fed = any(isinstance(value, Tensor | list | tuple | dict) for value in given)
+            if isinstance(output, Tensor) and not fed:
+                made.append(name)
+
+        with ExitStack() as stack:
+            for name, child in makers.items():
+                see = partial(left, name)
+                stack.enter_context(child.register_forward_hook(see, with_kwargs=True))
+            self._until(lambda _, x: self.plain.append(_fingerprint(x)))
+        return made
+
+    def entering(self, wanted: int, images: Tensor | None = None) -> Tensor:
+        """The input of a module at this call, for these images or the usual ones."""
+        seen = self._until(lambda call, _: call == wanted, images)
+        assert seen is not None
+        return seen[1]
+
+    def _until(
+        self, stop: Callable[[int, Tensor], bool | None], images: Tensor | None = None
+    ) -> tuple[int, Tensor] | None:
+        """Run until `stop` is true of the input of a module: the call's number, and that input.
+        None if it is true of none before the first block."""
+        seen: list[tuple[int, Tensor]] = []
+        calls = 0
+
+        def enter(last: bool, _module: nn.Module, args: Any, kwargs: Any) -> None:
+            nonlocal calls
+            x = input_tensor(args, kwargs)
+            if x is not None and stop(calls, x):
+                seen.append((calls, x.clone()))
+            if seen or last:
+                raise ForwardEnded
+            calls += x is not None
+
+        with ExitStack() as stack, torch.no_grad(), suppress(ForwardEnded):
+            for path, child in self.module.named_modules():
+                see = partial(enter, path.split(".")[0] in CONTAINERS)
+                stack.enter_context(child.register_forward_pre_hook(see, with_kwargs=True))
+            self.module(self.images if images is None else images)
+        return seen[0] if seen else None
+
+
+def _fingerprint(x: Tensor) -> tuple[Any, ...]:
+    wide = x.double()
+    return tuple(x.shape), float(wide.sum()), float(wide.abs().sum())
+
+
+def _changed_tensor(tensor: Tensor) -> Callable[[float, float], AbstractContextManager[None]]:
+    @contextmanager
+    def changed(a: float, b: float) -> Iterator[None]:
+        with torch.no_grad():
+            kept = tensor.clone()
+            tensor.mul_(a).add_(b)
+            try:
+                yield
+            finally:
+                tensor.copy_(kept)
+
+    return changed
+
+
+def _changed_output(module: nn.Module) -> Callable[[float, float], AbstractContextManager[None]]:
+    @contextmanager
+    def changed(a: float, b: float) -> Iterator[None]:
+        with module.register_forward_hook(lambda _m, _i, output: output * a + b):
+            yield
+
+    return changed
