@@ -24,21 +24,22 @@ from tests.stores import write_sites
 from tests.tables import groups_of, having
 from vitsee_cli.main import main
 from vitsee_core import web
-from vitsee_core.explore import tokens
-from vitsee_core.explore.attended import pack_rows, query_cells, query_step
-from vitsee_core.explore.choice import choose_images
-from vitsee_core.explore.coarse import MOST_SIDE, coarse_layout, pooled, pooled_side
+from vitsee_core.explore import choose_images, tokens
 from vitsee_core.explore.contents import short_name, within, without_folders
-from vitsee_core.explore.guidance import definition_of, panels
-from vitsee_core.explore.page import steps_of
+from vitsee_core.explore.page import definition_of, panels, steps_of
+from vitsee_core.explore.readouts import pack_rows, query_cells, query_step
 from vitsee_core.explore.tokens import (
     MOST_BYTES,
+    MOST_SIDE,
     WITHIN,
     PackedTokens,
     Precision,
     SiteTokens,
     bfloat16,
+    coarse_layout,
     pack_tokens,
+    pooled,
+    pooled_side,
     unit_directions,
 )
 from vitsee_core.models.weights import stored_classifier

@@ -14,19 +14,32 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.explore.answers import SiteAnswers
-from vitsee_core.explore.attended import BlockAttention, pack_rows, query_cells, query_step
-from vitsee_core.explore.coarse import coarse_layout, pooled, pooled_side
-from vitsee_core.explore.colours import Scores, colours_of, scores_of
-from vitsee_core.explore.tokens import PackedTokens, SiteTokens, bfloat16
+from vitsee_core.explore.readouts import (
+    BlockAttention,
+    SiteAnswers,
+    pack_rows,
+    query_cells,
+    query_step,
+)
+from vitsee_core.explore.tokens import (
+    PackedTokens,
+    SiteTokens,
+    bfloat16,
+    coarse_layout,
+    pooled,
+    pooled_side,
+)
 from vitsee_core.features import SiteFeatures, choose_features
+from vitsee_core.patch_maps.colours import CHANNELS, FEWEST, Colours, matched, rotation_to
 from vitsee_core.patch_maps.photos import Shown
 from vitsee_core.patch_maps.views import Edges
 from vitsee_core.runtime.lanes import n_lanes
 from vitsee_core.runtime.streaming import thread_map
+from vitsee_core.statistics.covariance import CovarianceSums, principal_axes
 from vitsee_core.tables.text import visible
 from vitsee_core.tables.words import site_words
-from vitsee_core.types import Float, Mask
+from vitsee_core.types import Float, Float32, Mask
+from vitsee_stores.layout import TokenLayout
 from vitsee_stores.manifest import few
 from vitsee_stores.weights_names import weights_name
 
@@ -35,6 +48,63 @@ if TYPE_CHECKING:
     from vitsee_stores.layout import TokenLayout
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The first three scores of a site's patches. of: (images, cells, 3), NaN where a patch does
+    not count; explained: their share of the variance, NaN where all patches are alike."""
+
+    shown: Shown
+    layout: TokenLayout
+    of: Float
+    explained: float
+
+
+def scores_of(shown: Shown, layout: TokenLayout, x: Float32, counts: Mask) -> Scores | None:
+    """Scores of patches (images, cells, dim); None where fewer than two count, or with fewer
+    channels than colours have.
+
+    Args:
+        shown: which images.
+        layout: of the site.
+        x: rows that do not count may hold anything.
+        counts: (images, cells).
+    """
+    own = x[counts]
+    if len(own) < 2 or x.shape[-1] < CHANNELS:
+        return None
+    axes = principal_axes(CovarianceSums.of(own, own[0].astype(np.float64)), CHANNELS)
+    scores = np.full((*counts.shape, CHANNELS), np.nan)
+    scores[counts] = axes.scores(own)
+    return Scores(shown, layout, scores, float(axes.shares.sum()))
+
+
+def colours_of(scores: Scores, guide: Scores | None) -> NDArray[np.uint8]:
+    """(images, cells, 3) red, green and blue, turned to be nearest to the guide's where that has
+    patches enough in the same places; 0 where a patch does not count."""
+    turned, n = None, 0
+    if guide is not None and guide is not scores:
+        pairs = [_pair(scores, guide, k) for k in range(len(scores.of))]
+        own, lead = (np.concatenate(some) for some in zip(*pairs, strict=True))
+        if len(own) >= FEWEST:
+            turned, n = rotation_to(own, lead), len(own)
+    colours = Colours.of(scores.of[~np.isnan(scores.of[..., 0])], turned, n)
+    found = np.nan_to_num(colours(scores.of))
+    return np.rint(255 * found).astype(np.uint8)
+
+
+def _pair(scores: Scores, guide: Scores, k: int) -> tuple[Float, Float]:
+    """Scores of both in the places of the guide's patches of image k."""
+    own, lead = scores.shown, guide.shown
+    at = own.view.cells_like(scores.layout, own.rows[k], lead.view, guide.layout, lead.rows[k])
+    return matched(scores.of[k], ~np.isnan(scores.of[k, :, 0]), at, guide.of[k])
+
+
+def reference(found: Sequence[Scores | None]) -> Scores | None:
+    """The last site of the first store that has scores."""
+    return next((scores for scores in reversed(found) if scores is not None), None)
+
 
 DIGITS = 5  # of places on an image
 
@@ -191,12 +261,6 @@ def without_folders(name: str) -> str:
     return re.sub(r"(^|:)/(?!/)(?:[^/:]+/)*", r"\1", name)
 
 
-def one_time(layout: TokenLayout | None) -> TokenLayout:
-    """The layout of a grid, of clips at one place in time."""
-    assert layout is not None
-    return replace(layout, frames=None, stride_frames=None)
-
-
 def short_name(site: str, block: str) -> str:
     """A site in a few letters: `3` of `blocks.3.out`, `1.0` of `layer1.0.out`, `in` of what enters
     the first block."""
@@ -225,7 +289,8 @@ def read_sites(shown: Shown, seed: int, advance: Callable[[int], None]) -> list[
 
 def _read_site(shown: Shown, seed: int, features: SiteFeatures) -> SiteContents:
     rows, site = np.array(shown.rows, np.int64), features.site
-    layout = one_time(site.layout)
+    assert site.layout is not None
+    layout = replace(site.layout, frames=None, stride_frames=None)  # of a clip at one place in time
     x = features.arrays[0][shown.once].astype(np.float32).reshape(len(rows), layout.n_body, -1)
     on_image = shown.view.on_image(layout, rows)
     finite = np.isfinite(x).all(-1)
@@ -236,17 +301,7 @@ def _read_site(shown: Shown, seed: int, features: SiteFeatures) -> SiteContents:
             *(shown.store.label, lost, site.name),
         )
     x, counts = pooled(x, on_image & finite, layout)
-    return _numbers(shown, site, coarse_layout(layout), x, counts, seed)
-
-
-def _numbers(
-    shown: Shown,
-    site: SiteSpec,
-    layout: TokenLayout,
-    x: NDArray[np.float32],
-    counts: Mask,
-    seed: int,
-) -> SiteContents:
+    layout = coarse_layout(layout)
     norms = np.full(counts.shape, np.nan)
     norms[counts] = np.linalg.norm(x[counts].astype(np.float64), axis=-1)
     long = counts & (norms > 0)

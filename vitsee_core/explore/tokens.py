@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,10 @@ from numpy.typing import NDArray
 from vitsee_core.runtime.lanes import n_lanes
 from vitsee_core.runtime.streaming import thread_map
 from vitsee_core.types import Float, Float32, Integers, Mask
+
+if TYPE_CHECKING:
+    from vitsee_stores.layout import TokenLayout
+
 
 MOST_DIMS = 256
 WITHIN, COARSER, COARSEST = 0.01, 2**0.5, 0.5  # errors of 99 of 100 cosines that are tried
@@ -215,3 +219,52 @@ def bfloat16(values: Float | Float32) -> NDArray[np.uint16]:
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     found: NDArray[np.uint16] = np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
     return found
+
+
+MOST_SIDE = 40
+
+
+def pooled_side(layout: TokenLayout) -> int:
+    """The s: the smallest power of 2 that makes the grid small enough, 1 for most."""
+    assert layout.grid is not None
+    s = 1
+    while -(-max(layout.grid) // s) > MOST_SIDE:
+        s *= 2
+    return s
+
+
+def coarse_layout(layout: TokenLayout) -> TokenLayout:
+    """The layout of the shown patches; the last row and column may be of fewer cells, and then
+    reach beyond the grid."""
+    s = pooled_side(layout)
+    if s == 1:
+        return layout
+    assert layout.grid is not None and layout.stride_px is not None
+    rows, cols = (-(-n // s) for n in layout.grid)
+    y, x = layout.stride_px
+    return replace(layout, grid=(rows, cols), stride_px=(s * y, s * x))
+
+
+def pooled(x: Float32, counts: Mask, layout: TokenLayout) -> tuple[Float32, Mask]:
+    """Means over those of s x s cells that count.
+
+    Args:
+        x: (images, cells, dim); rows that do not count may hold anything.
+        counts: (images, cells).
+        layout: of the site.
+
+    Returns:
+        (images, shown patches, dim), and which of them have a cell that counts.
+    """
+    s = pooled_side(layout)
+    if s == 1:
+        return x, counts
+    assert layout.grid is not None
+    rows, cols = layout.grid
+    n, dim = len(x), x.shape[-1]
+    kept = np.where(counts[..., np.newaxis], x, 0).reshape(n, rows, cols, dim)
+    sums = np.add.reduceat(np.add.reduceat(kept, range(0, rows, s), 1), range(0, cols, s), 2)
+    own = counts.reshape(n, rows, cols).astype(np.int64)
+    shares = np.add.reduceat(np.add.reduceat(own, range(0, rows, s), 1), range(0, cols, s), 2)
+    found: Float32 = (sums / np.maximum(shares, 1)[..., np.newaxis]).astype(np.float32)
+    return found.reshape(n, -1, dim), (shares > 0).reshape(n, -1)
