@@ -27,8 +27,8 @@ from vitsee_core.extraction.options import OptionError
 from vitsee_core.extraction.signals import Interrupted
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.tables.results import Table
+from vitsee_core.training.monitor import cpu_copy, undisturbed, unwrapped
 from vitsee_core.training.series import Series, scalars
-from vitsee_core.training.undisturbed import cpu_copy, undisturbed, unwrapped
 from vitsee_stores.errors import VitseeError
 
 N = 12

@@ -289,7 +289,7 @@ def test_orders_without_blocks_are_those_of_a_whole_pass(folder: Path) -> None:
         attended.clear()
         for place, order in orders.items():
             if order.grid != (1, 1):
-                assert same_order(order, whole[place]), place  # type: ignore[arg-type]
+                assert same_order(order, whole[place]), place
 
 
 # ---------------------------------------------------------------- one size

@@ -15,8 +15,7 @@ from tests.stores import CNN, write_model
 from tests.test_cka_heads import CNN_SITES, N, distances, vit
 from vitsee_core.analyses import cka, cka_heads
 from vitsee_core.kernels import backend
-from vitsee_core.kernels.backend import Cuda, full_precision, product_in, product_size
-from vitsee_core.kernels.reused_memory import Staging
+from vitsee_core.kernels.backend import Cuda, Staging, full_precision, product_in, product_size
 from vitsee_core.runtime.device import current_precision
 from vitsee_core.similarity import device_tiles, estimate, on_the_fly, products, whole_tiles
 from vitsee_core.similarity.device_tiles import DeviceTiles

@@ -19,8 +19,7 @@ passes of numpy or torch. Products of float64 (`covariance`, `ridge`) are plain 
 
 | module | what | in |
 |---|---|---|
-| `backend` | `MatmulBackend`, `Cpu`, `Cuda`, choice of both | float32, float64 sums |
-| `reused_memory` | buffers by name; a strip's way to a GPU | as stored |
+| `backend` | `MatmulBackend`, `Cpu`, `Cuda`, choice of both; buffers | float32, float64 sums |
 | `compiled` | the decorator of loops that numba compiles; cast, shift and sum in one | float32 |
 | `neighbours` | the k nearest by cosine: `topk` of float32, ties in float64 | both |
 | `ridge` | ridge regression to classes or targets: one eigendecomposition for every l2 | float64 |

@@ -1,7 +1,9 @@
-"""Matrix products on the CPU by numpy, or on a GPU by torch, which is imported only when used."""
+"""Matrix products on the CPU by numpy, or on a GPU by torch, which is imported only when used; and
+memory for them that is used again from call to call."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,9 +17,8 @@ from vitsee_core.types import Float, Float32
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
-
-    from vitsee_core.kernels.reused_memory import Staging
 
 # Multiplications above which a GPU, or torch's faster cast, is worth importing torch, which takes
 # seconds; and above which compiled loops are worth loading, which takes a second.
@@ -211,8 +212,6 @@ class Cuda:
 
     def staging(self, n: int, dtype: np.dtype[Any]) -> Staging:
         """Half the bytes of float32 if float16 is stored, and no cast on the host."""
-        from vitsee_core.kernels.reused_memory import Staging
-
         return Staging(self._device, n, dtype)
 
     def free_bytes(self) -> int:
@@ -276,3 +275,72 @@ class CudaBfloat16(Cuda):
             for i in range(0, len(a), rows):
                 until = i + rows if left is right else len(b)
                 out[i : i + rows, :until] += a[i : i + rows] @ b[:until].T
+
+
+class Buffers:
+    """Float32 tensors by name; requesting one again loses its contents."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._torch, self._device = torch, device
+        self._kept: dict[str, Tensor] = {}
+
+    def get(self, name: str, *shape: int) -> Tensor:
+        size = math.prod(shape)
+        kept = self._kept.get(name)
+        if kept is None or kept.numel() < size:
+            # Allocating this much memory each time costs page faults worth a tenth of the run. An
+            # inference tensor could not be written outside inference mode by a later caller.
+            with self._torch.inference_mode(False):
+                kept = self._torch.empty(size, dtype=self._torch.float32, device=self._device)
+            self._kept[name] = kept
+        return kept[:size].view(shape)
+
+
+class Staging:
+    """A strip on its way to the device, for one thread: pinned memory that is filled with values as
+    stored, sent on a stream of its own, and refilled once it has arrived."""
+
+    def __init__(self, device: Any, n: int, dtype: np.dtype[Any]) -> None:
+        import torch
+
+        self._torch, self._device = torch, device
+        on_gpu = device.type == "cuda"
+        like = torch.from_numpy(np.empty(0, dtype)).dtype
+        self._memory = torch.empty(n, dtype=like, pin_memory=on_gpu)
+        self._stream = torch.cuda.Stream(device) if on_gpu else None
+        self._arrived: Any = None
+
+    def room(self, rows: int, columns: int) -> NDArray[Any]:
+        """(rows, columns) to be filled; waits until the previous contents were copied."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._memory[: rows * columns].view(rows, columns).numpy()
+
+    def send(self, rows: int, columns: int, dtype: np.dtype[Any]) -> Tensor:
+        """The filled values, on the device in another type."""
+        host = self._memory[: rows * columns].view(rows, columns)
+        to = self._torch.from_numpy(np.empty(0, dtype)).dtype
+        if self._stream is None:
+            return host.to(self._device, to, copy=True)
+        with self._torch.cuda.stream(self._stream):
+            raw = host.to(self._device, non_blocking=True)
+        self._arrived = self._torch.cuda.Event()
+        self._arrived.record(self._stream)
+        current = self._torch.cuda.current_stream(self._device)
+        current.wait_event(self._arrived)
+        raw.record_stream(current)
+        return raw.to(to, copy=True)
+
+    def shift(self, x: Tensor, mean: Float32) -> None:
+        """x -= mean, on the device."""
+        x -= self._on_device(mean)
+
+    def times(self, x: Tensor, weights: Float32) -> Float32:
+        return (x @ self._on_device(weights).to(x.dtype)).float().cpu().numpy()
+
+    def _on_device(self, values: Float32) -> Tensor:
+        from vitsee_core.runtime.device import to_device
+
+        return to_device(values, self._device)

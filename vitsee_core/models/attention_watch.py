@@ -118,21 +118,16 @@ class KernelCall(AttentionCall):
         multiply = _by_image if query.device.type == "cpu" else _at_once
         multiply(query, key, self.scale, out)
         if self.mask is not None:
-            self._apply_mask(out, images)
+            several = self.mask.ndim == 4 and self.mask.shape[0] == self.n_images > 1
+            mask = self.mask[images] if several else self.mask
+            if mask.dtype == torch.bool:
+                out.masked_fill_(~mask, float("-inf"))
+            else:
+                out.add_(mask)
         if self.causal:
             later = torch.ones(tokens, n_keys, dtype=torch.bool, device=out.device).triu_(1)
             out.masked_fill_(later, float("-inf"))
         return out
-
-    def _apply_mask(self, scores: Tensor, images: slice) -> None:
-        assert self.mask is not None
-        mask = self.mask
-        if mask.ndim == 4 and mask.shape[0] == self.n_images > 1:
-            mask = mask[images]
-        if mask.dtype == torch.bool:
-            scores.masked_fill_(~mask, float("-inf"))
-        else:
-            scores.add_(mask)
 
 
 class SoftmaxCall(AttentionCall):

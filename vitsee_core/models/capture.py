@@ -21,7 +21,6 @@ from vitsee_core.models.hook_points import (
 )
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
-from vitsee_core.models.survey.tracing import joining
 from vitsee_core.models.tokens.clip_order import ClipCalls
 from vitsee_core.models.tokens.packed_order import JoinedCalls, Place
 from vitsee_stores.layout import SiteSpec
@@ -271,7 +270,7 @@ class Capture:
             return
         order = self.table.orders.get((self.table.attention_modules[block.name], True))
         if order is not None:
-            calls = joining(order, self.hooks.n_images)
+            calls = order.calls(self.hooks.n_images)
             joined = self._joining.setdefault(block.name, calls).add(event)
             if joined is None:
                 return

@@ -138,8 +138,9 @@ def first_tensor(value: Any, n_images: int | None = None) -> Tensor | None:
     found = list(_tensors(value))
     if len(found) > 1 and n_images is not None:
         found = [x for x in found if x.ndim > 1 and len(x) == n_images]
-        if len(found) > 1 and isinstance(value, tuple) and value[0] is found[0]:
-            found = [x for x in found if x is found[0] or _may_be_features(x, found[0])]
+        if len(found) > 1 and isinstance(value, tuple) and (first := value[0]) is found[0]:
+            alike = [x for x in found[1:] if x.ndim == first.ndim]
+            found = [first, *(x for x in alike if x.ndim < 2 or x.shape[-1] != x.shape[-2])]
     return found[0] if len(found) == 1 else None
 
 
@@ -149,10 +150,6 @@ def output_tensor(module: nn.Module, output: Any, n_images: int) -> Tensor | Non
     if isinstance(module, nn.MultiheadAttention):
         output = output[0]
     return first_tensor(output, n_images)
-
-
-def _may_be_features(x: Tensor, first: Tensor) -> bool:
-    return x.ndim == first.ndim and (x.ndim < 2 or x.shape[-1] != x.shape[-2])
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

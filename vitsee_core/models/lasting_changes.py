@@ -249,12 +249,6 @@ class _Tokens:
         head = old.narrow(self.dim, 0, self.at)
         start = self.at + max(-self.n, 0)
         tail = old.narrow(self.dim, start, old.shape[self.dim] - start)
-        new = torch.cat([head, *self._zeros(old), tail], self.dim)
+        zeros = old.new_zeros(max(self.n, 0), *old.transpose(0, self.dim).shape[1:])
+        new = torch.cat([head, zeros.transpose(0, self.dim), tail], self.dim)
         return swapped(args, old, new), swapped(kwargs, old, new)
-
-    def _zeros(self, like: Tensor) -> list[Tensor]:
-        if self.n < 0:
-            return []
-        shape = list(like.shape)
-        shape[self.dim] = self.n
-        return [like.new_zeros(shape)]

@@ -139,15 +139,12 @@ class AliasProof:
             first_name, first, left = self.waiting.pop(stored)
             if left > 1:
                 self.waiting[stored] = (first_name, first, left - 1)
-            self.errors[name if name in self.pairs else first_name] = _gap(x, first)
+            gap = float("inf")
+            if x.shape == first.shape:
+                gap = float((x.float() - first.float()).abs().nan_to_num(0.0).max())
+            self.errors[name if name in self.pairs else first_name] = gap
 
         return gather
-
-
-def _gap(x: Tensor, y: Tensor) -> float:
-    if x.shape != y.shape:
-        return float("inf")
-    return float((x.float() - y.float()).abs().nan_to_num(0.0).max())
 
 
 class AttentionProof(Observer):

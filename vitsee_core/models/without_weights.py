@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import check_model_options, load_model, model_arguments
@@ -18,6 +17,7 @@ from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table, sketch
 from vitsee_core.models.sites import SiteTable
 from vitsee_core.models.sources import source_of
+from vitsee_core.models.sources.base import Unfilled
 from vitsee_core.models.survey.structure import is_leaf
 from vitsee_core.models.tokens.clips import frames_of
 
@@ -126,7 +126,7 @@ def stand_in(name: str, options: Mapping[str, Any], table: SiteTable) -> LoadedM
     source = source_of(name, options)
     args = dict(options.get("model_args") or {})
     wanted = model_arguments(args, options.get("img_size"))
-    with _Unfilled():
+    with Unfilled():
         module = source.make(pretrained=False, seed=0, wanted=wanted)
     module.eval().float().requires_grad_(False)
     fill(module)
@@ -171,15 +171,3 @@ def skip_blocks(module: nn.Module, table: SiteTable) -> None:
 
 def _first(x: Any, *_: Any, **__: Any) -> Any:
     return x
-
-
-class _Unfilled(TorchFunctionMode):
-    """Leaves parameters as they are allocated, which costs neither time nor memory."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        given, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        written = args[0] if args else given.get("tensor")  # torch.nn.init passes it by name
-        writes = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-        return written if writes and isinstance(written, nn.Parameter) else func(*args, **given)

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vitsee_core.kernels.backend import Buffers
 from vitsee_core.kernels.compiled import compiled
-from vitsee_core.kernels.reused_memory import Buffers
 from vitsee_core.reductions.cpu_sums import (
     TOTALS,
     Geometry,

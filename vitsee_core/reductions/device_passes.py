@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vitsee_core.kernels.reused_memory import Buffers
+from vitsee_core.kernels.backend import Buffers
 from vitsee_core.reductions.cpu_passes import COUNTS, IN_TIME, NUMBERS
 from vitsee_core.reductions.summary import AttentionScores, GridDistances, sum_by_offset
 

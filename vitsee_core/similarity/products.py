@@ -41,7 +41,7 @@ from vitsee_stores.disk import in_this_thread
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
-    from vitsee_core.kernels.reused_memory import Staging
+    from vitsee_core.kernels.backend import Staging
 
 MEAN_ROWS = 128
 PIECE = 1 << 18  # elements shifted and summed while in cache

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from vitsee_core.models.hook_points import ModelError
 from vitsee_stores.plan import Canvas
@@ -46,7 +47,8 @@ class Source(ABC):
     no option, is an argument of the model. has_processors: whether its models may have image
     processors, and code in their repositories. takes_frames: whether `frames`, of a clip, may be
     among what `make` is asked for. any_module: whether its modules may take clips without saying
-    so.
+    so. native: how images come to lie on a canvas, still without a size, at native resolution, once
+    `transform` has said how they are prepared for it; None where that was not chosen.
     """
 
     arguments_in_name = False
@@ -57,6 +59,7 @@ class Source(ABC):
     def __init__(self, name: str, choices: Choices | None = None) -> None:
         self.name = name
         self.choices = choices or Choices()
+        self.native: Canvas | None = None
 
     # ------------------------------------------------------------ before a model is made
 
@@ -167,10 +170,17 @@ class Source(ABC):
 
     def converter(self, module: nn.Module) -> Callable[..., Any] | None:
         """The function that turns foreign and older weights into those of the module, called as
-        `convert(state, module)`; by default what the library of its class calls
-        checkpoint_filter_fn."""
-        found = getattr(sys.modules.get(type(module).__module__), "checkpoint_filter_fn", None)
-        return found if callable(found) else None
+        `convert(state, module)`: what is called checkpoint_filter_fn beside the architecture of
+        timm's that the module says it is, else beside its class."""
+        import timm
+
+        architecture = (getattr(module, "pretrained_cfg", None) or {}).get("architecture", "")
+        own = [timm.model_entrypoint(architecture)] if timm.is_model(architecture) else []
+        for made_by in (*own, type(module)):
+            place = sys.modules.get(made_by.__module__)
+            if callable(found := getattr(place, "checkpoint_filter_fn", None)):
+                return found  # type: ignore[no-any-return]
+        return None
 
     # ------------------------------------------------------------ what it says of itself
 
@@ -192,12 +202,6 @@ class Source(ABC):
     @abstractmethod
     def architecture(self, module: nn.Module) -> str:
         """A text that a store's identity compares: it is the same for equal sites."""
-
-    @property
-    def native(self) -> Canvas | None:
-        """How images come to lie on a canvas, still without a size, at native resolution, once
-        `transform` has said how they are prepared for it; None where that was not chosen."""
-        return None
 
     def class_names(self, module: nn.Module) -> list[str] | None:
         """The names of the logits' classes, where they are known."""
@@ -243,6 +247,18 @@ def drawn(seed: int, make: Any, what: str) -> nn.Module:
     if next(module.parameters(), None) is None:
         raise ModelError(f"{what} gives a module without parameters; expected a network")
     return module
+
+
+class Unfilled(TorchFunctionMode):
+    """Leaves parameters as they are allocated, which costs neither time nor memory."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given, name = dict(kwargs or {}), getattr(func, "__name__", "")
+        written = args[0] if args else given.get("tensor")  # torch.nn.init passes it by name
+        writes = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+        return written if writes and isinstance(written, nn.Parameter) else func(*args, **given)
 
 
 def one_line(error: BaseException) -> str:

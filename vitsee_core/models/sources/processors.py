@@ -29,6 +29,7 @@ from vitsee_core.models.sources.base import BACKENDS, one_line
 from vitsee_core.models.sources.transforms import DEFAULT
 from vitsee_core.models.tokens.towers import GRIDS, Packing
 from vitsee_stores.errors import VitseeError
+from vitsee_stores.manifest import jsonable
 from vitsee_stores.plan import Canvas, Size
 
 # Of Pillow's filters, by their numbers.
@@ -55,7 +56,8 @@ class Processor:
     @cached_property
     def record(self) -> dict[str, Any]:
         """The processor's configuration, as transformers writes it."""
-        return _plain(self.own.to_dict())
+        found: dict[str, Any] = jsonable(self.own.to_dict())
+        return found
 
     @property
     def of_videos(self) -> bool:
@@ -122,8 +124,6 @@ class Processor:
         Raises:
             ModelError: they differ, or the size is beyond the processor's limits.
         """
-        import torch
-
         channels, rows, cols = config["input_size"]
         shape = rows, cols, channels
         image = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
@@ -137,15 +137,15 @@ class Processor:
         found = next((made[key] for key in GRIDS if key in made), None)
         grid = packing.grid((rows, cols))
         if found is None or tuple(int(n) for n in found[0][-2:]) != grid:
-            given = (
-                "no grid" if found is None else "{} x {} patches".format(*found[0][-2:].tolist())
-            )
+            given = "no grid"
+            if found is not None:
+                given = "{} x {} patches".format(*found[0][-2:].tolist())
             raise ModelError(
                 f"the image processor of {self.name} makes {given} of an image of {rows} x {cols} "
                 f"pixels, expected {grid[0]} x {grid[1]}: the size is beyond its limits, give "
                 "another --img-size"
             )
-        patches = next(made[key] for key in ("pixel_values", "pixel_values_images") if key in made)
+        patches = next(made[key] for key in _VALUES if key in made)
         mean, std = (torch.tensor(config[key]).view(-1, 1, 1) for key in ("mean", "std"))
         wanted = (torch.from_numpy(image).permute(2, 0, 1) / 255 - mean) / std
         expected = packing.pack(wanted.unsqueeze(0)).reshape(-1)
@@ -279,15 +279,6 @@ def _edges(size: Any) -> tuple[int, int] | None:
     return None
 
 
-def _plain(value: Any) -> Any:
-    """A processor's record with nothing but values that JSON can hold."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(x) for key, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(x) for x in value]
-    return value if isinstance(value, bool | int | float | str) or value is None else str(value)
-
-
 # Sides of images in multiples of a group of patches: within the small bounds, with halves, below
 # and above them, thin ones; the last ones are tried with the processor's own bounds, too.
 _SIDES = ((3.3, 5.7), (1.5, 6.5), (2.5, 3.5), (1.2, 1.4), (12.7, 9.1), (1.1, 14.2), (7.3, 4.1))
@@ -336,33 +327,29 @@ def native_canvas(
 def _stated(record: Mapping[str, Any], patch: int, step: int) -> Iterator[_Bounds]:
     """The rules that a processor's record may mean."""
     size = record.get("size") or {}
-    named = [("size", size.get("shortest_edge"), size.get("longest_edge"))]
-    named.append(("pixels", record.get("min_pixels"), record.get("max_pixels")))
-    for name, least, most in named:
+    stated: list[tuple[Any, Any, Callable[[int, int], dict[str, Any]]]] = [
+        (
+            size.get("shortest_edge"),
+            size.get("longest_edge"),
+            lambda least, most: {"size": {"shortest_edge": least, "longest_edge": most}},
+        ),
+        (
+            record.get("min_pixels"),
+            record.get("max_pixels"),
+            lambda least, most: {"min_pixels": least, "max_pixels": most},
+        ),
+    ]
+    for least, most, call in stated:
         if not (isinstance(least, int) and isinstance(most, int) and 0 < least <= most):
             continue
         # GLM-4V's bounds are those of the frames to which a still image is repeated.
         for scale in dict.fromkeys((1, record.get("temporal_patch_size") or 1)):
-            canvas = _canvas("pixels", step, least // scale, most // scale)
-            yield _Bounds(canvas, _by_edges if name == "size" else _by_pixels, scale)
+            bounds = least // scale, most // scale
+            yield _Bounds(Canvas((1, 1), None, step, None, "pixels", *bounds), call, scale)
     n = record.get("max_num_patches")
     if isinstance(n, int) and n > 0 and patch == step:
-        most = n * patch**2
-        yield _Bounds(_canvas("patches", patch, None, most), lambda _, most: {
-            "max_num_patches": most // patch**2
-        })  # fmt: skip
-
-
-def _canvas(rule: str, multiple: int, least: int | None, most: int) -> Canvas:
-    return Canvas((1, 1), None, multiple, None, rule, least, most)
-
-
-def _by_edges(least: int, most: int) -> dict[str, Any]:
-    return {"size": {"shortest_edge": least, "longest_edge": most}}
-
-
-def _by_pixels(least: int, most: int) -> dict[str, Any]:
-    return {"min_pixels": least, "max_pixels": most}
+        canvas = Canvas((1, 1), None, patch, None, "patches", None, n * patch**2)
+        yield _Bounds(canvas, lambda _, most: {"max_num_patches": most // patch**2})
 
 
 def _small(bounds: _Bounds, step: int) -> tuple[Canvas, dict[str, Any]]:

@@ -23,7 +23,6 @@ from torch import nn
 
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.sources.base import Choices, Source, drawn, one_line
-from vitsee_core.models.sources.timm_create import converter_of
 from vitsee_core.models.sources.transforms import ASSUMED, changed, pair, stated
 
 SIZES = ("img_size", "image_size", "input_size")  # names of a size among a builder's parameters
@@ -102,9 +101,6 @@ class FileSource(Source):
             return super().without_weights(wanted)
         except ModelError:
             return self.make(pretrained=True, seed=0, wanted=wanted)
-
-    def converter(self, module: nn.Module) -> Callable[..., Any] | None:
-        return converter_of(module) or super().converter(module)
 
     def transform(
         self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]
@@ -273,7 +269,14 @@ class TorchhubSource(FileSource):
     def _entry(self) -> Any:
         path, entry = self.place
         if not path.is_file():
-            self._fetch()
+            repository, _ = self.parts
+            try:
+                torch.hub.list(repository, trust_repo=True, skip_validation=True, verbose=False)
+            except Exception as error:
+                raise ModelError(
+                    f"{repository} is not in {torch.hub.get_dir()}, and cannot be fetched from "
+                    f"GitHub: {one_line(error)}; give a local clone as torchhub:FOLDER:ENTRY"
+                ) from error
             path, _ = self.place
         module = run_file(path, self.name)
         lacking = [x for x in getattr(module, "dependencies", ()) if find_spec(x) is None]
@@ -287,14 +290,3 @@ class TorchhubSource(FileSource):
             own = [k for k, x in vars(module).items() if callable(x) and not k.startswith("_")]
             raise ModelError(f"{path} has no entry {entry!r}; it has: {', '.join(own) or 'none'}")
         return found
-
-    def _fetch(self) -> None:
-        """The repository into torch.hub's folder."""
-        repository, _ = self.parts
-        try:
-            torch.hub.list(repository, trust_repo=True, skip_validation=True, verbose=False)
-        except Exception as error:
-            raise ModelError(
-                f"{repository} is not in {torch.hub.get_dir()}, and cannot be fetched from GitHub: "
-                f"{one_line(error)}; give a local clone as torchhub:FOLDER:ENTRY"
-            ) from error

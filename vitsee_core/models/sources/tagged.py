@@ -193,7 +193,10 @@ class TorchvisionSource(TaggedSource):
         if weights is None and pretrained:
             raise ModelError(f"{self.name} has no weights; give --checkpoint or --random-init SEED")
         if pretrained:
-            self._fetch(weights)
+            try:  # into torch.hub's folder
+                weights.get_state_dict(progress=False, check_hash=True)
+            except (OSError, RuntimeError) as error:
+                raise self.not_fetched(error) from error
         size, given = wanted.get("img_size"), {k: x for k, x in wanted.items() if k != "img_size"}
         own = weights if pretrained else None
 
@@ -240,13 +243,6 @@ class TorchvisionSource(TaggedSource):
         builder, tag = self.parts
         found: Any = models.get_model_weights(builder)
         return found[tag] if tag else getattr(found, "DEFAULT", None)
-
-    def _fetch(self, weights: Any) -> None:
-        """Fetch the file of weights if it is not in torch.hub's folder."""
-        try:
-            weights.get_state_dict(progress=False, check_hash=True)
-        except (OSError, RuntimeError) as error:
-            raise self.not_fetched(error) from error
 
 
 def _ways_of_size(size: tuple[int, int] | None) -> Iterator[dict[str, Any]]:

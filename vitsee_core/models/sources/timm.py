@@ -4,7 +4,7 @@ ship with vitsee, `demo:vit`, are folders as timm writes them."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from vitsee_core.models.sources.base import Source, foreign_place, near_names
 from vitsee_core.models.sources.timm_create import (
     FOLDER,
     check_known,
-    converter_of,
     create_model,
     heads_no_shape_shows,
     not_as_pretrained,
@@ -124,9 +123,6 @@ class TimmSource(Source):
     ) -> nn.Module:
         given: dict[str, Any] = {"seed": seed, "wanted": wanted, "foreign": foreign}
         return create_model(self.full, self.name, pretrained=pretrained, **given)
-
-    def converter(self, module: nn.Module) -> Callable[..., Any] | None:
-        return converter_of(module) or super().converter(module)
 
     def transform(
         self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]

@@ -9,9 +9,8 @@ import importlib
 import json
 import logging
 import re
-import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,11 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.sources.base import near_names, one_line, some
+from vitsee_core.models.sources.base import Unfilled, near_names, one_line, some
 from vitsee_core.models.sources.transforms import checked_size
-from vitsee_core.models.survey.structure import classifiers
+from vitsee_core.models.survey.structure import classifier_prefixes
 from vitsee_core.runtime.machine import human_bytes, memory_bytes
 from vitsee_stores.metadata import ZARR_JSON
 
@@ -61,19 +59,6 @@ def refuse_loading(args: Mapping[str, Any], where: str = "--model-arg ") -> None
             )
 
 
-def converter_of(module: nn.Module) -> Callable[..., Any] | None:
-    """timm's conversion of foreign and older weights for the architecture that a module says it
-    is; None where it has none, or says nothing."""
-    import timm
-
-    architecture = (getattr(module, "pretrained_cfg", None) or {}).get("architecture", "")
-    if not timm.is_model(architecture):
-        return None
-    place = sys.modules.get(timm.model_entrypoint(architecture).__module__)
-    found = getattr(place, "checkpoint_filter_fn", None)
-    return found if callable(found) else None
-
-
 def create_model(
     full: str,
     name: str,
@@ -89,11 +74,11 @@ def create_model(
     unreachable = None
     if foreign:
         unreachable = "nothing is fetched for a store (--trust-store allows it)"
-    elif needs_network(full, pretrained):
+    elif full.startswith(HUB) or (pretrained and not full.startswith(FOLDER)):
         unreachable = why_unreachable()
     with local_only() if unreachable else nullcontext():
         try:
-            wanted = _accepted(full, wanted, foreign)
+            wanted = _accepted(full, wanted)
             return _build(full, pretrained, seed, wanted)
         except Exception as error:
             raise _explained(error, name, pretrained, wanted, unreachable) from error
@@ -101,23 +86,8 @@ def create_model(
 
 def on_meta(full: str, wanted: dict[str, Any]) -> nn.Module:
     """The module without weights and without memory for them."""
-    with torch.device("meta"), _NoValues():
+    with torch.device("meta"), Unfilled():
         return _build(full, False, 0, wanted)
-
-
-class _NoValues(TorchFunctionMode):
-    """First values are not drawn: a tensor without memory has none, and torch's check of each draw
-    took most of the time that such a module takes to make."""
-
-    DRAWS = frozenset(
-        getattr(torch.Tensor, name)
-        for name in ("uniform_", "normal_", "erfinv_", "mul_", "add_", "clamp_", "zero_", "fill_")
-    )
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return args[0] if func in self.DRAWS else func(*args, **(kwargs or {}))
 
 
 def not_as_pretrained(module: nn.Module, full: str, wanted: dict[str, Any]) -> dict[str, list[str]]:
@@ -128,8 +98,7 @@ def not_as_pretrained(module: nn.Module, full: str, wanted: dict[str, Any]) -> d
         return {}
     with local_only():
         before = {key: tuple(p.shape) for key, p in on_meta(full, {}).named_parameters()}
-    names = {id(child): name for name, child in module.named_modules()}
-    heads = tuple(f"{names[id(m)]}." for m in classifiers(module) if id(m) in names)
+    heads = classifier_prefixes(module)
     changed = {
         key: (before[key], tuple(p.shape))
         for key, p in module.named_parameters()
@@ -210,7 +179,7 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _accepted(full: str, wanted: dict[str, Any], foreign: bool) -> dict[str, Any]:
+def _accepted(full: str, wanted: dict[str, Any]) -> dict[str, Any]:
     """The arguments without an image size that the architecture does not take."""
     if not wanted:
         return wanted
@@ -219,7 +188,7 @@ def _accepted(full: str, wanted: dict[str, Any], foreign: bool) -> dict[str, Any
     except TypeError as error:
         if "img_size" in wanted and "img_size" in str(error):
             rest = {key: x for key, x in wanted.items() if key != "img_size"}
-            return _accepted(full, rest, foreign)
+            return _accepted(full, rest)
         raise
     except NotImplementedError:  # an architecture that cannot be made without memory
         return wanted
@@ -331,13 +300,6 @@ def local_only() -> Iterator[None]:
         mock.patch.object(torch.hub, "download_url_to_file", refuse),
     ):
         yield
-
-
-def needs_network(full: str, pretrained: bool) -> bool:
-    """Whether the hub may be asked for this model's configuration or weights."""
-    if full.startswith(FOLDER):
-        return False
-    return pretrained or full.startswith(HUB)
 
 
 def why_unreachable() -> str | None:

@@ -89,7 +89,6 @@ class TransformersSource(Source):
         self.loaded: dict[str, Any] = {}  # what was missing or left over in its own weights
         self.rounds = False  # whether its processor's floats are rounded to 8 bits
         self.packs = False  # whether it is given packed patches
-        self.canvas: Canvas | None = None  # at native resolution
         self.assumes = False  # whether mean or deviation are neither its own nor the user's
 
     @property
@@ -153,14 +152,11 @@ class TransformersSource(Source):
         elif self.parts[2]:
             tower = self._tower(kind, config, wanted)
         else:
-            if (
-                packed_inputs(kind)
-                and not self._is_class
-                and type(config) is not type(self._config)
-            ):
+            whole = self._is_class or type(config) is type(self._config)
+            if packed_inputs(kind) and not whole:
                 self._refuse_whole(kind)
             who = f"{self.name} ({kind.__name__})"
-            check_input(kind, config, who, remote=self.choices.trust_remote_code)
+            check_input(kind, who, remote=self.choices.trust_remote_code)
         if pretrained:
             module = drawn(seed, lambda: self._pretrained(kind, config, tower), self.name)
         elif language:
@@ -294,13 +290,9 @@ class TransformersSource(Source):
         """(rows, cols) that its processor makes, where that is fixed."""
         return None if self._processor is None else self._processor.input_size
 
-    @property
-    def native(self) -> Canvas | None:
-        return self.canvas
-
     def _at_native(self, module: nn.Module, packing: Packing | None) -> dict[str, Any]:
         """How images are prepared at native resolution, with the size of images that the tower is
-        tried on; sets `canvas`.
+        tried on; sets `native`.
 
         Raises:
             ModelError: the tower takes images of one size alone, or its processor does something
@@ -317,10 +309,10 @@ class TransformersSource(Source):
         side, step = (patch, patch) if packing is None else (packing.patch, packing.step)
         assert side is not None and step is not None
         stated = dict(DEFAULT)
-        self.canvas = Canvas((1, 1), None, step, None, "patches" if packing is None else "pixels")
+        self.native = Canvas((1, 1), None, step, None, "patches" if packing is None else "pixels")
         if self._processor is not None:
             pack = packing.pack if packing else lambda images: as_patches(images, (side, side))[0]
-            self.canvas, stated = native_canvas(self._processor, side, step, pack)
+            self.native, stated = native_canvas(self._processor, side, step, pack)
         self.rounds = stated.get("processor") == "torchvision-float"
         own = size_of(config) or (_PACKED_SIDE, _PACKED_SIDE)
         rows, cols = (max(round(length / step), 1) * step for length in own)

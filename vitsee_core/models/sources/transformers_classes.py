@@ -76,7 +76,7 @@ def _forward(kind: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(kind.forward).parameters
 
 
-def check_input(kind: Any, config: Any, who: str, *, remote: bool) -> None:
+def check_input(kind: Any, who: str, *, remote: bool) -> None:
     """Refuse a class that does not take a batch of images, with a ModelError about `who`. remote:
     its own code may run, whose `main_input_name` is often not set."""
     refuse_others(kind, who)

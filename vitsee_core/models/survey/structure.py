@@ -264,6 +264,12 @@ def classifiers(model: nn.Module) -> list[nn.Module]:
     return list(_each(found))
 
 
+def classifier_prefixes(model: nn.Module) -> tuple[str, ...]:
+    """What the names of the classifier's tensors begin with, `head.`; () without a classifier."""
+    names = {id(module): name for name, module in model.named_modules()}
+    return tuple(f"{names[id(m)]}." for m in classifiers(model) if id(m) in names)
+
+
 def likely_classifiers(model: nn.Module) -> list[nn.Module]:
     """The classifier modules of a model that names them, else the last linear layer of another,
     which may be none: whether it gives the logits is for a forward pass to say."""

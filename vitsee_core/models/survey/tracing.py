@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -53,18 +53,12 @@ class Call:
     left_type: str
 
 
-@dataclass(frozen=True)
-class AttentionSeen:
+@dataclass
+class AttentionSeen(AttentionEvent):
     """An attention event without its tensors; value: (images, keys, heads x head dim), None where
-    the attention has not the four dimensions of plain attention; within, window: see
-    `AttentionEvent`."""
+    the attention has not the four dimensions of plain attention."""
 
-    query: tuple[int, ...]
-    n_keys: int
-    mixed: bool
-    value: Seen | None
-    within: str | None = None
-    window: tuple[int, ...] | None = None
+    value: Seen | None = None
 
 
 @dataclass
@@ -131,12 +125,6 @@ def probe_images(size: tuple[int, int, int], corners: bool, frames: int | None =
     return torch.cat([images, changed])
 
 
-def _response(x: Tensor) -> tuple[Tensor, ...]:
-    change = (x[2 : 2 + N_CORNERS].float() - x[:1].float()).square()
-    axes = range(1, change.ndim)
-    return tuple(change.sum(tuple(a for a in axes if a != axis)) for axis in axes)
-
-
 class _Recorder:
     def __init__(self, trace: Trace, responses: bool, module: nn.Module) -> None:
         self.trace, self.responses = trace, responses
@@ -162,16 +150,14 @@ class _Recorder:
         turned = self.sequences and x.ndim == 3 and x.shape[1] == self.trace.n_images != len(x)
         x = x.transpose(0, 1) if turned else x
         x = order.laid(x) if isinstance(order, ClipOrder) else x
-        wanted = (
-            self.responses
-            and x.ndim in (3, 4)
-            and len(x) == self.trace.n_images
-            and x.is_floating_point()
-        )
-        found = Seen((number, version), tuple(x.shape), _response(x) if wanted else (), turned)
-        if order is None:
-            return found
-        return replace(found, grid=order.grid, n_prefix=order.n_prefix)
+        response: tuple[Tensor, ...] = ()
+        wanted = self.responses and x.ndim in (3, 4) and x.is_floating_point()
+        if wanted and len(x) == self.trace.n_images:
+            change = (x[2 : 2 + N_CORNERS].float() - x[:1].float()).square()
+            axes = range(1, change.ndim)
+            response = tuple(change.sum(tuple(a for a in axes if a != axis)) for axis in axes)
+        own = () if order is None else (order.grid, order.n_prefix)
+        return Seen((number, version), tuple(x.shape), response, turned, *own)
 
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.stack.append(name)
@@ -179,7 +165,7 @@ class _Recorder:
 
     def leave(self, name: str, module: nn.Module, output: Any) -> None:
         self.stack.pop()
-        for event in self.joining.pop(name).left() if name in self.joining else ():
+        for event in self.joining.pop(name).events if name in self.joining else ():
             self.note(name, event)
         left = self.see(output_tensor(module, output, self.trace.n_images), (name, False))
         call = Call(self.inputs.pop(), left, type(output).__name__)
@@ -204,23 +190,15 @@ class _Recorder:
             order = self.trace.orders.get((name, True))
         joined: AttentionEvent | None = event
         if order is not None:
-            calls = self.joining.setdefault(name, joining(order, self.trace.n_images))
+            calls = self.joining.setdefault(name, order.calls(self.trace.n_images))
             joined = calls.add(event)
         if joined is not None:
             self.note(name, joined)
 
     def note(self, name: str, event: AttentionEvent) -> None:
         value = self.see(event.call.value.transpose(1, 2).flatten(2)) if event.call else None
-        seen = event.within, event.window
-        met = AttentionSeen(event.query, event.n_keys, event.mixed, value, *seen)
+        met = AttentionSeen(**{**vars(event), "call": None}, value=value)
         self.trace.events[name].append(met)
-
-
-def joining(order: Order | ClipOrder, n_images: int) -> JoinedCalls | ClipCalls:
-    """An adapter that reorders the attention of a module whose tokens have this order."""
-    if isinstance(order, ClipOrder):
-        return ClipCalls(order, n_images)
-    return JoinedCalls(order, n_images)
 
 
 def _bare(seen: Seen) -> tuple[int, ...]:

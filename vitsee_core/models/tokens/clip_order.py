@@ -13,6 +13,7 @@ position. Rows that respond to no change are prefix tokens; there may be one cop
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,6 +66,10 @@ class ClipOrder:
     def plain(self) -> bool:
         """Whether the rows are the tokens already, in their order."""
         return bool((self.places == torch.arange(self.n_rows)).all())
+
+    def calls(self, n_clips: int) -> ClipCalls:
+        """What lays out an attention whose tokens have this order."""
+        return ClipCalls(self, n_clips)
 
     def laid(self, x: Tensor) -> Tensor:
         """(clips, tokens, dim); of a prefix token with several copies their mean."""
@@ -175,14 +180,6 @@ def order_in(x: Tensor, codes: ClipCodes) -> ClipOrder | None:
     return None
 
 
-def same_clip_order(one: ClipOrder | None, other: ClipOrder | None) -> bool:
-    """Whether two places have their tokens in one order."""
-    if one is None or other is None:
-        return one is other
-    alike = (one.n_rows, one.folds, one.channels) == (other.n_rows, other.folds, other.channels)
-    return alike and torch.equal(one.index, other.index) and torch.equal(one.prefix, other.prefix)
-
-
 def find_clip_orders(
     module: nn.Module, clips: Clips, size: tuple[int, int, int]
 ) -> tuple[Cells, dict[Place, ClipOrder]]:
@@ -209,7 +206,7 @@ def find_clip_orders(
             x = x.transpose(0, 1)  # tokens before clips, as torch's own layer has them
         return order_in(x, codes)
 
-    return grid, orders_of_places(module, given, read, same_clip_order)
+    return grid, orders_of_places(module, given, read)
 
 
 def order_of_shape(shape: tuple[int, ...], n: int, grid: Cells) -> ClipOrder | None:
@@ -242,6 +239,8 @@ class ClipCalls:
     """Lays the attention of one module out by the order of its tokens, with the interface of
     `JoinedCalls`: a call over the tokens of whole clips, or over their parts."""
 
+    events: Sequence[AttentionEvent] = ()  # each is complete
+
     def __init__(self, order: ClipOrder, n_clips: int) -> None:
         self.order, self.n_clips = order, n_clips
 
@@ -269,10 +268,6 @@ class ClipCalls:
         if window is None or (order.n_prefix and order.prefix.shape[1] != folds):
             return AttentionEvent(whole, n_tokens, within="groups of tokens")
         return AttentionEvent(whole, n_tokens, call=FoldedCall(call, order, folds), window=window)
-
-    def left(self) -> list[AttentionEvent]:
-        """Events that never became complete: none."""
-        return []
 
 
 class FoldedCall(AttentionCall):

@@ -60,6 +60,10 @@ class Order:
         """Whether tokens lie row by row already."""
         return bool((self.index == torch.arange(len(self.index))).all())
 
+    def calls(self, n_images: int) -> JoinedCalls:
+        """What joins the calls of an attention whose tokens have this order."""
+        return JoinedCalls(self, n_images)
+
     def laid(self, x: Tensor) -> Tensor:
         """The tokens in the order of the grid, (images, cells, dim)."""
         n = len(self.index)
@@ -68,11 +72,13 @@ class Order:
         return x if self.plain else x.index_select(1, self.index.to(x.device))
 
 
-def same_order(one: Order | None, other: Order | None) -> bool:
-    """Whether two places have their tokens in one order."""
-    if one is None or other is None:
+def same_order(one: object, other: object) -> bool:
+    """Whether two places, each with an order of packed tokens, of a clip's, or None, have their
+    tokens in one order."""
+    if one is None or other is None or type(one) is not type(other):
         return one is other
-    return one.grid == other.grid and one.axis == other.axis and torch.equal(one.index, other.index)
+    pairs = zip(vars(one).values(), vars(other).values(), strict=True)
+    return all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
 
 
 class OwnToken(TorchFunctionMode):
@@ -169,21 +175,17 @@ def _orders(module: nn.Module, codes: Codes, images: Tensor) -> dict[Place, Orde
     if parameter.is_meta:
         raise ModelError("the order of tokens is for values to show")
     images = images.to(parameter.device)
-    return orders_of_places(module, images, lambda _, x: order_of(x, codes), same_order)
+    return orders_of_places(module, images, lambda _, x: order_of(x, codes))
 
 
 def orders_of_places(
     module: nn.Module,
     given: Tensor,
     read: Callable[[Place, Tensor], Found | None],
-    same: Callable[[Found | None, Found | None], bool],
 ) -> dict[Place, Found]:
     """The order of tokens at every place of a forward pass of `given` in which each query attends
-    to itself alone; without the places that have none, or another one at a second call.
-
-    Args:
-        read: the order of a tensor at a place, None where it holds no cells.
-        same: whether two orders are one.
+    to itself alone; without the places that have none, or another one at a second call. read: the
+    order of a tensor at a place, None where it holds no cells.
     """
     answers: dict[Place, list[Found | None]] = {}
 
@@ -207,7 +209,7 @@ def orders_of_places(
     return {
         place: found[0]
         for place, found in answers.items()
-        if found[0] is not None and all(same(found[0], one) for one in found)
+        if found[0] is not None and all(same_order(found[0], one) for one in found)
     }
 
 
@@ -296,7 +298,7 @@ class JoinedCalls:
 
     def __init__(self, order: Order, n_images: int) -> None:
         self.order, self.n_images = order, n_images
-        self.events: list[AttentionEvent] = []
+        self.events: list[AttentionEvent] = []  # that are not complete
 
     def add(self, event: AttentionEvent) -> AttentionEvent | None:
         """The joined event, once it is complete; the event itself where it is no part of one."""
@@ -320,10 +322,6 @@ class JoinedCalls:
             return AttentionEvent(whole, n_tokens, within="groups of tokens")
         seen = labels.unsqueeze(0) == labels.unsqueeze(1)
         return AttentionEvent(whole, n_tokens, call=self._joined(events, seen), window=window)
-
-    def left(self) -> list[AttentionEvent]:
-        """Events that never became complete."""
-        return self.events
 
     def _labels(self, lengths: list[int]) -> Tensor | None:
         """Which call each cell of an image is in, (cells,) from 0; None where the images differ."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from vitsee_stores.weights_names import weights_name
 
 if TYPE_CHECKING:
     from vitsee_core.models.loaded import LoadedModel
+    from vitsee_core.models.weights.classifier import AttentionPooled
     from vitsee_stores import Store
     from vitsee_stores.layout import TokenLayout
 
@@ -35,43 +36,11 @@ POOLS = ("cls", "mean", "mean-all", "max")
 LINEAR_NORMS = ("none", "affine")
 
 
-class Classifier(Protocol):
-    """A classifier turns the tokens of a block into logits, as if the model ended there."""
-
-    @property
-    def site(self) -> str:
-        """The site whose tokens the model itself reads."""
-
-    @property
-    def pool(self) -> str:
-        """How tokens are pooled: one of `POOLS`, or "attention"."""
-
-    @property
-    def width(self) -> int:
-        """Channels of a token."""
-
-    @property
-    def n_classes(self) -> int:
-        """The number of logits."""
-
-    @property
-    def pooled_kind(self) -> str | None:
-        """The kind of a store's `pooled/` that is enough, "cls" or "mean", because its `of_tokens`
-        are the logits; None where every token is needed."""
-
-    def logits(self, tokens: NDArray[Any], layout: TokenLayout) -> Float:
-        """(images, classes) of tokens (images, tokens, dim), prefix tokens first."""
-
-    def of_tokens(self, tokens: NDArray[Any]) -> Float:
-        """(..., classes) of tokens (..., dim), each for itself."""
-
-    def record(self) -> dict[str, Any]:
-        """A description of the classifier, as JSON values."""
-
-
 @dataclass(frozen=True)
 class HeadWeights:
-    """arrays: float32, `head_kernel` (classes, dim) and as far as the model has them `head_bias`
+    """A classifier turns the tokens of a block into logits, as if the model ended there.
+
+    arrays: float32, `head_kernel` (classes, dim) and as far as the model has them `head_bias`
     (classes,), `head_norm_scale` and `head_norm_bias` (dim,).
 
     site: whose tokens it reads. pool: "cls" (the class token), "mean" (over the grid), "mean-all"
@@ -92,14 +61,18 @@ class HeadWeights:
 
     @property
     def width(self) -> int:
+        """Channels of a token."""
         return int(self.arrays["head_kernel"].shape[1])
 
     @property
     def n_classes(self) -> int:
+        """The number of logits."""
         return len(self.arrays["head_kernel"])
 
     @property
     def pooled_kind(self) -> str | None:
+        """The kind of a store's `pooled/` that is enough, "cls" or "mean", because its `of_tokens`
+        are the logits; None where every token is needed."""
         if self.pool == "cls":
             return "cls"
         if self.pool == "mean" and (not self.norm_first or self.norm in LINEAR_NORMS):
@@ -117,11 +90,13 @@ class HeadWeights:
         return {name: getattr(self, name) for name in names}
 
     def logits(self, tokens: NDArray[Any], layout: TokenLayout) -> Float:
+        """(images, classes) of tokens (images, tokens, dim), prefix tokens first."""
         tokens = self.normalised(tokens) if self.norm_first else tokens
         pooled = pool(np.asarray(tokens, np.float64), layout, self.pool)
         return self.classify(pooled if self.norm_first else self.normalised(pooled))
 
     def of_tokens(self, tokens: NDArray[Any]) -> Float:
+        """(..., classes) of tokens (..., dim), each for itself."""
         return self.classify(self.normalised(tokens))
 
     def normalised(self, x: NDArray[Any]) -> Float:
@@ -141,6 +116,9 @@ class HeadWeights:
         kernel = self.arrays["head_kernel"].astype(np.float64)
         found: Float = np.asarray(x, np.float64) @ kernel.T
         return found + self.arrays["head_bias"] if "head_bias" in self.arrays else found
+
+
+Classifier: TypeAlias = "HeadWeights | AttentionPooled"
 
 
 def pool(tokens: Float, layout: TokenLayout, how: str) -> Float:

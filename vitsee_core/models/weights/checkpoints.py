@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.sources.base import some
-from vitsee_core.models.survey.structure import classifiers
+from vitsee_core.models.survey.structure import classifier_prefixes
 from vitsee_core.models.weights.checkpoint_files import read_file
 
 # Which of several state dicts in a file, or of several copies of the model in one, is taken: the
@@ -56,7 +56,10 @@ class Checkpoint:
         Raises:
             ModelError: an unreadable file, or none of these weights in it.
         """
-        path, in_name = _split_key(Path(path))
+        path, in_name = Path(path), None
+        if "#" in path.name and not path.exists():
+            file, _, in_name = path.name.rpartition("#")
+            path = path.with_name(file)
         content = read_file(path)
         found, state, others = _state_dict(content, key if key is not None else in_name, path)
         whole = {str(name): x for name, x in content.items()}
@@ -96,13 +99,6 @@ class Checkpoint:
             "unexpected": unexpected,
             **({"resampled": resampled} if resampled else {}),
         }
-
-
-def _split_key(path: Path) -> tuple[Path, str | None]:
-    if "#" in path.name and not path.exists():
-        file, _, key = path.name.rpartition("#")
-        return path.with_name(file), key
-    return path, None
 
 
 def _is_state(value: Any) -> bool:
@@ -202,8 +198,7 @@ def _resampled(before: State, after: State) -> list[str]:
 def _fit(model: nn.Module, state: State, path: Path) -> tuple[list[str], list[str]]:
     """Load; what the model lacks (its classifier at most) and what it has no use for."""
     own = model.state_dict()
-    names = {id(module): name for name, module in model.named_modules()}
-    heads = tuple(f"{names[id(m)]}." for m in classifiers(model) if id(m) in names)
+    heads = classifier_prefixes(model)
     sizes = {
         name: f"{tuple(x.shape)} for {tuple(own[name].shape)}"
         for name, x in state.items()

@@ -200,7 +200,7 @@ _AT_ONCE = 32  # images whose tokens are pooled together
 
 @dataclass(frozen=True)
 class AttentionPooled:
-    """Such a classifier, on the CPU; see `weights.Classifier`.
+    """Such a classifier, on the CPU; see `HeadWeights`.
 
     norm, pooling, after: modules, applied one after the other. with_prefix: whether the prefix
     tokens are pooled too. error: as of `HeadWeights`.
