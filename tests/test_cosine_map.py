@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.patches import Rectangle
+from matplotlib.colors import same_color
+from matplotlib.patches import Patch, Rectangle
 from numpy.typing import NDArray
 from PIL import Image
 from sklearn.metrics.pairwise import cosine_similarity
@@ -19,7 +20,8 @@ from tests.stores import write_sites
 from tests.tables import having, unique
 from vitsee_core.analyses.cosine_map import plot, run
 from vitsee_core.analyses.cosine_map.cosines import Spot, map_statistics, offset_means, unit_vectors
-from vitsee_core.figures.plotting import figure_bytes
+from vitsee_core.figures.patch_sheets import MARK
+from vitsee_core.figures.plotting import GREY, figure_bytes
 from vitsee_core.patch_maps.views import View
 from vitsee_core.tables.results import Table
 from vitsee_stores import open_store
@@ -193,7 +195,8 @@ def test_patches_without_length(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert np.isnan(map_of(table, (3, 4), at="0,0")).all()
     other = map_of(table, (3, 4), at="1,1")
     assert np.isnan(other[0, 0]) and np.isnan(other).sum() == 1
-    assert len(plot(table).axes) == 5  # two photographs, two maps, one bar
+    sheet, _ = plot(table).axes
+    assert len(sheet.patches) == 4 + 2  # two photographs, two maps with the patch in a frame
 
 
 @pytest.mark.slow
@@ -210,9 +213,16 @@ def test_offsets_are_means_over_images(tmp_path: Path) -> None:
         assert np.allclose(table["value"].reshape(5, 7), expected.mean(0), atol=1e-7)
         assert np.allclose(table["std"].reshape(5, 7), expected.std(0, ddof=1), atol=1e-6)
         assert set(table["n_images"].tolist()) == {4}
-    assert len(plot(table).axes) == 2
+    sheet, _ = plot(table).axes
+    assert len(sheet.images) == 1
     with pytest.raises(VitseeError, match="offsets are means over all images"):
         run(store, offsets=True, at=["0,0"])
+
+
+def bounds(patch: Patch) -> Array:
+    """Left, top, width, height."""
+    assert isinstance(patch, Rectangle)
+    return np.array(patch.get_bbox().bounds)
 
 
 @pytest.mark.slow
@@ -225,21 +235,26 @@ def test_pictures_from_the_table_alone(tmp_path: Path) -> None:
     table = Table.read(tmp_path / "t.csv")
     figure = plot(table)
     assert figure_bytes(figure) == (tmp_path / "t.png").read_bytes()
-    # Two lines of a photograph and two models with two layers, and a bar.
-    assert len(figure.axes) == 2 * (1 + 2 * 2) + 1
-    photo, tile = figure.axes[0], figure.axes[1]
-    crosses = [np.asarray(line.get_data()).ravel().tolist() for line in photo.lines]
-    assert crosses == [[2.5 / 4, 1.5 / 3]] * 2
-    (frame,) = tile.patches
-    assert isinstance(frame, Rectangle)
-    assert frame.get_bbox().bounds == pytest.approx((2 / 4, 1 / 3, 1 / 4, 1 / 3))
-    drawn = tile.images[0].get_array()
+    # Two lines of a photograph and two models with two layers, all framed, and a bar.
+    sheet, _ = figure.axes
+    frames, marked = (
+        [bounds(patch) for patch in sheet.patches if same_color(patch.get_edgecolor(), edge)]
+        for edge in (GREY, MARK)
+    )
+    assert len(frames) == 2 * (1 + 2 * 2)
+    # Of the first line alone, on the photograph, and in the maps around the patch.
+    assert len(sheet.lines) == 2 and len(marked) == 4
+    for line in sheet.lines:
+        at = np.asarray(line.get_data()).ravel() - frames[0][:2]
+        assert at / frames[0][2:] == pytest.approx(np.array([2.5 / 4, 1.5 / 3]))
+    for frame, cell in zip(frames[1:5], marked, strict=True):
+        assert cell[2:] / frame[2:] == pytest.approx(np.array([1 / 4, 1 / 3]))
+        assert (cell[:2] - frame[:2]) / frame[2:] == pytest.approx(np.array([2 / 4, 1 / 3]))
+    drawn = sheet.images[-8].get_array()
     assert drawn is not None
     expected = map_of(table, (3, 4), store="a", site="embed", image="image1")
-    assert np.allclose(drawn, expected) and tile.images[0].get_clim()[1] == 1
-    # The other image has no mark and no frame.
-    assert not figure.axes[5].lines and not figure.axes[6].patches
-    stretched = plot(table, "map").axes[1].images[0].get_array()
+    assert np.allclose(drawn, expected) and sheet.images[-8].get_clim()[1] == 1
+    stretched = plot(table, "map").axes[0].images[-8].get_array()
     assert stretched is not None
     others = np.delete(np.asarray(stretched).ravel(), 6)
     assert others.min() == 0 and others.max() == 1 and stretched[1, 2] == 1

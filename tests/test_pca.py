@@ -250,19 +250,20 @@ def test_pictures_from_the_table_alone(tmp_path: Path) -> None:
     assert sidecar["notes"]["sheet"]["grids"]["a"]["embed"]["shape"] == [3, 4]
     figure = plot(Table.read(tmp_path / "t.csv"))
     assert figure_bytes(figure) == (tmp_path / "t.png").read_bytes()
-    # Four images, two stores, two layers, and the photograph of each image.
-    assert len(figure.axes) == 4 * (1 + 2 * 2)
+    # Four images, two stores, two layers, and the photograph of each image, framed.
+    (sheet,) = figure.axes
+    assert len(sheet.patches) == 4 * (1 + 2 * 2)
     texts = [text.get_text() for text in figure.texts]
     assert "turned to be nearest to a next" in texts
     # The tile is what the colours say, upright.
     table = run(*stores, sites="*")
-    drawn = figure.axes[1].images[0].get_array()
+    drawn = sheet.images[1].get_array()
     assert drawn is not None
     expected = colours_of(table, "image0", (3, 4), "a", "embed")
     assert np.allclose(drawn[..., :3], expected, atol=1e-12) and (drawn[..., 3] == 1).all()
-    assert figure.axes[1].images[0].origin == "upper"
+    assert sheet.images[1].origin == "upper"
     # Without the notes too: over the whole image, colours from the scores in the table.
-    assert len(plot(Table(table.written)).axes) == 20
+    assert len(plot(Table(table.written)).axes[0].patches) == 20
 
 
 @pytest.mark.slow
@@ -312,6 +313,6 @@ def test_patches_that_are_all_alike(tmp_path: Path) -> None:
     assert np.isnan(table.filter(metric="explained_variance")["value"]).all()
     assert np.isnan(table.filter(metric="axis_agreement")["value"]).all()
     assert (table.filter(metric="score")["value"] == 0).all()
-    assert len(plot(table).axes) == 8
+    assert len(plot(table).axes[0].patches) == 8
     with pytest.raises(VitseeError, match="embed of a has 0 patches that count"):
         run(store, sites="embed", foreground="positive")

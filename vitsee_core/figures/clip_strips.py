@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from vitsee_core.figures.panels import evenly, medium, room, small
+from vitsee_core.figures.panels import evenly, medium, room
 from vitsee_core.figures.patch_sheets import (
     BAR,
     MARGIN,
@@ -19,11 +19,7 @@ from vitsee_core.figures.patch_sheets import (
     Bar,
     Box,
     Map,
-    draw_cross,
-    draw_map,
-    draw_picture,
     draw_sheet,
-    framed,
     within,
 )
 from vitsee_core.figures.plotting import GREY
@@ -32,7 +28,6 @@ from vitsee_core.tables.text import shorten
 from vitsee_core.types import Float
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
@@ -164,27 +159,29 @@ class ClipSheet:
         several: bool,
     ) -> AxesImage | None:
         about, (wide, tall) = self._about(line.image), self._tile(line.image)
+        seen = about.get("frame", WHOLE)
         at, last = top + TITLE / 2, None
-        text = _Text(box)
         if line.title:
             letters = int((len(columns) * (self._side + GAP) + NAMES) / 0.56)
-            text(MARGIN, at, shorten(line.title, letters), size=medium().font)
+            box.text(MARGIN, at, shorten(line.title, letters), fontsize=medium().font)
             at += TITLE
         n, step = self._n_frames(columns), about.get("seconds")
         for name in ("frame", "seconds") if step else ("frame",):
-            text(start - 0.6, at, name, ha="right", color=GREY)
+            box.text(start - 0.6, at, name, ha="right", color=GREY)
             for k, moment in enumerate(columns):
                 said = moment.frames(n)
                 if name == "seconds" and step:
                     said = f"{moment.cell * n / moment.of * float(step):.2f}"
-                text(start + k * (self._side + GAP) + self._side / 2, at, said, ha="center")
+                box.text(start + k * (self._side + GAP) + self._side / 2, at, said, ha="center")
             at += TITLE
         at, lefts = at - TITLE / 2, self._lefts(columns, start, wide)
         if self.photos:
             for left, moment in zip(lefts, columns, strict=True):
-                axes = box.axes(left, at, wide, tall)
-                marked = line.mark and Moment(int(line.mark[0] * moment.of), moment.of) == moment
-                self._draw_frame(axes, about, moment.at(n), line.mark if marked else None)
+                place = box.place(left, at, wide, tall, seen)
+                picture = about.get("pictures", {}).get(str(moment.at(n)))
+                place.picture(picture, about.get("edges", WHOLE), "no\npicture")
+                if line.mark and Moment(int(line.mark[0] * moment.of), moment.of) == moment:
+                    place.cross(*line.mark[1:])
             at += tall + GAP
         before = None
         for strip in line.strips:
@@ -194,53 +191,24 @@ class ClipSheet:
                 for part in (line.split(", ") if len(line) > most else [line])
             ]  # fmt: skip
             name = "\n".join(shorten(part, most) for part in parts)
-            text(start - 0.6, at + tall / 2, name, ha="right")
+            box.text(start - 0.6, at + tall / 2, name, ha="right")
             if several and strip.store != before:
                 below = sum(other.store == strip.store for other in line.strips)
                 middle = at + (below * (tall + GAP) - GAP) / 2
-                letters = max(6, int(below * tall * 1.6))
-                text(MARGIN + 0.4, middle, shorten(strip.store, letters), ha="center", rotation=90)
+                owner = shorten(strip.store, max(6, int(below * tall * 1.6)))
+                box.text(MARGIN + 0.4, middle, owner, ha="center", rotation=90)
             before = strip.store
             for left, moment in zip(lefts, columns, strict=True):
-                place = moment.at(len(strip.values))
-                cell = strip.cell
-                marked = cell is not None and cell[0] == place
-                tile = Map(
-                    "", strip.values[place], strip.edges,
-                    (cell[1], cell[2]) if cell is not None and marked else None,
-                )  # fmt: skip
-                axes = box.axes(left, at, wide, tall)
-                last = draw_map(axes, about.get("frame", WHOLE), tile, self.look)
+                k, cell = moment.at(len(strip.values)), strip.cell
+                own = (cell[1], cell[2]) if cell is not None and cell[0] == k else None
+                tile = Map("", strip.values[k], strip.edges, own)
+                last = box.place(left, at, wide, tall, seen).map(tile, self.look)
             at += tall + GAP
         return last
 
     def _lefts(self, columns: Sequence[Moment], start: float, wide: float) -> list[float]:
         each = self._side + GAP
         return [start + k * each + (self._side - wide) / 2 for k in range(len(columns))]
-
-    def _draw_frame(
-        self,
-        axes: Axes,
-        about: Mapping[str, Any],
-        frame: int,
-        mark: tuple[float, float, float] | None,
-    ) -> None:
-        framed(axes, about.get("frame", WHOLE))
-        picture = about.get("pictures", {}).get(str(frame))
-        draw_picture(axes, picture, about.get("edges", WHOLE), "no\npicture")
-        if mark is not None:
-            draw_cross(axes, *mark[1:])
-
-
-@dataclass(frozen=True)
-class _Text:
-    """Writes small letters into a figure, at a place in ems."""
-
-    box: Box
-
-    def __call__(self, left: float, top: float, text: str, size: float = 0.0, **look: Any) -> None:
-        x, y = self.box.at(left, top)
-        self.box.figure.text(x, y, text, fontsize=size or small(), va="center", **look)
 
 
 def shown_layers(rows: pl.DataFrame, most: int = MOST_LAYERS) -> dict[str, list[str]]:

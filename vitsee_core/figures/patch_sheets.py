@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
-from vitsee_core.figures.panels import em, evenly, new_figure, room, small
+from vitsee_core.figures.panels import em, evenly, medium, new_figure, room, small
 from vitsee_core.figures.plotting import GREY
 from vitsee_core.images.embedded_pictures import decode
 from vitsee_core.tables.text import shorten
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
+    from matplotlib.patches import Rectangle
 
 MOST_ACROSS = 13
 TILE = 6.5  # ems of a map's width, and of a photograph's beside one store's maps
@@ -122,46 +124,31 @@ class Sheet:
     def _draw_line(
         self, box: Box, line: SheetLine, top: float, start: float, *, first: bool, named: bool
     ) -> AxesImage | None:
+        about = self.about.get(line.image, {})
+        seen = about.get("frame", WHOLE)
         wide, tall = self._tile(line.image)
         at, last = top + self._head(first), None
         if self.photos:
             photo = self._photo(line.image)
-            axes = box.axes(MARGIN + (self._photo_width() - photo[0]) / 2, at, *photo)
-            self._draw_photo(axes, line)
+            left = MARGIN + (self._photo_width() - photo[0]) / 2
+            place = box.place(left, at, *photo, seen)
+            place.title(shorten(line.title, int(self._photo_width() / 0.56)))  # as wide as it is
+            place.picture(about.get("picture"), about.get("edges", WHOLE), "no picture")
+            if line.mark is not None:
+                place.cross(*line.mark)
         for i, (store, tiles) in enumerate(line.maps):
             at += TITLE * self._titles() if first and i else 0.0
             if named:
-                x, y = box.at(start - 0.9, at + tall / 2)
-                box.figure.text(
-                    x, y, shorten(store, max(6, int(tall * 1.9))),
-                    rotation=90, ha="center", va="center", fontsize=small(),
-                )  # fmt: skip
+                name = shorten(store, max(6, int(tall * 1.9)))
+                box.text(start - 0.9, at + tall / 2, name, rotation=90, ha="center")
             for k, tile in enumerate(tiles):
                 left = start + k * (TILE + GAP) + (TILE - wide) / 2
-                axes = box.axes(left, at, wide, tall)
-                last = self._draw_tile(axes, line.image, tile)
+                place = box.place(left, at, wide, tall, seen)
+                last = place.map(tile, self.look)
                 if first:
-                    axes.set_title(
-                        tile.title, fontsize=small(), loc="center", pad=3, linespacing=1.1
-                    )
+                    place.title(tile.title)
             at += tall + GAP
         return last
-
-    def _draw_photo(self, axes: Axes, line: SheetLine) -> None:
-        about = self.about.get(line.image, {})
-        axes.set_title(  # as wide as the photograph
-            shorten(line.title, int(self._photo_width() / 0.56)),
-            fontsize=small(),
-            loc="center",
-            pad=3,
-        )
-        framed(axes, about.get("frame", WHOLE))
-        draw_picture(axes, about.get("picture"), about.get("edges", WHOLE), "no picture")
-        if line.mark is not None:
-            draw_cross(axes, *line.mark)
-
-    def _draw_tile(self, axes: Axes, image: str, tile: Map) -> AxesImage:
-        return draw_map(axes, self.about.get(image, {}).get("frame", WHOLE), tile, self.look)
 
 
 @dataclass(frozen=True)
@@ -196,92 +183,120 @@ def draw_sheet(
     size = total, MARGIN + sum(heights) + 1.25 * len(texts) + FOOT
     figure = new_figure(em(size[0]), em(size[1]))
     figure.set_layout_engine("none")
-    box = Box(figure, size)
+    box = Box.of(figure, size)
     image, top = None, MARGIN
     for k, tall in enumerate(heights):
         image = draw_line(box, k, top) or image
         top += tall
     if bar is not None and image is not None:
         tall = min(max(sum(heights) - bar.head - bar.gap, 6.0), bar.longest)
-        drawn = figure.colorbar(image, cax=box.axes(width, MARGIN + bar.head, 0.8, tall))
+        x, y = box.at(width, MARGIN + bar.head + tall)
+        drawn = figure.colorbar(image, cax=figure.add_axes((x, y, 0.8 / size[0], tall / size[1])))
         drawn.set_label(bar.label)
         drawn.outline.set_linewidth(0.5)  # type: ignore[operator]
     for k, text in enumerate(texts):
-        x, y = box.at(MARGIN, top + 0.6 + 1.25 * k)
-        figure.text(x, y, text, fontsize=small(), color=GREY, va="center")
+        box.text(MARGIN, top + 0.6 + 1.25 * k, text, color=GREY)
     return figure
-
-
-def draw_picture(axes: Axes, picture: str | None, edges: Sequence[float], missing: str) -> None:
-    """Draw a picture of the notes at its edges, or say what is missing."""
-    if picture is None:
-        look: dict[str, Any] = {"ha": "center", "va": "center", "color": GREY}
-        axes.text(0.5, 0.5, missing, transform=axes.transAxes, fontsize=small(), **look)
-        return
-    pixels = decode(picture)
-    smooth = "nearest" if max(pixels.shape[:2]) < 64 else "antialiased"
-    axes.imshow(pixels, extent=extent(edges), interpolation=smooth, **FLAT)
-
-
-FLAT: dict[str, Any] = {"origin": "upper", "aspect": "auto"}
-
-
-def draw_map(axes: Axes, frame: Sequence[float], tile: Map, look: Mapping[str, Any]) -> AxesImage:
-    """Draw a map within the shown part of its image; its cell, if it names one, in a red frame."""
-    from matplotlib.patches import Rectangle
-
-    framed(axes, frame)
-    drawn = axes.imshow(tile.values, extent=extent(tile.edges), **FLAT, **look)
-    if tile.cell is not None:
-        top, left, bottom, right = tile.edges
-        rows, cols = tile.values.shape[:2]
-        tall, wide = (bottom - top) / rows, (right - left) / cols
-        corner = left + tile.cell[1] * wide, top + tile.cell[0] * tall
-        edge: dict[str, Any] = {"fill": False, "edgecolor": MARK, "linewidth": 1.1}
-        axes.add_patch(Rectangle(corner, wide, tall, **edge))
-    return drawn
-
-
-def draw_cross(axes: Axes, y: float, x: float) -> None:
-    """A red cross with a white edge, on a photograph."""
-    for colour, size in (("white", 2.6), (MARK, 1.3)):
-        axes.plot([x], [y], "+", color=colour, markersize=9, markeredgewidth=size)
 
 
 @dataclass(frozen=True)
 class Box:
-    """A figure in ems from its upper left corner, were it of the `size` it was laid out for."""
+    """A figure in ems from its upper left corner, were it of the `size` it was laid out for. panel:
+    all of it, in these ems; it has all pictures, as a panel takes ten times as long as an image."""
 
     figure: Figure
     size: tuple[float, float]
+    panel: Axes
+
+    @classmethod
+    def of(cls, figure: Figure, size: tuple[float, float]) -> Box:
+        panel = figure.add_axes((0, 0, 1, 1), xticks=[], yticks=[])
+        panel.set(xlim=(0, size[0]), ylim=(size[1], 0), autoscale_on=False)
+        panel.set_axis_off()
+        return cls(figure, size, panel)
 
     def at(self, left: float, top: float) -> tuple[float, float]:
         width, height = self.size
         return left / width, 1 - top / height
 
-    def axes(self, left: float, top: float, wide: float, tall: float) -> Axes:
-        width, height = self.size
-        x, y = self.at(left, top + tall)
-        return self.figure.add_axes((x, y, wide / width, tall / height))
+    def text(self, left: float, top: float, text: str, **look: Any) -> None:
+        self.figure.text(*self.at(left, top), text, **{"fontsize": small(), "va": "center", **look})
+
+    def place(
+        self, left: float, top: float, wide: float, tall: float, seen: Sequence[float]
+    ) -> Place:
+        """A framed place, in ems, for the part of an image within its edges `seen`."""
+        from matplotlib.patches import Rectangle
+
+        look: dict[str, Any] = {"fill": False, "edgecolor": GREY, "linewidth": 0.4, "zorder": 2.5}
+        frame = self.panel.add_patch(Rectangle((left, top), wide, tall, **look))
+        return Place(self, frame, seen)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place of a sheet that shows a part of an image. seen: top, left, bottom and right of it."""
+
+    box: Box
+    frame: Rectangle
+    seen: Sequence[float]
+
+    def at(self, y: float, x: float) -> tuple[float, float]:
+        """Ems from the left and from the top of a place on the image."""
+        (left, top), wide, tall = self.frame.get_xy(), *self.frame.get_bbox().size
+        y0, x0, y1, x1 = self.seen
+        return left + (x - x0) / (x1 - x0) * wide, top + (y - y0) / (y1 - y0) * tall
+
+    def title(self, text: str) -> None:
+        """Write above it."""
+        left, top = self.frame.get_xy()
+        above = top - 3 / medium().font
+        look: dict[str, Any] = {"ha": "center", "va": "baseline", "linespacing": 1.1}
+        self.box.text(left + self.frame.get_width() / 2, above, text, **look)
+
+    def picture(self, picture: str | None, edges: Sequence[float], missing: str) -> None:
+        """Draw a picture of the notes at its edges, or say what is missing."""
+        if picture is None:
+            x, y = self.frame.get_center()
+            self.box.text(x, y, missing, ha="center", color=GREY)
+            return
+        pixels = decode(picture)
+        smooth = "nearest" if max(pixels.shape[:2]) < 64 else "antialiased"
+        self._image(pixels, edges, interpolation=smooth)
+
+    def map(self, tile: Map, look: Mapping[str, Any]) -> AxesImage:
+        """Draw a map; its cell, if it names one, in a red frame."""
+        from matplotlib.patches import Rectangle
+
+        if tile.cell is not None:
+            top, left, bottom, right = tile.edges
+            rows, cols = tile.values.shape[:2]
+            tall, wide = (bottom - top) / rows, (right - left) / cols
+            y, x = top + tile.cell[0] * tall, left + tile.cell[1] * wide
+            (x0, y0), (x1, y1) = self.at(y, x), self.at(y + tall, x + wide)
+            edge: dict[str, Any] = {"fill": False, "edgecolor": MARK, "linewidth": 1.1}
+            cell = Rectangle((x0, y0), x1 - x0, y1 - y0, **edge)
+            self.box.panel.add_patch(cell).set_clip_path(self.frame)
+        return self._image(tile.values, tile.edges, **look)
+
+    def cross(self, y: float, x: float) -> None:
+        """A red cross with a white edge."""
+        for colour, size in (("white", 2.6), (MARK, 1.3)):
+            look: dict[str, Any] = {"color": colour, "markersize": 9, "markeredgewidth": size}
+            (line,) = self.box.panel.plot(*([one] for one in self.at(y, x)), "+", **look)
+            line.set_clip_path(self.frame)
+
+    def _image(self, pixels: NDArray[Any], edges: Sequence[float], **look: Any) -> AxesImage:
+        (left, top), (right, bottom) = self.at(*edges[:2]), self.at(*edges[2:])
+        flat: dict[str, Any] = {"origin": "upper", "aspect": "auto"}
+        image = self.box.panel.imshow(pixels, extent=(left, right, bottom, top), **flat, **look)
+        image.set_clip_path(self.frame)
+        return image
 
 
 def within(width: float, height: float, aspect: float) -> tuple[float, float]:
     """Width and height of the largest picture of this height over width within a box."""
     return (width, width * aspect) if width * aspect <= height else (height / aspect, height)
-
-
-def extent(edges: Sequence[float]) -> tuple[float, float, float, float]:
-    top, left, bottom, right = edges
-    return left, right, bottom, top
-
-
-def framed(axes: Axes, edges: Sequence[float]) -> None:
-    top, left, bottom, right = edges
-    axes.set(xticks=[], yticks=[])
-    axes.set(xlim=(left, right), ylim=(bottom, top), autoscale_on=False)
-    axes.grid(False)
-    for spine in axes.spines.values():
-        spine.set(visible=True, linewidth=0.4, color=GREY)
 
 
 def shown_sites(rows: pl.DataFrame, *, bar: bool = True) -> dict[str, list[str]]:

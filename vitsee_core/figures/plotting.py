@@ -273,6 +273,7 @@ def figure_bytes(figure: Figure, ending: str = ".png", dpi: float = DPI) -> byte
         "svg.fonttype": "none",
         "svg.hashsalt": "vitsee",
         "pdf.fonttype": 42,
+        "image.composite_image": False,  # each in its own resolution
     }
     undated: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     buffer = io.BytesIO()
