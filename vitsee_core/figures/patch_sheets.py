@@ -229,7 +229,8 @@ class Box:
         from matplotlib.patches import Rectangle
 
         look: dict[str, Any] = {"fill": False, "edgecolor": GREY, "linewidth": 0.4, "zorder": 2.5}
-        frame = self.panel.add_patch(Rectangle((left, top), wide, tall, **look))
+        frame = Rectangle((left, top), wide, tall, **look)
+        self.panel.add_patch(frame)
         return Place(self, frame, seen)
 
 
