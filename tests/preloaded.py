@@ -20,7 +20,7 @@ NAMES = (
     "vitsee_core.runtime.dask_map",
     "vitsee_core.extraction.by_workers",
     "vitsee_core.report.page",
-    "vitsee_core.similarity.exact",
+    "vitsee_core.similarity.estimators",
     "zarr",
 )
 

@@ -25,7 +25,6 @@ from vitsee_core.similarity import (
     Estimator,
     GramOptions,
     Representation,
-    batches,
     cosine,
     hsic,
     pearson,
@@ -34,9 +33,9 @@ from vitsee_core.similarity import (
     summarise,
 )
 from vitsee_core.similarity.cache import SCRATCH, create_owned, gram_cache, owned_by_none
-from vitsee_core.similarity.exact import leave_one_out
+from vitsee_core.similarity.estimators import InMemory, leave_one_out
 from vitsee_core.similarity.gram_file import GramFile, GramView, Header
-from vitsee_core.similarity.hsic import bytes_each, pair_totals
+from vitsee_core.similarity.hsic_sums import bytes_each, pair_totals
 from vitsee_core.similarity.representation import Shift
 from vitsee_core.similarity.whole_tiles import Partition
 from vitsee_stores import Store
@@ -132,7 +131,7 @@ def test_the_cache_knows_the_features_themselves(store: Store) -> None:
 
 
 def test_groups_of_tiles_count_each_row_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitsee_core.similarity.exact.tile_size", lambda n: 7)
+    monkeypatch.setattr("vitsee_core.similarity.estimators.tile_size", lambda n: 7)
     monkeypatch.setattr(products, "FEWEST_COLUMNS", 1)
     of = products.StripPlan.of
     monkeypatch.setattr(
@@ -150,7 +149,7 @@ def test_batches_have_no_inner_products(store: Store, tmp_path: Path) -> None:
     for view in views(store).values():
         with pytest.raises(MissingInput, match="of batches, kept without"):
             _ = view.shift
-    within = batches.InMemory(4, lambda: np.zeros((4, 4), np.float32))
+    within = InMemory(4, lambda: np.zeros((4, 4), np.float32))
     with pytest.raises(MissingInput, match="of single batches or slabs are kept without"):
         _ = within.shift
 
@@ -166,8 +165,8 @@ def test_the_number_of_threads_changes_no_bit(
     sites = {f"x{i}": rng.normal(1, 1, size=(40, 7, 600)) for i in range(3)}
     monkeypatch.setattr("vitsee_core.similarity.products.GOOD_COLUMNS", 256)
     monkeypatch.setattr("vitsee_core.features.matrix.FeatureMatrix.chunk_columns", 64)
-    monkeypatch.setattr("vitsee_core.similarity.exact.tile_size", lambda n: 16)
-    monkeypatch.setattr(sys.modules["vitsee_core.similarity.hsic"], "FEW", 0)
+    monkeypatch.setattr("vitsee_core.similarity.estimators.tile_size", lambda n: 16)
+    monkeypatch.setattr("vitsee_core.similarity.hsic_sums.FEW", 0)
     monkeypatch.setattr("vitsee_core.similarity.whole_tiles.TERMS", 64)
     monkeypatch.setattr("vitsee_core.similarity.estimate.is_worth_compiling", lambda work: True)
     found: list[tuple[Any, list[str]]] = []
@@ -250,7 +249,7 @@ def test_a_folder_that_goes_before_the_pairs(
             shutil.rmtree(folder_of(store))
         return totals(*args, **kwargs)
 
-    monkeypatch.setattr("vitsee_core.similarity.exact.pair_totals", vanish)
+    monkeypatch.setattr("vitsee_core.similarity.estimators.pair_totals", vanish)
     assert np.array_equal(compare(store), want)
     assert caplog.text.count("is gone (tile 0); it is made again") == 1 and times == [2]
 
@@ -390,7 +389,7 @@ def test_strips_are_as_wide_as_the_rows_of_one_group_allow(tmp_path: Path) -> No
 def test_a_jackknife_holds_one_block_less_at_a_time() -> None:
     n, rng = 1500, np.random.default_rng(0)
     grams = [x @ x.T for x in rng.normal(size=(4, n, 3)).astype(np.float32)]
-    matrices = [batches.InMemory(n, lambda gram=gram: gram) for gram in grams]  # type: ignore[misc]
+    matrices = [InMemory(n, lambda gram=gram: gram) for gram in grams]  # type: ignore[misc]
     partition = Partition(np.arange(n) * 20 // n, 20, crossing=True)
     tracemalloc.start()
     found = leave_one_out(matrices, None, tile=64, partition=partition, biased=False, device="cpu")

@@ -41,10 +41,9 @@ from vitsee_core.features import choose_features
 from vitsee_core.runtime import lanes as cost
 from vitsee_core.similarity import Estimator, GramOptions, Hsic, Representation, hsic
 from vitsee_core.similarity import on_the_fly as engine
-from vitsee_core.similarity.exact import BLOCKS
+from vitsee_core.similarity.estimators import BLOCKS
 from vitsee_core.similarity.on_the_fly import hsic_on_the_fly
-from vitsee_core.similarity.patch_pixels import PatchPixels
-from vitsee_core.similarity.stacks import TokenStack
+from vitsee_core.similarity.stacks import PatchPixels, TokenStack
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store, open_store

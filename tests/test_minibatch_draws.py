@@ -10,8 +10,15 @@ import numpy as np
 import pytest
 
 from tests.stores import VIT, write_model
-from vitsee_core.similarity import Estimator, GramOptions, Representation, batches, hsic, products
-from vitsee_core.similarity.batches import draw_batches
+from vitsee_core.similarity import (
+    Estimator,
+    GramOptions,
+    Representation,
+    estimators,
+    hsic,
+    products,
+)
+from vitsee_core.similarity.estimators import draw_batches
 from vitsee_stores.folder import Folder
 
 
@@ -43,7 +50,7 @@ def test_batches_of_a_window_lie_in_its_slabs() -> None:
 
 def test_every_image_is_as_likely_in_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in (("MANY", 8), ("RUN", 2), ("WINDOW", 6)):
-        monkeypatch.setattr(batches, name, size)
+        monkeypatch.setattr(estimators, name, size)
     draws, n, batch = 4000, 13, 3
     counts = np.zeros((3, n))
     for seed in range(draws):
@@ -60,7 +67,7 @@ def test_reading_grows_with_the_images(
     n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, size in (("MANY", 8), ("RUN", 4), ("WINDOW", 16)):
-        monkeypatch.setattr(batches, name, size)
+        monkeypatch.setattr(estimators, name, size)
     # two batches' Gram matrices fit the memory
     plan = products.StripPlan.of
     monkeypatch.setattr(

@@ -20,7 +20,7 @@ from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import SiteTable
 from vitsee_core.models.survey.geometry import Step, Steps
 from vitsee_core.models.survey.patches import Patches, cells
-from vitsee_core.similarity.patch_pixels import PatchPixels
+from vitsee_core.similarity.stacks import PatchPixels
 from vitsee_stores import open_store
 from vitsee_stores.layout import TokenLayout
 

@@ -219,10 +219,10 @@ def test_tiles_groups_and_strips_do_not_matter(
     a, b = representations(store), representations(other)
     whole = [hsic(a, options=options()), hsic(a, b, options=options())]
     monkeypatch.setattr("vitsee_core.similarity.gram_file.LARGEST_TILE", 8)
-    monkeypatch.setattr("vitsee_core.similarity.exact.tile_size", lambda n: 7)
+    monkeypatch.setattr("vitsee_core.similarity.estimators.tile_size", lambda n: 7)
     monkeypatch.setattr("vitsee_core.similarity.products.MOST_COLUMNS", 6)
     monkeypatch.setattr("vitsee_core.similarity.products.FEWEST_COLUMNS", 1)
-    monkeypatch.setattr("vitsee_core.similarity.exact.bytes_each", lambda n, p, t: 1 << 20)
+    monkeypatch.setattr("vitsee_core.similarity.estimators.bytes_each", lambda n, p, t: 1 << 20)
     small = options(memory=4 << 20)
     again = [hsic(a, options=small), hsic(a, b, options=small)]
     for ours, theirs in zip(again, whole, strict=True):
@@ -349,7 +349,7 @@ def loop_minibatch(batch: int, examples: int, repeats: int, seed: int) -> Float:
 def test_minibatch_is_the_ratio_of_sums(
     store: Store, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitsee_core.similarity.batches._prefer_whole", lambda *_: whole)
+    monkeypatch.setattr("vitsee_core.similarity.estimators._prefer_whole", lambda *_: whole)
     h = hsic(representations(store), estimator=minibatch(), seed=4, options=options())
     wanted = loop_minibatch(5, 20, 3, seed=4)
     found = summarise(h)

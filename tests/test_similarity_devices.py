@@ -17,10 +17,10 @@ from vitsee_core.analyses import cka, cka_heads
 from vitsee_core.kernels import backend
 from vitsee_core.kernels.backend import Cuda, Staging, full_precision, product_in, product_size
 from vitsee_core.runtime.device import current_precision
-from vitsee_core.similarity import device_tiles, estimate, on_the_fly, products, whole_tiles
-from vitsee_core.similarity.device_tiles import DeviceTiles
+from vitsee_core.similarity import estimate, on_the_fly, products, whole_tiles
 from vitsee_core.similarity.gram_file import GramFile, GramView, Header
 from vitsee_core.similarity.representation import raw_gram
+from vitsee_core.similarity.whole_tiles import DeviceTiles
 from vitsee_stores import Store
 
 CPU = torch.device("cpu")
@@ -158,7 +158,7 @@ def test_sums_of_pieces_leave_the_device_in_few_copies(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.Tensor, "cpu", counted)
     for most, n_copies in ((1 << 24, 1), (1, 3)):
         copies.clear()
-        monkeypatch.setattr(device_tiles, "MOST_WAITING", most)
+        monkeypatch.setattr(whole_tiles, "MOST_WAITING", most)
         found = list(memory.sums(values, [runs, scattered, runs], 2, 2))
         assert len(copies) == n_copies and len(found) == 3
         for (rows, cols), sums in zip((runs, scattered, runs), found, strict=True):

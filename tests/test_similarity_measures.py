@@ -21,7 +21,7 @@ from vitsee_core.analyses.similarity import COLUMNS, MEASURES, choose_measures, 
 from vitsee_core.analyses.similarity.comparing import calibrate
 from vitsee_core.analyses.similarity.measure import Cknna, Measure, MutualKnn, SiteGram, nearest
 from vitsee_core.analyses.similarity.products import Cka, Gulp, Procrustes, RidgeR2, Rsa, Svcca
-from vitsee_core.similarity.exact import block_labels
+from vitsee_core.similarity.estimators import block_labels
 from vitsee_core.similarity.representation import Shift
 from vitsee_core.statistics.jackknife import standard_error
 from vitsee_stores.errors import MissingInput, VitseeError

@@ -37,7 +37,7 @@ from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import SIMILARITY, Offers
 from vitsee_core.similarity import GramOptions, Representation, hsic, summarise
 from vitsee_core.similarity import options as pairwise
-from vitsee_core.similarity.hsic import without_value
+from vitsee_core.similarity.hsic_sums import without_value
 from vitsee_core.similarity.options import PRESETS, choose_estimator
 from vitsee_core.similarity.pairs import SitePairs, choose_pairs
 from vitsee_core.statistics.image_statistics import block_labels

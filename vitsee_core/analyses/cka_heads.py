@@ -36,7 +36,7 @@ from vitsee_core.runtime.options import SIMILARITY, Offers, Option
 from vitsee_core.runtime.progress import counting
 from vitsee_core.similarity import GramOptions, Hsic, Representation, hsic, summarise
 from vitsee_core.similarity import options as pairwise
-from vitsee_core.similarity.hsic import without_value
+from vitsee_core.similarity.hsic_sums import without_value
 from vitsee_core.similarity.options import PRESETS, choose_estimator
 from vitsee_core.statistics.moments import SlabMoments
 from vitsee_core.tables.columns import PAIR, VALUES, pair_columns

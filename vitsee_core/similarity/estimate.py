@@ -24,7 +24,9 @@ from vitsee_core.runtime.lanes import one_blas_thread
 from vitsee_core.runtime.machine import counted, memory_bytes
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.runtime.streaming import choose_rows
-from vitsee_core.similarity.batches import (
+from vitsee_core.similarity.cache import gram_cache
+from vitsee_core.similarity.comparison import Comparison, Estimator, GramOptions
+from vitsee_core.similarity.estimators import (
     BATCH,
     EXAMPLES,
     REPEATS,
@@ -32,13 +34,18 @@ from vitsee_core.similarity.batches import (
     OfBatch,
     each_batch,
     minibatch,
+    over_all_images,
     own_grams,
 )
-from vitsee_core.similarity.cache import gram_cache
-from vitsee_core.similarity.comparison import Comparison, Estimator, GramOptions
-from vitsee_core.similarity.exact import over_all_images
 from vitsee_core.similarity.gram_file import DamagedGram
-from vitsee_core.similarity.hsic import METHODS, Hsic, stacked, symmetric, weighted_sum, without
+from vitsee_core.similarity.hsic_sums import (
+    METHODS,
+    Hsic,
+    stacked,
+    symmetric,
+    weighted_sum,
+    without,
+)
 from vitsee_core.similarity.pairs import paired_rows
 from vitsee_core.similarity.representation import Representation
 from vitsee_core.similarity.whole_tiles import Matrix

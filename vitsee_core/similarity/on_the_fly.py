@@ -31,11 +31,18 @@ from vitsee_core.kernels.backend import (
 )
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.progress import SILENT, Progress
-from vitsee_core.similarity import batches, exact
-from vitsee_core.similarity.batches import batch_sizes, draw_batches, over_cells, partitions_of
 from vitsee_core.similarity.comparison import Estimator
-from vitsee_core.similarity.exact import jackknife_blocks, leave_one_out
-from vitsee_core.similarity.hsic import METHODS, Hsic, assembled, bytes_each, stacked
+from vitsee_core.similarity.estimators import (
+    batch_notes,
+    batch_sizes,
+    draw_batches,
+    exact_notes,
+    jackknife_blocks,
+    leave_one_out,
+    over_cells,
+    partitions_of,
+)
+from vitsee_core.similarity.hsic_sums import METHODS, Hsic, assembled, bytes_each, stacked
 from vitsee_core.similarity.stacks import Runs, Stack, StoredRuns, TokenStack
 from vitsee_core.similarity.whole_tiles import Partition
 from vitsee_core.types import Float32, Integers
@@ -89,12 +96,12 @@ def hsic_on_the_fly(
         drawn = draw_batches(n, batch, examples, repeats, seed, shuffled)
         partitions = partitions_of(drawn, n)
         work = partial(over_cells, partitions=partitions, batch=batch, device=device)
-        notes, spread = batches.describe(batch, examples, repeats), "repeats" * (repeats > 1)
+        notes, spread = batch_notes(batch, examples, repeats), "repeats" * (repeats > 1)
     else:
         biased, blocks = estimator.kind == "biased", jackknife_blocks(n, shuffled, seed)
         partitions = [blocks]
         work = partial(leave_one_out, partition=blocks, biased=biased, device=device)
-        notes, spread = exact.describe(biased, blocks.n_cells), "jackknife" * (n > 4)
+        notes, spread = exact_notes(biased, blocks.n_cells), "jackknife" * (n > 4)
     stored = device == "cpu" and mults > LARGE
     plan = _divide(rows, cols, n, partitions, memory, stored)
     read = partial(

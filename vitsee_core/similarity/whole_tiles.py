@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import starmap
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +17,15 @@ from numpy.typing import NDArray
 from vitsee_core.runtime.lanes import in_order, n_lanes, run_all
 from vitsee_core.types import Float, Float32
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Labels = NDArray[np.int64]
 
 # Terms of a float32 sum before it is added in float64: errors stay near 1e-7.
 TERMS = 1 << 14
+# Elements of sums that may wait on a GPU to be copied to the host together: 128 MB.
+MOST_WAITING = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -195,11 +200,7 @@ class _HostTiles:
 
 def _memory(device: str, n: int) -> Any:
     """Memory for tiles on the device that multiplies them."""
-    if device == "cpu":
-        return _HostTiles(n)
-    from vitsee_core.similarity.device_tiles import DeviceTiles
-
-    return DeviceTiles(device, n)
+    return _HostTiles(n) if device == "cpu" else DeviceTiles(device, n)
 
 
 def _sums(values: Float32, n_rows: int, first_col: int, piece: Piece) -> BlockSums:
@@ -228,3 +229,85 @@ def _cut(values: Float32, rows: Labels, cols: Labels) -> Float32:
     flat = (rows[:, np.newaxis] * values.shape[2] + cols).ravel()
     taken: Float32 = values.reshape(len(values), -1).take(flat, 1)
     return taken.reshape(len(values), len(rows), len(cols))
+
+
+class DeviceTiles:
+    """Memory on a GPU for one tile (matrices, rows, cols) float32 at a time."""
+
+    def __init__(self, device: str, n: int) -> None:
+        import torch
+
+        self._device = torch.device(device)
+        self._memory = torch.empty(n, device=self._device)
+
+    def shaped(self, *shape: int) -> Tensor:
+        """Memory for the next tile; the previous one is lost."""
+        return self._memory[: int(np.prod(shape))].view(shape)
+
+    def put(self, values: Tensor, k: int, block: Any) -> None:
+        """Set one matrix's block, from this device or from the host."""
+        from vitsee_core.runtime.device import to_device
+
+        values[k] = to_device(block, self._device) if isinstance(block, np.ndarray) else block
+
+    def without_diagonals(self, values: Tensor) -> NDArray[Any]:
+        """(matrices, rows) diagonals of a square tile, which are then set to zero."""
+        diagonals = values.diagonal(dim1=1, dim2=2)
+        on_host: NDArray[Any] = diagonals.cpu().numpy().copy()
+        diagonals.zero_()
+        return on_host
+
+    def sums(
+        self, values: Tensor, pieces: Sequence[tuple[Labels, Labels]], n_rows: int, first_col: int
+    ) -> Iterator[tuple[Any, ...]]:
+        """The sums of each piece (rows and columns of the tile): (R, C) inner products, each
+        matrix's own, sums over its columns and over its rows, in float64. At most `TERMS` products
+        (see `hsic_sums.Totals`) are added in float32; there is no synchronisation in between."""
+        import torch
+
+        waiting: list[tuple[Tensor, ...]] = []
+        size = 0
+        for rows, cols in pieces:
+            block = self._cut(values, rows, cols)
+            part = block.flatten(1)
+            none = part.new_zeros(len(part))
+            waiting.append(
+                (
+                    (part[:n_rows] @ part[first_col:].T).double(),
+                    (torch.linalg.vecdot(part, part) if first_col else none).double(),
+                    block.sum(2, dtype=torch.float64),
+                    block.sum(1, dtype=torch.float64),
+                )
+            )
+            size += sum(x.numel() for x in waiting[-1])
+            if size > MOST_WAITING:
+                yield from _fetched(waiting)
+                waiting, size = [], 0
+        yield from _fetched(waiting)
+
+    def _cut(self, values: Tensor, rows: Labels, cols: Labels) -> Tensor:
+        """values[:, rows][:, :, cols], contiguous; runs become slices."""
+        from vitsee_core.runtime.device import to_device
+
+        a, b = (slice(int(p[0]), int(p[-1]) + 1) for p in (rows, cols))
+        if a.stop - a.start == len(rows) and b.stop - b.start == len(cols):
+            return values[:, a, b].contiguous()
+        flat = (rows[:, np.newaxis] * values.shape[2] + cols).ravel()
+        places = to_device(flat, self._device)
+        return values.flatten(1).index_select(1, places).view(len(values), len(rows), len(cols))
+
+
+def _fetched(waiting: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[Any, ...]]:
+    """The sums on the host, in one copy."""
+    if not waiting:
+        return
+    import torch
+
+    host = torch.cat([x.flatten() for sums in waiting for x in sums]).cpu().numpy()
+    at = 0
+    for sums in waiting:
+        arrays = []
+        for x in sums:
+            arrays.append(host[at : at + x.numel()].reshape(x.shape))
+            at += x.numel()
+        yield tuple(arrays)

@@ -14,7 +14,7 @@ from vitsee_core.labels.changed_outputs import compare_outputs
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.similarity import Estimator, GramOptions, Representation, hsic, summarise
-from vitsee_core.similarity.hsic import without_value
+from vitsee_core.similarity.hsic_sums import without_value
 from vitsee_core.tables.columns import site_columns
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.types import Float, Float32

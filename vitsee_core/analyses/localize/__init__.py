@@ -79,10 +79,10 @@ from vitsee_core.runtime.options import (
 from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.similarity import Estimator
 from vitsee_core.similarity import options as pairwise
-from vitsee_core.similarity.batches import batch_sizes
 from vitsee_core.similarity.estimate import MOST_EXACT
+from vitsee_core.similarity.estimators import batch_sizes
 from vitsee_core.similarity.options import PRESETS, choose_estimator
-from vitsee_core.similarity.patch_pixels import input_pixels
+from vitsee_core.similarity.stacks import input_pixels
 from vitsee_core.tables.columns import SITE, VALUES, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, measured, number, picked
 from vitsee_core.tables.metrics import asked_for

@@ -18,8 +18,7 @@ from vitsee_core.runtime.lanes import say_cost
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.similarity import Estimator, Hsic, Similarity, centred_alignment, summarise
 from vitsee_core.similarity.on_the_fly import hsic_on_the_fly, multiplications, shapes
-from vitsee_core.similarity.patch_pixels import PatchPixels, patch_shape, pixels_shape
-from vitsee_core.similarity.stacks import Stack, TokenStack
+from vitsee_core.similarity.stacks import PatchPixels, Stack, TokenStack, patch_shape, pixels_shape
 from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.types import Float, Integers, Mask

@@ -37,7 +37,7 @@ from vitsee_core.runtime.progress import counting
 from vitsee_core.similarity import Representation
 from vitsee_core.similarity.comparison import SHARE, Comparison
 from vitsee_core.similarity.estimate import comparing
-from vitsee_core.similarity.exact import full_grams, jackknife_blocks
+from vitsee_core.similarity.estimators import full_grams, jackknife_blocks
 from vitsee_core.similarity.gram_file import DamagedGram, GramView
 from vitsee_core.tables.columns import NULL
 from vitsee_core.types import Float, Integers

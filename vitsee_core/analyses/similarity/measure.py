@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from vitsee_core.runtime.lanes import in_order, lane_pool, n_lanes, one_blas_thread
 from vitsee_core.runtime.machine import counted
 from vitsee_core.similarity import cosine
-from vitsee_core.similarity.exact import most_left_out
+from vitsee_core.similarity.estimators import most_left_out
 from vitsee_core.similarity.representation import Shift
 from vitsee_core.types import Float, Float32, Integers, Mask
 from vitsee_stores.errors import VitseeError

@@ -21,8 +21,8 @@ from vitsee_core.analyses import (
     probe,
 )
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.similarity.hsic import PairSums, centred_alignment
-from vitsee_core.similarity.patch_pixels import input_pixels
+from vitsee_core.similarity.hsic_sums import PairSums, centred_alignment
+from vitsee_core.similarity.stacks import input_pixels
 from vitsee_core.statistics.jackknife import Blocks, means_without
 from vitsee_core.study.findings.estimates import Estimate, mean
 from vitsee_core.tables.columns import REPLICATES, column_of
