@@ -16,9 +16,8 @@ from vitsee_core.runtime.options import (
     tokens_option,
 )
 from vitsee_core.runtime.streaming import choose_rows
-from vitsee_core.similarity import Estimator
+from vitsee_core.similarity import Estimator, estimators
 from vitsee_core.similarity.estimate import MOST_EXACT
-from vitsee_core.similarity.estimators import BATCH, EXAMPLES, REPEATS
 from vitsee_core.similarity.pairs import PAIR_BY as WAYS
 from vitsee_core.similarity.pairs import PAIRS as CHOICES
 from vitsee_core.similarity.pairs import paired_rows
@@ -150,14 +149,18 @@ ESTIMATOR = Option(
     choices=KINDS,
     default=f"exact for up to {MOST_EXACT} images, else minibatch",
 )
-BATCH = Option("Of the minibatch estimator: images in a minibatch.", least=4, default=str(BATCH))
+BATCH = Option(
+    "Of the minibatch estimator: images in a minibatch.", least=4, default=str(estimators.BATCH)
+)
 EXAMPLES = Option(
     "Of the minibatch estimator: images in a repeat, drawn without replacement.",
     least=4,
-    default=str(EXAMPLES),
+    default=str(estimators.EXAMPLES),
 )
 REPEATS = Option(
-    "Of the minibatch estimator: how often they are drawn.", least=1, default=str(REPEATS)
+    "Of the minibatch estimator: how often they are drawn.",
+    least=1,
+    default=str(estimators.REPEATS),
 )
 
 
