@@ -16,8 +16,14 @@ from PIL import Image
 from tests.command_line import refused, said
 from tests.stores import write_labelled
 from tests.tables import having, unique
-from vitsee_core.analyses.cluster import SEGMENT_COLUMNS, plot, run
-from vitsee_core.analyses.cluster.clusters import agreement, agreement_without, k_means
+from vitsee_core.analyses.cluster import (
+    SEGMENT_COLUMNS,
+    agreement,
+    agreement_without,
+    k_means,
+    plot,
+    run,
+)
 from vitsee_core.demo.coco import outlines, run_lengths
 from vitsee_core.images.placement import place
 from vitsee_core.masks.segments import LabelledSegments, Segmentation, examples_of

@@ -1,4 +1,5 @@
-"""One store of `vitsee logit-attribution`: whose logits are split, and the rows about them."""
+"""One store of `vitsee logit-attribution`: whose logits are split, the rows about them, and the
+projections, taken from its model, that turn the heads' outputs into their block's branch."""
 
 from __future__ import annotations
 
@@ -32,10 +33,14 @@ from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.streaming import Rows
 from vitsee_core.statistics.moments import Summary
 from vitsee_core.tables.columns import site_columns
+from vitsee_core.types import Float
 from vitsee_stores.errors import MissingInput, NotOffered, SiteError, VitseeError
 from vitsee_stores.manifest import few
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from vitsee_core.models.loaded import LoadedModel
     from vitsee_stores import SiteSpec, Store
 
 log = logging.getLogger(__name__)
@@ -181,8 +186,6 @@ def projections_of(
     Raises:
         MissingInput: the heads' outputs are not stored, or the model cannot be loaded again.
     """
-    from vitsee_core.analyses.logit_attribution.projections import projections  # it needs torch
-
     blocks = [str(site.block) for site in stream.branches if site.part == "attn.branch"]
     if not blocks:
         what = "--heads" if stored else "--patches of a class token"
@@ -196,4 +199,72 @@ def projections_of(
             )
         if stream.head.pooled_kind is None:
             store.acts(name)
-    return projections(model_of(store, origin.checkpoint, trust=origin.trust), blocks)
+    return _proven(model_of(store, origin.checkpoint, trust=origin.trust), blocks)
+
+
+PROVEN = 1e-5  # of the branch's largest value; float32 sums over some thousand channels
+
+
+def _proven(model: LoadedModel, blocks: Sequence[str]) -> dict[str, Projection]:
+    """The projections of these blocks of a model on the CPU, each proven on random images.
+
+    Raises:
+        NotOffered: no linear layer and factor per channel make the branch of what the heads gave.
+    """
+    import torch
+    from torch import nn
+
+    from vitsee_core.models.capture import Capture, Observer
+    from vitsee_core.models.site_tables import site_table
+    from vitsee_core.models.survey.tracing import probe_images
+
+    class Keeper(Observer):
+        """Site's part -> its tokens, (tokens of all images, dim)."""
+
+        def __init__(self) -> None:
+            self.tokens: dict[str, Float] = {}
+
+        def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
+            parts = [part for part in (prefix, body.flatten(1, -2)) if part is not None]
+            whole = torch.cat(parts, 1).flatten(0, 1)
+            self.tokens[site.part] = whole.double().cpu().numpy()
+
+    table = site_table(model)
+    n_heads = {block.name: block.n_heads for block in table.attention}
+    found = {}
+    for block in blocks:
+        keeper = Keeper()
+        sites = [table[f"{block}.{part}"] for part in ("attn.heads", "attn.branch")]
+        with torch.inference_mode(), Capture(model, table, sites=sites) as capture:
+            capture.run(probe_images(model.input_size, False), keeper)
+        heads, branch = (keeper.tokens[site.part] for site in sites)
+        shape = (branch.shape[1], heads.shape[1])
+        # The heads' outputs enter the projection, or a norm or an Identity before it.
+        around = model.module.get_submodule(table.heads[block].module.rpartition(".")[0])
+        layers = [
+            layer
+            for layer in around.modules()
+            if isinstance(layer, nn.Linear) and layer.weight.shape == shape
+        ]
+        fits = (_fitted(layer, heads, branch, n_heads[block]) for layer in layers)
+        own = next((fit for fit in fits if fit is not None), None)
+        if own is None:
+            raise NotOffered(
+                f"{model.name}: the branch of {block}.attn is no linear layer of what the heads "
+                "gave, times one factor per channel (a norm is between, say); leave out --heads"
+            )
+        found[block] = own
+    return found
+
+
+def _fitted(layer: nn.Linear, heads: Float, branch: Float, n_heads: int) -> Projection | None:
+    """The layer with the factor per channel (1, or the layer scale) that makes its output the
+    branch; None if none does."""
+    weight = layer.weight.detach().double().numpy()
+    bias = np.zeros(len(weight)) if layer.bias is None else layer.bias.detach().double().numpy()
+    plain = heads @ weight.T + bias
+    size = np.square(plain).sum(0)
+    factor = (plain * branch).sum(0) / np.where(size > 0, size, 1)
+    if not np.abs(plain * factor - branch).max() <= PROVEN * np.abs(branch).max():
+        return None
+    return Projection(weight * factor[:, np.newaxis], bias * factor, n_heads)

@@ -13,6 +13,12 @@ flattened. Every measure is made of the Gram matrices that `vitsee cka` keeps:
 
 Features wider than the number of images are similar by most measures whatever they are: `calibrate`
 compares each value with those of permuted images (see `comparing`).
+
+`platonic` is the protocol of the Platonic Representation Hypothesis (Huh et al. 2024) for vision
+models, as their code has it: the class token of every block's output; values beyond the 0.95
+quantile of |x| (of all layers and images of a model together, exact) cut off; cosine; mutual k-NN
+with k = 10; and of all pairs of layers of two models the largest value. The largest of many is high
+by chance: `p_family` of --calibrate says how high.
 """
 
 from __future__ import annotations
@@ -25,10 +31,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from vitsee_core.analyses.similarity import comparing, platonic
+from vitsee_core.analyses.similarity import comparing
 from vitsee_core.analyses.similarity.comparing import Compared, compare_all, grams_of
 from vitsee_core.analyses.similarity.measure import Cknna, Measure, MutualKnn
 from vitsee_core.analyses.similarity.products import Cka, Gulp, Procrustes, RidgeR2, Rsa, Svcca
+from vitsee_core.features.matrix import quantile_of_sizes
 from vitsee_core.figures.heatmaps import Panel, describe_scope, draw_heatmaps
 from vitsee_core.figures.panels import handles_of, legend_below, panels
 from vitsee_core.figures.plotting import reference_line, styled
@@ -43,12 +50,13 @@ from vitsee_core.runtime.options import (
     metrics_option,
     tokens_option,
 )
+from vitsee_core.runtime.streaming import choose_rows
 from vitsee_core.similarity import GramOptions, Representation
 from vitsee_core.similarity import options as pairwise
-from vitsee_core.similarity.pairs import SitePairs, choose_pairs
+from vitsee_core.similarity.pairs import SitePairs, choose_pairs, paired_rows
 from vitsee_core.statistics.jackknife import interval
 from vitsee_core.tables.columns import NULL, PAIR, VALUES, pair_columns
-from vitsee_core.tables.headlines import Answer, alike
+from vitsee_core.tables.headlines import Answer, alike, extremes, picked
 from vitsee_core.tables.metrics import OF_THIS_SIZE, asked_for, depends_on_size
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
@@ -94,7 +102,12 @@ SOURCE = (
 MEASURES = ("mutual_knn", "cknna", "rsa", "procrustes", "svcca", "gulp", "ridge_r2", "cka")
 NEIGHBOURS = ("mutual_knn", "cknna")
 RDMS = ("pearson", "euclidean")
-PRESETS = (platonic.NAME,)
+PLATONIC, PLATONIC_SITES, PLATONIC_TOKENS, PLATONIC_QUANTILE = "platonic", ("*.out",), "cls", 0.95
+PLATONIC_SOURCE = (
+    "Huh et al. 2024 and their code: class tokens of all blocks, values cut at the 0.95 quantile "
+    "of |x| of all layers and images of a model together, the largest over pairs of layers"
+)
+PRESETS = (PLATONIC,)
 COLUMNS = (*PAIR, "k", *VALUES, *NULL, "n_images")
 INTERVAL = (
     "delete-a-block jackknife over images: std its standard error, low and high value -+ t(0.975, "
@@ -211,8 +224,8 @@ def run(
     if preset not in (None, *PRESETS):
         raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
     if preset and not (sites_a and sites_b):
-        sites = sites or platonic.SITES
-    tokens = tokens or (platonic.TOKENS if preset else "all")
+        sites = sites or PLATONIC_SITES
+    tokens = tokens or (PLATONIC_TOKENS if preset else "all")
     chosen = choose_pairs(stores, sites, sites_a, sites_b, pairs)
     sides = [*chosen.rows, *(chosen.cols or ())]
     # Neighbours among the other images: refused here, before any work.
@@ -226,9 +239,9 @@ def run(
         compared = [Representation(store, site, tokens) for store, site in sides]
     except SiteError as error:
         hint = f" (--preset {preset} takes the class token; --tokens mean the rest)"
-        raise SiteError(f"{error}{hint if preset and tokens == platonic.TOKENS else ''}") from None
+        raise SiteError(f"{error}{hint if preset and tokens == PLATONIC_TOKENS else ''}") from None
     if preset:
-        compared = platonic.without_outliers(compared, execution, pair_by)
+        compared = _without_outliers(compared, execution, pair_by)
     n_rows = len(chosen.rows)
     table_rows: list[dict[str, Any]] = []
     remarks: list[str] = []
@@ -260,12 +273,54 @@ def run(
     }
     if not preset:
         return Table.from_rows(table_rows, COLUMNS, notes)
-    notes["preset"] = f"{preset}: {platonic.SOURCE}"
+    notes["preset"] = f"{preset}: {PLATONIC_SOURCE}"
     notes["outliers"] = {one.store.label: one.clamp for one in compared}
-    notes["alignment"] = platonic.alignments(Table.from_rows(table_rows, COLUMNS))
+    notes["alignment"] = _alignments(Table.from_rows(table_rows, COLUMNS))
     for line in notes["alignment"]:
         log.info("%s", line)
     return Table.from_rows(table_rows, COLUMNS, notes)
+
+
+def _without_outliers(
+    representations: Sequence[Representation], execution: Execution, pair_by: str
+) -> list[Representation]:
+    """The same, clipped at the quantile over all representations of one store, over the compared
+    images.
+
+    Raises:
+        StoreMismatch: the stores do not hold the same images.
+        VitseeError: non-finite numbers.
+    """
+    stores = {one.store.manifest.store_id: one.store for one in representations}
+    first = next(iter(stores.values()))
+    chosen = choose_rows(first, execution.images, execution.seed)
+    rows = paired_rows(list(stores.values()), chosen, pair_by)[0]
+    bounds = {}
+    for store_id, store in stores.items():
+        own = {
+            one.features.identity: one.features
+            for one in representations
+            if one.store.manifest.store_id == store_id
+        }
+        mask = np.zeros(len(store.valid), bool)
+        mask[rows[store_id]] = True
+        bounds[store_id] = quantile_of_sizes(list(own.values()), mask, PLATONIC_QUANTILE)
+    return [replace(r, clamp=bounds[r.store.manifest.store_id]) for r in representations]
+
+
+def _alignments(table: Table) -> list[str]:
+    """A line for each measure and pair of stores: its largest value over pairs of layers, and which
+    layers (the first of ties)."""
+    lines = []
+    pairs = picked(table).group_by("metric", "store_a", "store_b", maintain_order=True)
+    for (metric, a, b), rows in pairs:
+        if metric != "gulp" and a != b:
+            best = rows.row(extremes(rows)[1], named=True)
+            lines.append(
+                f"{metric} of {a} and {b}, the largest over layers: {best['value']:.4g} "
+                f"({best['site_a']}, {best['site_b']})"
+            )
+    return lines
 
 
 def choose_measures(

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,15 +34,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
-from vitsee_core.analyses.cluster.clusters import (
-    METRICS,
-    N_INIT,
-    agreement,
-    agreement_without,
-    k_means,
-    why_meaningless,
-)
 from vitsee_core.features import choose_features
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.plotting import styled
@@ -69,7 +63,7 @@ from vitsee_core.tables.headlines import best_layers
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
-from vitsee_core.types import Float32, Integers
+from vitsee_core.types import Float, Float32, Integers
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.token_selection import VECTOR_WORDS
 
@@ -80,9 +74,8 @@ if TYPE_CHECKING:
     from vitsee_stores import Store
     from vitsee_stores.layout import SiteSpec
 
-__all__ = ["METRICS", "agreement", "k_means", "plot", "run"]
-
 log = logging.getLogger(__name__)
+
 
 QUESTION = KNOWLEDGE
 HELP = """
@@ -116,14 +109,13 @@ headline = partial(best_layers, units={"purity": "purity", "segment_purity": "pu
 
 Score = dict[str, Any]
 
+METRICS = ("purity", "nmi", "ari")
+N_INIT = 10  # starts of k-means
 BASELINES = ("shuffled", "random")
 SEGMENT_BASELINES = (*BASELINES, "image")
 MAX_SEED = 2**32 - 1  # scikit-learn's
 COLUMNS = (*SITE, "k", "metric", "value", "std", "n_images", "baseline")
-SEGMENT_COLUMNS = (
-    *(*SITE, "k", "metric", "value", "std", "low", "high"),
-    *("n_images", "n_segments", "baseline"),
-)
+SEGMENT_COLUMNS = (*COLUMNS[:-2], "low", "high", "n_images", "n_segments", "baseline")
 SEGMENT = "segment_"  # before a metric's name, of segments
 SEGMENT_METRICS = tuple(f"{SEGMENT}{metric}" for metric in METRICS)
 PRESETS = ("walmer",)
@@ -209,8 +201,14 @@ def run(
             memory, segments of one category only, masks that cannot be used (see
             `Segmentation.open`, `find_segments`), or an unknown choice.
     """
-    choice = _preset(preset, as_segmentation(masks))
-    k = WALMER_K if preset is not None and k is None else k
+    choice = as_segmentation(masks)
+    if preset is not None:
+        if preset not in PRESETS:
+            raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
+        if choice is None:
+            raise VitseeError(f"--preset {preset} is of segments: give --masks too")
+        choice = choice.filled(weights="vit_analysis", crowd=True, first=WALMER_IMAGES)
+        k = WALMER_K if k is None else k
     names = METRICS if choice is None else SEGMENT_METRICS
     plain = {} if choice is None else dict(zip(METRICS, names, strict=True))
     wanted = asked_for([plain.get(name, name) for name in metrics] or names, names, "cluster")
@@ -275,17 +273,6 @@ def run(
     return Table.from_rows(tables, COLUMNS if choice is None else SEGMENT_COLUMNS, notes)
 
 
-def _preset(preset: str | None, choice: Segmentation | None) -> Segmentation | None:
-    """The segments of a preset; explicit choices are kept."""
-    if preset is None:
-        return choice
-    if preset not in PRESETS:
-        raise VitseeError(f"no preset {preset!r}; expected {', '.join(PRESETS)}")
-    if choice is None:
-        raise VitseeError(f"--preset {preset} is of segments: give --masks too")
-    return choice.filled(weights="vit_analysis", crowd=True, first=WALMER_IMAGES)
-
-
 def _check(data: LabelledRows, k: int, sites: Sequence[SiteSpec], memory: int | None) -> None:
     """Refuse what cannot be clustered, before any work."""
     label, n = data.store.label, len(data)
@@ -329,7 +316,9 @@ class _Clusters:
         channels; and remarks."""
         data, progress = self.data, execution.progress
         if isinstance(item, int):
-            return {"random": self.scores(self.of_noise(item, progress))}, ""
+            # Standard normal vectors, drawn anew for each seed.
+            noise = (random_features(len(data), item, (seed, 2)) for seed in self.seeds)
+            return {"random": self.scores(self.of(noise, progress))}, ""
         features = self.read[item]
         jobs, memory = execution.jobs, execution.budget
         vectors = np.concatenate(list(data.vectors(features, jobs=jobs, memory=memory)))
@@ -359,11 +348,6 @@ class _Clusters:
             clusters.append(k_means(vectors, self.k, seed))
             progress.advance(len(self.data))
         return clusters
-
-    def of_noise(self, dim: int, progress: Progress) -> list[Integers]:
-        """The same for standard normal vectors, drawn anew for each seed."""
-        noise = (random_features(len(self.data), dim, (seed, 2)) for seed in self.seeds)
-        return self.of(noise, progress)
 
     def scores(self, clusters: Sequence[Integers], shuffled: bool = False) -> list[Score]:
         """One entry per metric: mean and spread over seeds, and the interval of segments."""
@@ -442,3 +426,83 @@ def plot(table: Table) -> Figure:
 
     metrics = [name for name in (*METRICS, *SEGMENT_METRICS) if name in table["metric"]]
     return draw_depth_panels(drawn, metrics, finish, spread=spread, counts=counts)
+
+
+def why_meaningless(labels: Integers, k: int, noun: str = "image") -> str | None:
+    """Why k clusters of these examples say nothing of any features; None if they do."""
+    n, n_classes = len(labels), len(np.unique(labels))
+    if n_classes == 1:
+        one = noun if n == 1 else f"class among its {noun}s"
+        return f"there is one {one}, with which all clusters agree"
+    if k == n:
+        return f"k is the number of {noun}s ({n}), so that each is a cluster of its own"
+    if n_classes == n:
+        return f"each of the {n} {noun}s has a class of its own"
+    if k == 1:
+        return f"k is 1, so that all {noun}s are one cluster"
+    return None
+
+
+def k_means(vectors: Float32, k: int, seed: int) -> Integers:
+    """(n,) cluster of each vector; fewer than k clusters if there are fewer distinct vectors."""
+    if (vectors == vectors[0]).all():
+        # k-means would fill its empty clusters with some of the equal vectors.
+        return np.zeros(len(vectors), np.int64)
+    from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
+
+    with warnings.catch_warnings():
+        # Fewer distinct vectors than clusters, which is no failure to converge.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        model = KMeans(k, init="k-means++", n_init=N_INIT, random_state=seed)
+        labels: Integers = model.fit_predict(vectors).astype(np.int64)
+    return labels
+
+
+def agreement(clusters: Integers, labels: Integers) -> dict[str, float]:
+    """Purity, NMI (0 to 1) and ARI (at most 1, 0 by chance) of clusters (n,) and classes (n,), both
+    numbers from 0."""
+    return _agreement_of_table(_contingency(clusters, labels))
+
+
+def _contingency(clusters: Integers, labels: Integers) -> Integers:
+    """(clusters, classes) numbers of members."""
+    shape = int(clusters.max()) + 1, int(labels.max()) + 1
+    return np.bincount(clusters * shape[1] + labels, minlength=shape[0] * shape[1]).reshape(shape)
+
+
+def agreement_without(clusters: Integers, labels: Integers, blocks: Blocks) -> dict[str, Float]:
+    """Metric -> (blocks,) the agreement of the same clusters without the members of each block; NaN
+    if nothing is left."""
+    n_classes = int(labels.max()) + 1
+    whole = _contingency(clusters, labels)
+    rows = []
+    for block in range(blocks.n):
+        own = (clusters * n_classes + labels)[blocks.labels == block]
+        without = whole - np.bincount(own, minlength=whole.size).reshape(whole.shape)
+        rows.append(_agreement_of_table(without))
+    return {metric: np.array([row[metric] for row in rows]) for metric in METRICS}
+
+
+def _agreement_of_table(table: NDArray[Any]) -> dict[str, float]:
+    counts = table.astype(np.float64)
+    n = counts.sum()
+    if n == 0:
+        return dict.fromkeys(METRICS, np.nan)
+    rows, columns = counts.sum(1), counts.sum(0)
+    of_rows, of_columns, of_both = (_entropy(x / n) for x in (rows, columns, counts.ravel()))
+    mean_entropy, mutual = (of_rows + of_columns) / 2, of_rows + of_columns - of_both
+    together, in_rows, in_columns = (float((c * (c - 1)).sum()) for c in (counts, rows, columns))
+    by_chance = in_rows * in_columns / (n * (n - 1)) if n > 1 else 0.0
+    most = (in_rows + in_columns) / 2
+    return {
+        "purity": float(counts.max(1).sum() / n),
+        # One cluster and one class agree, as do single members with classes of their own.
+        "nmi": float(max(mutual, 0) / mean_entropy) if mean_entropy > 0 else 1.0,
+        "ari": (together - by_chance) / (most - by_chance) if most != by_chance else 1.0,
+    }
+
+
+def _entropy(shares: Float) -> float:
+    known = shares[shares > 0]
+    return float(-(known * np.log(known)).sum())
