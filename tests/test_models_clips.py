@@ -28,7 +28,7 @@ from vitsee_core.models.sources.processors import Processor
 from vitsee_core.models.sources.transformers_classes import clip_frames
 from vitsee_core.models.sources.transformers_inputs import adapt
 from vitsee_core.models.tokens.clip_order import ClipCalls, ClipCodes, ClipOrder, order_in
-from vitsee_core.models.tokens.clips import accept_clips, clip_cells, clips_of, frames_of, recognise
+from vitsee_core.models.tokens.clips import accept_clips, clip_cells, frames_of, recognise
 from vitsee_core.models.tokens.packed_order import window_of
 from vitsee_stores import open_store
 
@@ -95,9 +95,9 @@ def adapted(name: str, **more: Any) -> LoadedModel:
 
 def clips(model: LoadedModel, n: int = 2, seed: int = 1) -> Tensor:
     """Random clips of the model's own number of frames."""
-    own = clips_of(model.module)
-    assert own is not None
-    shape = n, own.frames, *model.input_size
+    frames = frames_of(model.module)
+    assert frames is not None
+    shape = n, frames, *model.input_size
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -307,11 +307,11 @@ def test_a_clip_in_a_batch_equals_itself_alone(name: str) -> None:
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_bright_patch_of_one_frame_lights_its_own_cell(name: str) -> None:
     model, cells = adapted(name), CLASSES[name][1]
-    own = clips_of(model.module)
-    assert own is not None
-    x = torch.zeros(3, own.frames, *model.input_size)
+    n_frames = frames_of(model.module)
+    assert n_frames is not None
+    x = torch.zeros(3, n_frames, *model.input_size)
     places = [(0, 0, 0), (1, 2, 3), (2, 3, 1)]  # frame, row and column of cells
-    frames = [0, own.frames // 2, own.frames - 1]
+    frames = [0, n_frames // 2, n_frames - 1]
     for i, ((_, row, col), frame) in enumerate(zip(places, frames, strict=True)):
         x[i, frame, :, row * 8 : row * 8 + 8, col * 8 : col * 8 + 8] = 3.0
     table = site_table(model)
@@ -421,8 +421,7 @@ def test_a_users_own_module(channels_first: bool) -> None:
     torch.manual_seed(0)
     module = Own(channels_first).eval().requires_grad_(False)
     recognise(module, 4, (3, 32, 24), "own.py:build")
-    own = clips_of(module)
-    assert own is not None and own.frames == 4
+    assert frames_of(module) == 4
     model = own_model(module, {"input_size": (3, 32, 24)}, name="own")
     table = site_table(model)
     layout = table["blocks.0.out"].layout
@@ -437,7 +436,7 @@ def test_a_users_own_module(channels_first: bool) -> None:
 def test_a_module_of_images_stays_one() -> None:
     module = Own(False, images=True)
     recognise(module, 4, (3, 32, 24), "own.py:build")
-    assert clips_of(module) is None
+    assert frames_of(module) is None
 
 
 def test_what_takes_neither_is_refused() -> None:

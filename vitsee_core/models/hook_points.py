@@ -4,6 +4,7 @@ tokens; the stand-in for a branch that is to ignore its skip."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -167,6 +168,30 @@ def input_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None
     if args:
         return plain(args[0]) if isinstance(args[0], Tensor) else None
     return next((plain(value) for value in kwargs.values() if isinstance(value, Tensor)), None)
+
+
+@contextmanager
+def hooked(
+    module: nn.Module,
+    enter: Callable[[str, Any, dict[str, Any]], None],
+    leave: Callable[[str, nn.Module, Any], None] | None = None,
+) -> Iterator[None]:
+    """Context in which `enter(name, args, kwargs)` is called before each module below this one,
+    and itself, and `leave(name, child, output)` after it; what they return is not used."""
+    with ExitStack() as stack:
+        for name, child in module.named_modules():
+
+            def before(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                enter(name, args, kwargs)
+
+            def after(child: nn.Module, _: Any, output: Any, name: str = name) -> None:
+                assert leave is not None
+                leave(name, child, output)
+
+            stack.enter_context(child.register_forward_pre_hook(before, with_kwargs=True))
+            if leave is not None:
+                stack.enter_context(child.register_forward_hook(after))
+        yield
 
 
 def refuse_compiled(module: nn.Module) -> None:

@@ -19,9 +19,8 @@ from vitsee_core.models.intervention_spec import Intervention, Registers, parse
 from vitsee_core.models.lasting_changes import ablate_skips, add_registers
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.sources import source_of
-from vitsee_core.models.sources.base import Source
 from vitsee_core.models.sources.transforms import input_transform, label_names
-from vitsee_core.models.tokens.clips import clips_of, recognise
+from vitsee_core.models.tokens.clips import frames_of, recognise
 from vitsee_core.models.tokens.towers import packing_of
 from vitsee_core.models.weights.checkpoints import Checkpoint
 
@@ -72,16 +71,13 @@ def load_model(
             architecture does not take, or a skip that cannot be ablated.
     """
     args: dict[str, Any] = dict(model_args or {})
-    source = source_of(
-        name,
-        {
-            **{"transform": transform, "processor": processor, "native": native},
-            "trust_remote_code": trust_remote_code,
-        },
-    )
+    options: dict[str, Any] = {"transform": transform, "processor": processor, "native": native}
+    options |= {"trust_remote_code": trust_remote_code, "checkpoint": checkpoint}
+    options |= {"checkpoint_key": checkpoint_key, "random_init": random_init, "crop_pct": crop_pct}
+    source = source_of(name, options)
     if foreign is not None:
         source.check_foreign(args, foreign)
-    _check_options(source, args, checkpoint, checkpoint_key, random_init, crop_pct)
+    check_model_options(name, {**options, "model_args": args})
     fresh = checkpoint is not None or random_init is not None
     file = None if checkpoint is None else Checkpoint.read(checkpoint, checkpoint_key)
     layout = None if file is None else file.layout
@@ -211,7 +207,7 @@ def _changed(model: LoadedModel, ablate_skip: Sequence[str]) -> LoadedModel:
             f"{model.name} takes the patches of all images packed, where interventions do not "
             "reach; expected none, or a model whose images lie in a batch"
         )
-    if model.interventions and clips_of(model.module) is not None:
+    if model.interventions and frames_of(model.module) is not None:
         raise ModelError(
             f"{model.name} takes clips, of which interventions do not know the tokens' places; "
             "expected none, or a model of images"
@@ -239,21 +235,11 @@ def check_model_options(name: str, options: Mapping[str, Any]) -> None:
     Raises:
         ModelError: in one line.
     """
-    names = ("checkpoint", "checkpoint_key", "random_init", "crop_pct")
-    args = options.get("model_args") or {}
-    _check_options(source_of(name, options), args, *(options.get(key) for key in names))
-
-
-def _check_options(
-    source: Source,
-    args: Mapping[str, Any],
-    checkpoint: Path | None,
-    checkpoint_key: str | None,
-    random_init: int | None,
-    crop_pct: float | None,
-) -> None:
+    source = source_of(name, options)
     source.check_choices()
-    source.check_arguments(args)
+    source.check_arguments(options.get("model_args") or {})
+    checkpoint, random_init = options.get("checkpoint"), options.get("random_init")
+    checkpoint_key, crop_pct = options.get("checkpoint_key"), options.get("crop_pct")
     if checkpoint is not None and random_init is not None:
         raise ModelError("--checkpoint and --random-init exclude each other; give one of them")
     if checkpoint_key is not None and checkpoint is None:

@@ -27,7 +27,7 @@ from vitsee_core.models.sites.build import TableBuilder
 from vitsee_core.models.survey import measured, needs_pixels, orders_at, survey
 from vitsee_core.models.survey.tracing import probe_images
 from vitsee_core.models.tokens.clip_order import UNSEEN, ClipOrder
-from vitsee_core.models.tokens.clips import clips_of, frames_of
+from vitsee_core.models.tokens.clips import frames_of
 from vitsee_core.models.tokens.packed_order import Order, Place, same_order
 from vitsee_stores.layout import TokenLayout
 from vitsee_stores.plan import Size
@@ -67,7 +67,7 @@ def sketch(module: nn.Module, size: tuple[int, int, int], *, doubtful: bool = Tr
         ModelError: the model does not run on images of this size; without `doubtful` also where
             shapes do not show which dimensions of its tokens are the image's.
     """
-    if not doubtful and clips_of(module) is not None:
+    if not doubtful and frames_of(module) is not None:
         raise ModelError(UNSEEN)
     found = survey(module, size, doubtful=True)
     if not doubtful and needs_pixels(module, found.trace, [*found.blocks], found.geometry):

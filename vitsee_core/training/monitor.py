@@ -201,8 +201,7 @@ class Monitor:
             self._say(f"{self.unit} {again} of the training before the restart: measured anew")
 
         def cells() -> dict[str, Any]:
-            spent = time.perf_counter() - start
-            return self._cells(spent)
+            return self._cells(time.perf_counter() - start)
 
         try:
             tables, failed = series.measure(self._loaded(series), step, cells=cells)
@@ -347,8 +346,9 @@ def cpu_copy(module: nn.Module) -> nn.Module:
                 keep(value)
         for key, value in vars(child).items():
             if key in HOOKS and value:
-                own = {k: hook for k, hook in value.items() if _is_torchs(hook)}
-                memo[id(value)] = OrderedDict(own)
+                kinds = {k: type(hook).__module__ for k, hook in value.items()}
+                kept = [k for k, kind in kinds.items() if kind.startswith("torch.nn.utils.")]
+                memo[id(value)] = OrderedDict((k, value[k]) for k in kept)
         if "forward" in vars(child):
             forwards.append((name.replace("._orig_mod", ""), _plain_forward(name, child)))
     try:
@@ -364,10 +364,6 @@ def cpu_copy(module: nn.Module) -> nn.Module:
         child = copied.get_submodule(name)
         child.forward = vars(child).pop(key)
     return copied
-
-
-def _is_torchs(hook: Any) -> bool:
-    return type(hook).__module__.startswith("torch.nn.utils.")
 
 
 def _plain_forward(name: str, module: nn.Module) -> str:

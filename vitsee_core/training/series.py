@@ -34,7 +34,7 @@ from vitsee_core.tables.sidecars import describe_call, sidecar_bytes
 from vitsee_core.tables.steps import RECORD
 from vitsee_stores import Store, open_store, remove_store
 from vitsee_stores.errors import IdentityMismatch, VitseeError, reason
-from vitsee_stores.manifest import few
+from vitsee_stores.manifest import few, jsonable
 
 FIRST, LAST, PREVIOUS = "first", "last", "previous"
 MEASURED, DIVERGED, FAILED, SKIPPED = "measured", "diverged", "failed", "skipped"
@@ -88,8 +88,9 @@ def measurements(
     given = analyses if isinstance(analyses, Mapping) else {name: {} for name in analyses}
     if isinstance(analyses, str) or not given:
         raise OptionError(f"analyses are {analyses!r}; expected a list of names of commands")
-    return [_measurement(name, dict(options), references, with_train)
-            for name, options in given.items()]  # fmt: skip
+    return [
+        _measurement(name, dict(options), references, with_train) for name, options in given.items()
+    ]
 
 
 def _measurement(
@@ -170,16 +171,19 @@ class Series:
         self._results: dict[str, Result] = {}
         # Steps that all others are compared with, where they are chosen: `FIRST`, `LAST`.
         self.ends: dict[str, int] = {}
+        lasting = {k: v for k, v in self.options.items() if k not in OF_THIS_PROCESS}
         self._notes: dict[str, Any] = {
             "unit": unit,
             "data": data,
             "train": train,
-            "analyses": {one.stem: _plain(one.options) for one in self.analyses},
-            "options": {k: v for k, v in _plain(self.options).items() if k not in OF_THIS_PROCESS},
+            "analyses": {one.stem: jsonable(one.options) for one in self.analyses},
+            "options": jsonable(lasting),
         }
         if (folder / RECORD).exists():
             self._go_on(resume)
-        elif there := [str(p) for p in map(self._place, self._stems()) if p.exists()]:
+        elif there := [
+            str(path) for one in self.analyses if (path := self._place(one.stem)).exists()
+        ]:
             raise VitseeError(
                 f"{few(there)} would be replaced, and {folder} has no record of steps; choose "
                 "another folder"
@@ -216,9 +220,6 @@ class Series:
                 own = read_result(path)
                 stores = list(own.sidecar.get("stores", []))
                 self._results[one.stem] = Result(own.table.frame, own.table.notes, stores)
-
-    def _stems(self) -> list[str]:
-        return [one.stem for one in self.analyses]
 
     def _place(self, stem: str) -> Path:
         return self.folder / (stem if stem == RECORD else f"{RESULTS}/{stem}.csv")
@@ -335,17 +336,20 @@ class Series:
     def _reference(self, against: str, step: int) -> Store | None:
         """The store that a step's is compared with; None if it is its own, or was never made.
         Raises StoreError: it is gone."""
-        before = [one for one in self.steps_of(MEASURED) if one < step]
-        ends = {FIRST: min(before, default=None), PREVIOUS: max(before, default=None)} | self.ends
-        chosen = ends.get(against)
+        chosen = self._ends([one for one in self.steps_of(MEASURED) if one < step]).get(against)
         return None if chosen is None or chosen == step else open_store(self.store(chosen))
+
+    def _ends(self, steps: Sequence[int]) -> dict[str, int | None]:
+        """The steps that others are compared with, of these that were measured."""
+        own = {FIRST: min(steps, default=None), PREVIOUS: max(steps, default=None)}
+        return own | self.ends
 
     def _tidy(self, step: int) -> None:
         """Remove the stores that are not kept and that no later step is compared with."""
         if self.keep == EVERY_STORE:
             return
         done = self.steps_of(MEASURED)
-        ends = {FIRST: min(done, default=None), PREVIOUS: max(done, default=None)} | self.ends
+        ends = self._ends(done)
         kept = {ends.get(one.against) for one in self.analyses if one.against}
         for one in {*done, step} - kept:
             self._remove(one)
@@ -433,12 +437,3 @@ def scalars(stem: str, table: Table) -> dict[str, float]:
         parts = [stem, row["metric"], site, *(f"{name}={row[name]}" for name in settings)]
         found["/".join(part for part in parts if part)] = float(row["value"])
     return found
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON gives it back."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(one) for one in value]
-    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)

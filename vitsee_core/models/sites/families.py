@@ -160,22 +160,6 @@ def _heads(block: nn.Module, path: str, trace: Trace) -> list[Part]:
     return [Part("attn.heads", hook_point, ("heads",))] if known else []
 
 
-def parallel(block: nn.Module, path: str, trace: Trace) -> Description | None:
-    """A block with one residual sum, attention and MLP side by side or a gated MLP alone. Parts in,
-    branch, out, where the block is out = in + drop_path(...)."""
-    side_by_side = has(block, "in_norm", "in_proj", "drop_path")
-    gated = has(block, "norm", "mlp_channels", "drop_path")
-    branch = Part("branch", HookPoint(f"{path}.drop_path"), ("residual",))
-    if (
-        not (side_by_side or gated)
-        or not fired(trace, branch.hook_point)
-        or not trace.entered(path)
-    ):
-        return None
-    parts = (enters(path), branch, leaves(path))
-    return Description(parts, (Residual("", "block", "in", "branch", "out"),))
-
-
 def mixer(block: nn.Module, path: str, trace: Trace) -> Description | None:
     """A sublayer that mixes tokens, then one that mixes channels (MLP-Mixer, ResMLP). Parts in,
     norm1, token.hidden (rows are channels), token.branch, mid, norm2, channel.hidden,
@@ -256,7 +240,6 @@ def _described(
 
 FAMILIES: tuple[Callable[[nn.Module, str, Trace], Description | None], ...] = (
     transformer,
-    parallel,
     mixer,
     resnet,
 )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vitsee_core.models.attention_watch import FirstAttention
-from vitsee_core.models.hook_points import ForwardEnded, ModelError, input_tensor
+from vitsee_core.models.hook_points import ForwardEnded, ModelError, hooked, input_tensor
 from vitsee_core.models.sources.transforms import pair
 from vitsee_core.models.tokens import towers
 from vitsee_core.models.tokens.packed_order import Codes, Order, order_of
@@ -221,7 +220,7 @@ def _positions(module: nn.Module, packing: Packing, grid: Grid) -> list[Tensor]:
     n_tokens = len(codes.cells) * math.prod(grid)
     opened: list[list[Tensor]] = []  # of each module that was entered and not left
 
-    def enter(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def enter(name: str, args: Any, kwargs: dict[str, Any]) -> None:
         first, found = input_tensor(args, kwargs), list[Tensor]()
         opened.append(found)
         order: Order | None = None
@@ -238,17 +237,11 @@ def _positions(module: nn.Module, packing: Packing, grid: Grid) -> list[Tensor]:
         opened.pop()
 
     args, kwargs = _given(packing, codes.images(packing), {})
-    with ExitStack() as stack:
-        for child in module.modules():
-            if child is not module:
-                stack.enter_context(child.register_forward_pre_hook(enter, with_kwargs=True))
-                stack.enter_context(child.register_forward_hook(leave))
-        stack.enter_context(torch.no_grad())
-        try:
-            with FirstAttention():
-                module.forward(*args, **kwargs)
-        except ForwardEnded:
-            return [table for found in opened for table in found]
+    try:
+        with hooked(module, enter, leave), torch.no_grad(), FirstAttention():
+            module.forward(*args, **kwargs)
+    except ForwardEnded:
+        return [table for found in opened for table in found]
     raise RuntimeError("it computes no attention")
 
 

@@ -31,7 +31,7 @@ from vitsee_core.models.survey.patches import disproof, first_seen, measure, pac
 from vitsee_core.models.survey.structure import block_names, find_blocks
 from vitsee_core.models.survey.tracing import Seen, Trace, trace
 from vitsee_core.models.tokens.clip_order import ClipOrder, find_clip_orders, order_of_shape
-from vitsee_core.models.tokens.clips import Cells, Clips, clip_cells, clips_of
+from vitsee_core.models.tokens.clips import Cells, clip_cells, frames_of
 from vitsee_core.models.tokens.packed_order import Order, Place, find_orders, output_order
 from vitsee_core.models.tokens.towers import Grid, is_language_input, packing_of, patch_side
 from vitsee_stores.layout import TokenLayout
@@ -58,8 +58,8 @@ def survey(
     """Trace the model on two random images; again with changed corners where shapes alone do
     not show which dimensions are the image's, unless these are to stay `doubtful`. known: its
     tokens, where it has others than it states."""
-    if (clips := clips_of(module)) is not None:
-        return _survey_of_clips(module, clips, size, doubtful)
+    if (frames := frames_of(module)) is not None:
+        return _survey_of_clips(module, frames, size, doubtful)
     packing = packing_of(module)
     orders = orders_at(module, size)
     if packing is not None:
@@ -88,15 +88,15 @@ def orders_at(module: nn.Module, size: tuple[int, int, int]) -> dict[Place, Orde
 
 
 def _survey_of_clips(
-    module: nn.Module, clips: Clips, size: tuple[int, int, int], doubtful: bool
+    module: nn.Module, frames: int, size: tuple[int, int, int], doubtful: bool
 ) -> Survey:
     """The survey of a model of clips, whose order of tokens is found at every place; of one without
     values, if that is to stay `doubtful`, guessed by shapes."""
     if doubtful and next(module.parameters()).is_meta:
-        grid = clip_cells(module, clips.frames, size)
+        grid = clip_cells(module, frames, size)
         orders = _orders_of_shapes(trace(module, size, corners=False), grid)
     else:
-        grid, orders = find_clip_orders(module, clips, size)
+        grid, orders = find_clip_orders(module, frames, size)
     seen = trace(module, size, corners=False, orders=orders)
     blocks = find_blocks(module, seen)
     most = max((order.n_prefix for order in orders.values()), default=0)
@@ -108,7 +108,7 @@ def _survey_of_clips(
             "made of its own piece alone; expected a transformer of clips"
         )
     prefix = kinds_of(module, most, ends[0].shape[2])
-    geometry = Geometry(size[1:], prefix, (grid[1], grid[2]), frames=clips.frames)
+    geometry = Geometry(size[1:], prefix, (grid[1], grid[2]), frames=frames)
     return Survey(seen, tuple(blocks), geometry, block_names(blocks, seen))
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,7 +13,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vitsee_core.models.attention_watch import AttentionEvent, AttentionWatch
-from vitsee_core.models.hook_points import SUMS, ModelError, input_tensor, output_tensor, plain
+from vitsee_core.models.hook_points import (
+    SUMS,
+    ModelError,
+    hooked,
+    input_tensor,
+    output_tensor,
+    plain,
+)
 from vitsee_core.models.tokens.clip_order import ClipCalls, ClipOrder
 from vitsee_core.models.tokens.clips import frames_of
 from vitsee_core.models.tokens.packed_order import JoinedCalls, Order, Place
@@ -224,27 +230,6 @@ class _SumWatch(TorchFunctionMode):
         return add()
 
 
-@contextmanager
-def _hooks(module: nn.Module, recorder: _Recorder, watch: AttentionWatch) -> Iterator[None]:
-    with ExitStack() as stack:
-        for name, child in module.named_modules():
-
-            def enter(_m: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                recorder.enter(name, args, kwargs)
-                watch.depth += 1
-
-            def leave(m: nn.Module, _a: Any, _k: Any, output: Any, name: str = name) -> None:
-                if any(m.children()):
-                    # A leaf (the softmax itself, its dropout) is left before the product comes.
-                    watch.flush(watch.depth)
-                watch.depth -= 1
-                recorder.leave(name, m, output)
-
-            stack.enter_context(child.register_forward_pre_hook(enter, with_kwargs=True))
-            stack.enter_context(child.register_forward_hook(leave, with_kwargs=True))
-        yield
-
-
 def trace(
     module: nn.Module,
     size: tuple[int, int, int],
@@ -266,7 +251,20 @@ def trace(
     device = next(iter(module.parameters()), images).device
     # no_grad, not inference_mode: in-place changes are known by version counters only.
     sums, watch = _SumWatch(recorder), AttentionWatch(recorder.event)
-    with torch.inference_mode(False), torch.no_grad(), _hooks(module, recorder, watch), sums, watch:
+
+    def enter(name: str, args: Any, kwargs: dict[str, Any]) -> None:
+        recorder.enter(name, args, kwargs)
+        watch.depth += 1
+
+    def leave(name: str, child: nn.Module, output: Any) -> None:
+        if any(child.children()):
+            # A leaf (the softmax itself, its dropout) is left before the product comes.
+            watch.flush(watch.depth)
+        watch.depth -= 1
+        recorder.leave(name, child, output)
+
+    hooks = hooked(module, enter, leave)
+    with torch.inference_mode(False), torch.no_grad(), hooks, sums, watch:
         try:
             module(images.to(device))
         except _OF_CODE as error:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from vitsee_core.models.attention_watch import AttentionCall, AttentionEvent
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.tokens.clips import Cells, Clips, clip_cells
+from vitsee_core.models.tokens.clips import Cells, clip_cells
 from vitsee_core.models.tokens.packed_order import Place, orders_of_places, window_of
 
 CONTENTS = 4
@@ -181,10 +181,10 @@ def order_in(x: Tensor, codes: ClipCodes) -> ClipOrder | None:
 
 
 def find_clip_orders(
-    module: nn.Module, clips: Clips, size: tuple[int, int, int]
+    module: nn.Module, frames: int, size: tuple[int, int, int]
 ) -> tuple[Cells, dict[Place, ClipOrder]]:
-    """The grid of a clip's tokens, and the order at every place that holds them all, for frames of
-    this size (channels, rows, cols).
+    """The grid of a clip's tokens, and the order at every place that holds them all, for so many
+    frames of this size (channels, rows, cols).
 
     One forward pass of 4 + log4(tokens) clips.
 
@@ -194,9 +194,9 @@ def find_clip_orders(
     parameter = next(module.parameters())
     if parameter.is_meta:
         raise ModelError(UNSEEN)
-    grid = clip_cells(module, clips.frames, size)
+    grid = clip_cells(module, frames, size)
     codes = ClipCodes(grid)
-    given = codes.clips(clips.frames, size).to(parameter.device)
+    given = codes.clips(frames, size).to(parameter.device)
     sequences = any(isinstance(child, nn.MultiheadAttention) for child in module.modules())
 
     def read(place: Place, x: Tensor) -> ClipOrder | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,33 +11,20 @@ from torch import Tensor, nn
 from vitsee_core.models.attention_watch import FirstAttention
 from vitsee_core.models.hook_points import ForwardEnded, ModelError, output_tensor
 
-ATTRIBUTE = "_vitsee_clips"
+ATTRIBUTE = "_vitsee_frames"
 Cells = tuple[int, int, int]  # of a grid: times, rows, columns
 _STATED = ("patch_size", "tubelet_size")
 
 
-@dataclass(frozen=True)
-class Clips:
-    """How a module takes clips. frames: of a clip, where nothing else is asked for."""
-
-    frames: int
-
-
-def clips_of(module: nn.Module) -> Clips | None:
-    """How a module takes clips, None where it takes images."""
-    return getattr(module, ATTRIBUTE, None)
-
-
 def frames_of(module: nn.Module) -> int | None:
     """How many frames a module's clips have, None where it takes images."""
-    clips = clips_of(module)
-    return None if clips is None else clips.frames
+    return getattr(module, ATTRIBUTE, None)
 
 
 def accept_clips(module: nn.Module, frames: int, *, channels_first: bool = False) -> None:
     """Mark a module as one of clips of so many frames. channels_first: it takes (clips, channels,
     frames, rows, cols) itself, and is given that from now on."""
-    setattr(module, ATTRIBUTE, Clips(frames))
+    setattr(module, ATTRIBUTE, frames)
     if channels_first:
 
         def enter(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

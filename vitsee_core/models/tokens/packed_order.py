@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +27,7 @@ from vitsee_core.models.attention_watch import (
     KernelCall,
     repeated,
 )
-from vitsee_core.models.hook_points import ModelError, input_tensor, output_tensor
+from vitsee_core.models.hook_points import ModelError, hooked, input_tensor, output_tensor
 from vitsee_core.models.tokens.towers import Grid, Packing
 
 Found = TypeVar("Found")
@@ -192,20 +190,14 @@ def orders_of_places(
     def note(place: Place, x: Tensor | None) -> None:
         answers.setdefault(place, []).append(None if x is None else read(place, x))
 
-    def enter(name: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def enter(name: str, args: Any, kwargs: dict[str, Any]) -> None:
         note((name, True), input_tensor(args, kwargs))
 
-    def leave(name: str, child: nn.Module, _: Any, output: Any) -> None:
+    def leave(name: str, child: nn.Module, output: Any) -> None:
         note((name, False), output_tensor(child, output, len(given)))
 
-    with ExitStack() as stack:
-        for name, child in module.named_modules():
-            before, after = partial(enter, name), partial(leave, name)
-            stack.enter_context(child.register_forward_pre_hook(before, with_kwargs=True))
-            stack.enter_context(child.register_forward_hook(after))
-        stack.enter_context(torch.no_grad())
-        with OwnToken():
-            module(given)
+    with hooked(module, enter, leave), torch.no_grad(), OwnToken():
+        module(given)
     return {
         place: found[0]
         for place, found in answers.items()

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from vitsee_core.models.hook_points import ForwardEnded, input_tensor
+from vitsee_core.models.hook_points import ForwardEnded, hooked, input_tensor
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.survey import tokens_of
 from vitsee_core.models.survey.structure import CONTAINERS, is_leaf
@@ -54,14 +54,14 @@ def find_filters(model: LoadedModel) -> Filters | str:
     inside: list[str] = []
     first = _FirstLayers(inside, model.input_size)
 
+    def enter(name: str, *_: Any) -> None:
+        inside.append(name)
+
     def leave(*_: Any) -> None:
         inside.pop()
 
-    with ExitStack() as stack, torch.no_grad(), suppress(ForwardEnded), first:
-        for name, child in model.module.named_modules():
-            enter = partial(_enter, inside, name)
-            stack.enter_context(child.register_forward_pre_hook(enter))
-            stack.enter_context(child.register_forward_hook(leave))
+    hooks = hooked(model.module, enter, leave)
+    with hooks, torch.no_grad(), suppress(ForwardEnded), first:
         model.module(numbers.reshape(1, *model.input_size))
     if not first.found:
         if first.refused:
@@ -69,10 +69,6 @@ def find_filters(model: LoadedModel) -> Filters | str:
         return "no convolution or linear layer works on its pixels"
     # Of parallel branches (RepVGG) the one that sees most.
     return max(first.found, key=lambda filters: filters.values[0].size)
-
-
-def _enter(inside: list[str], name: str, *_: Any) -> None:
-    inside.append(name)
 
 
 class _FirstLayers(TorchFunctionMode):
@@ -368,8 +364,9 @@ class PerturbationRunner:
         seen: list[tuple[int, Tensor]] = []
         calls = 0
 
-        def enter(last: bool, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        def enter(path: str, args: Any, kwargs: dict[str, Any]) -> None:
             nonlocal calls
+            last = path.split(".")[0] in CONTAINERS
             x = input_tensor(args, kwargs)
             if x is not None and stop(calls, x):
                 seen.append((calls, x.clone()))
@@ -377,10 +374,7 @@ class PerturbationRunner:
                 raise ForwardEnded
             calls += x is not None
 
-        with ExitStack() as stack, torch.no_grad(), suppress(ForwardEnded):
-            for path, child in self.module.named_modules():
-                see = partial(enter, path.split(".")[0] in CONTAINERS)
-                stack.enter_context(child.register_forward_pre_hook(see, with_kwargs=True))
+        with hooked(self.module, enter), torch.no_grad(), suppress(ForwardEnded):
             self.module(self.images if images is None else images)
         return seen[0] if seen else None
 
