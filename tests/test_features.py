@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tests.stores import write_labelled
 from vitsee_core.features import SiteFeatures, check_alike, choose_features
 from vitsee_core.features.matrix import Strip, _consecutive
-from vitsee_core.features.reader import LARGE, widened
+from vitsee_core.features.reader import AT_ONCE, widened
 from vitsee_core.similarity.stacks import TokenStack
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch
@@ -204,7 +204,7 @@ def test_a_site_without_tokens_is_read_as_it_is(tmp_path: Path) -> None:
 
 def test_float16_is_widened_bit_by_bit() -> None:
     every = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
-    finite = np.resize(every[np.isfinite(every)], (LARGE // 512 + 1, 512))
+    finite = np.resize(every[np.isfinite(every)], (2 * AT_ONCE // 512 + 1, 512))
     found, all_finite = widened(finite)
     assert all_finite and found.shape == finite.shape
     np.testing.assert_array_equal(found.view(np.uint32), finite.astype(np.float32).view(np.uint32))

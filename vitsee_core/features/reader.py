@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 
 from vitsee_core.features.compared import default_token
 from vitsee_core.features.matrix import FeatureMatrix, not_finite
-from vitsee_core.kernels.compiled import compiled
 from vitsee_core.runtime.streaming import Rows, each_slab
 from vitsee_core.types import Float32, Mask
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch
@@ -396,42 +395,28 @@ def check_alike(ours: SiteFeatures, theirs: SiteFeatures) -> None:
         )
 
 
-# Numbers above which a compiled loop is worth its import: it reads them once, numpy twice and at a
-# fifth of the rate.
-LARGE = 1 << 20
-AT_ONCE = 4096
+AT_ONCE = 1 << 15  # numbers that stay in the cache during the steps of `widened`
+KEPT = np.int32(-0x70000001)  # all bits but those of the exponent that the sign was spread over
 TO_FLOAT32 = np.float32(2.0**112)  # between the exponents of both types
+INFINITE = np.float32(2.0**16)  # what the least float16 that is no number becomes
 
 
 def widened(values: NDArray[Any]) -> tuple[Float32, bool]:
     """The values in float32 (unchanged if they are), and whether all are finite."""
-    if values.dtype == np.float16 and values.size >= LARGE and values.flags.c_contiguous:
+    if values.dtype == np.float16 and values.flags.c_contiguous:
+        # numpy converts each number by itself, in four times the time of these steps on its bits.
         out = np.empty(values.shape, np.float32)
-        bits = out.reshape(-1).view(np.uint32)
-        if widen(values.reshape(-1).view(np.uint16), bits, out.reshape(-1)):
+        halves, bits = values.reshape(-1).view(np.int16), out.reshape(-1).view(np.int32)
+        finite = True
+        for start in range(0, values.size, AT_ONCE):
+            some = bits[start : start + AT_ONCE]
+            some[:] = halves[start : start + AT_ONCE]
+            some <<= 13
+            some &= KEPT
+            numbers = some.view(np.float32)
+            numbers *= TO_FLOAT32  # also correct for subnormal numbers
+            finite &= bool(numbers.max() < INFINITE and numbers.min() > -INFINITE)
+        if finite:
             return out, True
     wide: Float32 = values.astype(np.float32, copy=False)
     return wide, bool(np.isfinite(wide).all())
-
-
-@compiled
-def widen(halves: NDArray[np.uint16], bits: NDArray[np.uint32], out: Float32) -> bool:
-    """Convert float16 to float32; returns False, with `out` undefined, if some are not finite.
-
-    Args:
-        halves: (n,) the bits of the float16.
-        bits: (n,) the memory of `out`.
-        out: (n,) filled.
-    """
-    largest = np.uint32(0)
-    for start in range(0, len(halves), AT_ONCE):
-        stop = start + AT_ONCE
-        some, to, numbers = halves[start:stop], bits[start:stop], out[start:stop]
-        for i in range(len(some)):
-            half = np.uint32(some[i])
-            number = half & np.uint32(0x7FFF)
-            largest = max(largest, number)
-            to[i] = (number << np.uint32(13)) | ((half & np.uint32(0x8000)) << np.uint32(16))
-        for i in range(len(some)):
-            numbers[i] *= TO_FLOAT32  # also correct for subnormal numbers
-    return bool(largest < np.uint32(0x7C00))

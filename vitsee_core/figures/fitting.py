@@ -14,22 +14,27 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
 
 Whole = dict[Any, str]  # text -> what it said before it was broken
+DPI = 200
 ROUNDS = 4  # broken lines make panels smaller, which may break others
 SMALLEST = 3.5  # points
 APART = 0.4  # ems between tick labels beside each other
 
 
 def fit(figure: Figure) -> None:
-    """Break titles and labels that are longer than their panel, and thin out tick labels."""
+    """Break titles and labels that are longer than their panel, and thin out tick labels. What the
+    figure says is then in its place: until something changes, it need not be laid out again."""
     every = [axes for axes in all_axes(figure) if axes.get_visible()]
     _share_labels(every)
     whole: Whole = {}
+    before, figure.dpi = figure.dpi, DPI
     for _ in range(ROUNDS):
         _lay_out(figure)
         changed = [_fit_panel(axes, whole) for axes in every]
         changed += [_fit_title(part, whole) for part in (figure, *figure.subfigs)]
         if not any(changed):
             break
+    figure.dpi = before
+    figure.stale = any(changed)
 
 
 def figure_of(axes: Axes) -> Figure:

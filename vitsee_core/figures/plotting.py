@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.figures.fitting import fit
+from vitsee_core.figures.fitting import DPI, fit
 from vitsee_core.figures.panels import drawn_for, medium, note_below, small, smaller
 from vitsee_core.tables.files import write_files
 from vitsee_core.tables.formats import FIGURE_ENDINGS, ending_of
@@ -43,7 +43,6 @@ R = TypeVar("R")
 
 log = logging.getLogger(__name__)
 
-DPI = 200
 _DRAWING: ContextVar[bool] = ContextVar("drawing", default=False)
 _MISSING = re.compile(r"Glyph (\d+) .*missing from font")
 # Okabe and Ito (2008) without the yellow, which white paper swallows; then, less distinct, of Tol.
@@ -279,10 +278,14 @@ def figure_bytes(figure: Figure, ending: str = ".png", dpi: float = DPI) -> byte
     buffer = io.BytesIO()
     with matplotlib.rc_context(settings), _warnings_in_a_line(figure):
         if kind == "png" and isinstance(figure.canvas, FigureCanvasAgg):
-            # savefig would draw it once more, only to lay it out.
-            before, figure.dpi = figure.dpi, dpi
+            # savefig would draw it once more, only to lay it out, which `fit` has done.
+            dpi_before, engine = figure.dpi, figure.get_layout_engine()
+            if not figure.stale:
+                figure.set_layout_engine("none")
+            figure.dpi = dpi
             figure.canvas.print_png(buffer)  # type: ignore[no-untyped-call]
-            figure.dpi = before
+            figure.dpi = dpi_before
+            figure.set_layout_engine(engine or "none")
         else:
             figure.savefig(buffer, format=kind, dpi=dpi, metadata=undated.get(kind))
     return buffer.getvalue()

@@ -29,15 +29,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.kernels.compiled import compiled
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.lanes import (
     SHARE,
@@ -57,12 +56,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ROWS_AT_ONCE = 1024  # examples in float64 at a time
+# Examples in float64 at a time: so many, or more of few channels.
+ROWS_AT_ONCE, VALUES_AT_ONCE = 1024, 1 << 18
 DOUBLE = 0.5  # of the rate of products in single precision
 METRICS = ("rankme", "effective_rank", "participation_ratio", "alpha", "anisotropy")
 FIRST_RANK, LAST_RANK = 11, 100
 # Below this part of the sum of squares the scatter is rounding: all examples are equal.
 ALIKE = 1e-10
+MANY = 128  # channels from which a few axes take less by iteration
 SMALL = 1024  # channels up to which several threads do not compute axes sooner than one
 
 
@@ -89,15 +90,25 @@ class CovarianceSums:
     def of(cls, x: Float | Float32, shift: Float) -> CovarianceSums:
         """The sums of examples x: (n, dim)."""
         own = cls.empty(shift)
-        own.n = len(x)
-        buffer = np.empty((min(ROWS_AT_ONCE, len(x)), len(shift)))
-        for start in range(0, len(x), ROWS_AT_ONCE):
-            some = x[start : start + ROWS_AT_ONCE]
-            y = buffer[: len(some)]
-            sums = own.first, own.third, own.directions
-            n_long, fourth = add_vectors(some, shift, y, *sums)
-            own.n_long += n_long
-            own.fourth += fourth
+        own.n, dim = len(x), len(shift)
+        rows = min(max(ROWS_AT_ONCE, VALUES_AT_ONCE // dim), len(x))
+        values, squares = np.empty((2, rows, dim))
+        ones = np.ones(max(rows, dim))
+        for start in range(0, len(x), rows or 1):
+            some = x[start : start + rows]
+            n = len(some)
+            y, squared = values[:n], squares[:n]
+            y[:] = some
+            # Sums along rows as products: numpy's own, of short rows, take many times as long.
+            length = np.multiply(y, y, out=squared) @ ones[:dim]
+            long = length > 0
+            own.n_long += int(long.sum())
+            own.directions += (long / np.sqrt(np.where(long, length, 1))) @ y
+            y -= shift
+            size = np.multiply(y, y, out=squared) @ ones[:dim]
+            own.first += ones[:n] @ y
+            own.third += size @ y
+            own.fourth += float(size @ size)
             own.second += y.T @ y
         return own
 
@@ -120,6 +131,13 @@ class CovarianceSums:
     def scatter(self) -> Float:
         """(dim, dim) sum of (x - mean)(x - mean)^T."""
         return self.second - np.outer(self.first, self.first) / self.n
+
+    @property
+    def variance(self) -> float:
+        """The trace of the scatter; NaN where that is rounding, as all examples are equal."""
+        trace = float(np.trace(self.second)) - float(self.first @ self.first) / self.n
+        raw = trace + self.n * float(self.mean @ self.mean)
+        return trace if trace > ALIKE * raw else math.nan
 
     @property
     def raw(self) -> Float:
@@ -197,31 +215,6 @@ class SumsByBlock:
     def result(self) -> list[CovarianceSums]:
         """Sums of every block, in order."""
         return [self.blocks[b] for b in sorted(self.blocks)]
-
-
-@compiled
-def add_vectors(
-    x: NDArray[Any], shift: Float, y: Float, first: Float, third: Float, directions: Float
-) -> tuple[int, float]:
-    """Write x - shift, (n, dim), to y and add to the vector sums of `CovarianceSums` in one pass
-    over x. Returns n_long and `fourth`."""
-    n_long, fourth = 0, 0.0
-    for i in range(x.shape[0]):
-        length, size = 0.0, 0.0
-        for j in range(x.shape[1]):
-            value = np.float64(x[i, j])
-            apart = value - shift[j]
-            y[i, j] = apart
-            length += value * value
-            size += apart * apart
-        n_long += length > 0
-        fourth += size * size
-        weight = 1 / np.sqrt(length) if length > 0 else 0.0
-        for j in range(x.shape[1]):
-            first[j] += y[i, j]
-            third[j] += size * y[i, j]
-            directions[j] += weight * x[i, j]
-    return n_long, fourth
 
 
 def block_sums(
@@ -420,10 +413,23 @@ def principal_axes(sums: CovarianceSums, k: int) -> PrincipalAxes:
     axes = vectors.T[::-1]
     largest = np.take_along_axis(axes, np.abs(axes).argmax(1)[:, np.newaxis], 1)
     axes = axes * np.where(largest < 0, -1.0, 1.0)
-    trace = float(np.trace(scatter))
-    raw = trace + sums.n * float(sums.mean @ sums.mean)
-    whole = trace if trace > ALIKE * raw else math.nan
-    return PrincipalAxes(sums.mean, axes, np.maximum(values[::-1], 0) / whole, sums.n)
+    return PrincipalAxes(sums.mean, axes, np.maximum(values[::-1], 0) / sums.variance, sums.n)
+
+
+def leading_shares(sums: CovarianceSums, near: PrincipalAxes) -> Float:
+    """(k,) shares of the variance of the first axes of some examples, as `principal_axes` gives
+    them. near: the axes of these and some more examples, which many channels' are found from."""
+    from scipy.linalg import eigh
+    from scipy.sparse.linalg import ArpackError, eigsh
+
+    scatter, (k, dim), whole = sums.scatter, near.axes.shape, sums.variance
+    if dim >= MANY and not math.isnan(whole):
+        start = near.axes.sum(0) + np.random.default_rng(0).standard_normal(dim) / dim**0.5
+        with suppress(ArpackError):
+            values = eigsh(scatter, k, which="LA", v0=start, return_eigenvectors=False)
+            return np.maximum(np.sort(values)[::-1], 0) / whole
+    values = eigh(scatter, subset_by_index=(dim - k, dim - 1), eigvals_only=True)
+    return np.maximum(values[::-1], 0) / whole
 
 
 def autocorrelation(x: Float) -> Float:

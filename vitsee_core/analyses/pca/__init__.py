@@ -202,7 +202,7 @@ def run(
     products = {p.store.label: passes * p.say_cost() for p in parts}
     with counting(execution.progress, count, SITE_IMAGES):
         guide = first.measure(lead)
-        tables: list[Table] = []
+        rows: list[dict[str, Any]] = []
         colours: dict[str, dict[str, Any]] = {}
         for part in parts:
             own = colours[part.store.label] = {}
@@ -210,7 +210,7 @@ def run(
                 of_site = guide if (part, site) == (first, lead) else part.measure(site)
                 if align:
                     of_site.align(guide)
-                tables.append(of_site.table())
+                rows += of_site.parts()
                 own[site.name] = of_site.describe()
     data = None if origin is None else origin.data
     notes = {
@@ -230,7 +230,8 @@ def run(
         "sheet": describe_sheet([part.shown for part in parts], data),
         **selected.notes(),
     }
-    return Table.concat(tables, notes=notes)
+    layouts = [features.layout for part in parts for features in part.features.values()]
+    return Table.concat(rows, in_time(COLUMNS, layouts), notes)
 
 
 def _reference(first: _Store, name: str | None) -> SiteSpec:
@@ -383,11 +384,10 @@ class _Site:
         side = {} if self.side is None else {"foreground_side": self.side}
         return self.colours.describe() | side
 
-    def table(self) -> Table:
+    def parts(self) -> list[dict[str, Any]]:
         """Rows about the axes, and a row per component and patch of each image that is shown."""
-        assert self.layout.grid is not None
         place = site_columns(self.part.store, self.site)
-        parts: list[Any] = [Table.from_rows([place | row for row in self.of_axes])]
+        parts = [place | row for row in self.of_axes]
         for image in self.part.shown.rows:
             scores = self.found.of(image)
             cells = np.flatnonzero(~np.isnan(scores[:, 0]))
@@ -397,7 +397,7 @@ class _Site:
             component = np.repeat(np.arange(1, k + 1), n)
             of_patches = {"component": component, "metric": METRICS[-1]}
             parts.append({**place, **about, **of_patches, "value": scores[cells].T.ravel()})
-        return Table.concat(parts, in_time(COLUMNS, [self.layout]))
+        return parts
 
 
 def at_a_glance(table: Table) -> Table:

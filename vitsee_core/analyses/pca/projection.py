@@ -13,7 +13,13 @@ import numpy as np
 from vitsee_core.patch_maps.views import View
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.streaming import Rows, each_slab, thread_map
-from vitsee_core.statistics.covariance import CovarianceSums, PrincipalAxes, principal_axes, total
+from vitsee_core.statistics.covariance import (
+    CovarianceSums,
+    PrincipalAxes,
+    leading_shares,
+    principal_axes,
+    total,
+)
 from vitsee_core.statistics.jackknife import SHARE, jackknife_cells
 from vitsee_core.types import Float, Float32, Integers, Mask
 
@@ -125,18 +131,15 @@ def axis_rows(
     halves; then for each the absolute cosine between the halves' axes. sums: of each block of
     images, axes and n_images: of all of them."""
     m, k = len(sums), len(axes.shares)
-    even = np.arange(m) % 2 == 0
-    subsets = [even, ~even, *(np.arange(m) != b for b in range(m))]
-    first, second, *left = thread_map(jobs)(partial(_axes_of, sums, k), subsets)
+    first, second = (_axes_of(sums[start::2], k) for start in (0, 1))
+    work = partial(_shares_without, total(sums), axes)
+    left = np.array([*thread_map(jobs)(work, sums)]) if m > 1 else np.empty((0, k))
     shares: list[dict[str, Any]] = []
     agreements: list[dict[str, Any]] = []
     for i in range(k):
         about = {"component": i + 1, "n_examples": axes.n}
-        without = np.array([np.nan if one is None else one.shares[i] for one in left])
         a, b = (np.nan if one is None else float(one.shares[i]) for one in (first, second))
-        cells = jackknife_cells(
-            float(axes.shares[i]), without if m > 1 else without[:0], n_images, SHARE
-        )
+        cells = jackknife_cells(float(axes.shares[i]), left[:, i], n_images, SHARE)
         shares.append({**about, "metric": OF_AXES[0], "half_a": a, "half_b": b, **cells})
         agreement = np.nan
         if first is not None and second is not None and np.isfinite(axes.shares[i]):
@@ -146,9 +149,13 @@ def axis_rows(
     return shares + agreements
 
 
-def _axes_of(sums: Sequence[CovarianceSums], k: int, among: Mask) -> PrincipalAxes | None:
-    """Axes of the blocks in `among`; None if these have too few patches."""
-    chosen = [part for part, use in zip(sums, among, strict=True) if use]
-    if sum(part.n for part in chosen) < 2:
-        return None
-    return principal_axes(total(chosen), k)
+def _axes_of(sums: Sequence[CovarianceSums], k: int) -> PrincipalAxes | None:
+    """Axes of some blocks; None if these have too few patches."""
+    return principal_axes(total(sums), k) if sum(part.n for part in sums) > 1 else None
+
+
+def _shares_without(whole: CovarianceSums, axes: PrincipalAxes, block: CovarianceSums) -> Float:
+    """(k,) shares of the axes of all patches but a block's; NaN if these are too few."""
+    left = total([whole])
+    left.add(block, -1)
+    return leading_shares(left, axes) if left.n > 1 else np.full(len(axes.shares), np.nan)
