@@ -61,14 +61,24 @@ def test_same_picture_same_bytes(ending: str, monkeypatch: pytest.MonkeyPatch) -
     assert first.startswith({".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[ending])
 
 
+def saved(figure: Figure) -> bytes:
+    """What savefig writes."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=DPI)
+    return buffer.getvalue()
+
+
 @pytest.mark.slow
 def test_png_is_what_savefig_writes() -> None:
     """It is laid out as savefig lays it out, for the dots that it gets, and drawn once."""
-    wanted = io.BytesIO()
-    labelled("ViT").savefig(wanted, format="png", dpi=DPI)
-    figure = labelled("ViT")
-    assert figure_bytes(figure) == wanted.getvalue()
+    figure, other = labelled("ViT"), labelled("ViT")
+    assert figure_bytes(figure) == saved(other.set_layout_engine("none") or other)
     assert figure.dpi == labelled("ViT").dpi
+    # One that was changed since is laid out anew.
+    for changed in (figure, other):
+        changed.set_layout_engine("constrained")
+        changed.axes[0].set_ylabel("a\nlabel\nof\nlines")
+    assert figure_bytes(figure) == saved(other)
 
 
 def test_text_stays_text() -> None:

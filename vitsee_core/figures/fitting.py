@@ -4,7 +4,6 @@ way are left out."""
 from __future__ import annotations
 
 import textwrap
-import warnings
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,8 @@ def fit(figure: Figure) -> None:
     before, figure.dpi = figure.dpi, DPI
     for _ in range(ROUNDS):
         _lay_out(figure)
+        for axes in every:
+            _settle_titles(axes)
         changed = [_fit_panel(axes, whole) for axes in every]
         changed += [_fit_title(part, whole) for part in (figure, *figure.subfigs)]
         if not any(changed):
@@ -52,14 +53,25 @@ def all_axes(figure: Figure) -> list[Axes]:
 
 
 def _lay_out(figure: Figure) -> None:
-    engine = figure.get_layout_engine()
-    with warnings.catch_warnings():  # no room: said when the figure is written
-        warnings.simplefilter("ignore", UserWarning)
-        if engine is not None:
-            engine.execute(figure)
+    if (engine := figure.get_layout_engine()) is not None:
+        engine.execute(figure)
     for axes in all_axes(figure):
         locator: Any = axes.get_axes_locator()
         axes.apply_aspect(None if locator is None else locator(axes, None))
+
+
+def _settle_titles(axes: Axes) -> None:
+    """Titles stay where they are in panels with no ticks or powers of ten above them: matplotlib
+    would measure the axes for each of them whenever it lays the figure out."""
+    every: list[Any] = [axes, *axes.child_axes]
+    bare = (
+        one.xaxis.get_ticks_position() not in ("top", "unknown")
+        and one.xaxis.get_label_position() == "bottom"
+        and not one.yaxis.offsetText.get_text()
+        for one in every
+    )
+    if all(bare):
+        axes._autotitlepos = False  # type: ignore[attr-defined]
 
 
 def _share_labels(every: list[Axes]) -> None:

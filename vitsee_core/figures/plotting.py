@@ -165,7 +165,8 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
                     if (finish := _LOOK.get()[1]) is not None:
                         finish(drawn)
                     if (again := smaller(drawn)) is None:
-                        fit(drawn)
+                        with _warnings_in_a_line(drawn):
+                            fit(drawn)
                         return drawn  # type: ignore[return-value]
                 less = again
         finally:
@@ -275,12 +276,12 @@ def figure_bytes(figure: Figure, ending: str = ".png", dpi: float = DPI) -> byte
         "image.composite_image": False,  # each in its own resolution
     }
     undated: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
-    buffer = io.BytesIO()
-    with matplotlib.rc_context(settings), _warnings_in_a_line(figure):
+    buffer, laid_out = io.BytesIO(), not figure.stale
+    with matplotlib.rc_context(settings), _warnings_in_a_line(figure, said=laid_out):
         if kind == "png" and isinstance(figure.canvas, FigureCanvasAgg):
             # savefig would draw it once more, only to lay it out, which `fit` has done.
             dpi_before, engine = figure.dpi, figure.get_layout_engine()
-            if not figure.stale:
+            if laid_out:
                 figure.set_layout_engine("none")
             figure.dpi = dpi
             figure.canvas.print_png(buffer)  # type: ignore[no-untyped-call]
@@ -292,8 +293,9 @@ def figure_bytes(figure: Figure, ending: str = ".png", dpi: float = DPI) -> byte
 
 
 @contextmanager
-def _warnings_in_a_line(figure: Figure) -> Iterator[None]:
-    """Letters that the font lacks, and no room for the panels: each in one line of the log."""
+def _warnings_in_a_line(figure: Figure, *, said: bool = False) -> Iterator[None]:
+    """Letters that the font lacks, and no room for the panels: each in one line of the log, unless
+    that was said before."""
     letters: dict[str, None] = {}
     crowded = False
     with warnings.catch_warnings(record=True) as caught:
@@ -308,12 +310,12 @@ def _warnings_in_a_line(figure: Figure) -> Iterator[None]:
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
-    if crowded:
+    if crowded and not said:
         width, height = figure.get_size_inches()
         log.warning(
             "%g x %g inches leave the panels no room: the figure is unreadable", width, height
         )
-    if letters:
+    if letters and not said:
         log.warning("the figure's font has no letters %s: boxes stand for them", "".join(letters))
 
 

@@ -161,10 +161,11 @@ def run(
     n_maps = sum(
         len(part.sites) * len(part.chosen) * (1 + len(part.targets.rows)) for part in parts
     )
-    tables = []
+    rows: list[dict[str, Any]] = []
     with counting(execution.progress, n_maps, "maps"):
         for part in parts:
-            tables += [part.table(site) for site in part.sites]
+            for site in part.sites:
+                rows += part.rows(site)
             if part.empty:
                 log.info(
                     "%s: no cosine of a patch of length 0: %s", part.store.label, few(part.empty)
@@ -188,7 +189,8 @@ def run(
         "sheet": describe_sheet(everything, None if origin is None else origin.data, lead.times()),
         **selected.notes(),
     }
-    return Table.concat(tables, notes=notes)
+    layouts = [features.layout for part in parts for features in part.features.values()]
+    return Table.concat(rows, in_time(COLUMNS, layouts), notes)
 
 
 def at_a_glance(table: Table) -> Table:
@@ -279,12 +281,13 @@ class _Store:
         spots = dict.fromkeys(one.spot for one in self.chosen)
         return [time for spot in spots for time in self.time_of(spot).values()]
 
-    def table(self, site: SiteSpec) -> Table:
+    def rows(self, site: SiteSpec) -> list[dict[str, Any]]:
         """The maps of one site, then the statistics."""
         layout = self.features[site.name].site.layout
         assert layout is not None and layout.grid is not None
         place, ids = site_columns(self.store, site), self.store.samples.id
-        maps, numbers = [], []
+        maps: list[dict[str, Any]] = []
+        numbers: list[dict[str, Any]] = []
         for query in self.chosen:
             cell = query.cell[site.name]
             token = ",".join(str(int(i)) for i in np.unravel_index(cell, layout.body))
@@ -311,8 +314,7 @@ class _Store:
                 of_map = {"image": str(ids[other]), "metric": "cosine", "value": cosines[cells]}
                 maps.append({**about, **on_grid, **of_map})
             self.execution.progress.advance(1 + len(self.targets.rows))
-        columns = in_time(COLUMNS, [layout])
-        return Table.concat([*maps, Table.from_rows(numbers)], columns)
+        return maps + numbers
 
     def _units(self, site: SiteSpec, row: int) -> Float:
         features = self.features[site.name]

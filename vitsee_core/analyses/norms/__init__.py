@@ -174,14 +174,14 @@ def run(
         TokenSelection.parse(word, TOKENS)
     selected = select_each(stores, sites, partial(_sites, metrics=metrics))
     chosen = [execution.rows(store) for store in selected.stores]
-    parts: list[Table] = []
+    parts: list[Cells] = []
     sources: dict[str, dict[str, str]] = {}
     total = sum(r.n * len(own) for r, own in zip(chosen, selected.chosen, strict=True))
     with counting(execution.progress, total, SITE_IMAGES):
         for (store, own), picked in zip(selected.members, chosen, strict=True):
             work = _Site(store, picked, execution, tokens, threshold, metrics)
             for site in own:
-                parts.append(work(site))
+                parts += work(site)
             sources[store.label] = {site.name: norm_source(store, site).describe() for site in own}
     notes = {
         "interval": {
@@ -249,7 +249,7 @@ class _Site:
         self.n = int((rows.mask & store.valid).sum())
         self.labels = block_labels(self.n, None if store.shuffled else execution.seed)
 
-    def __call__(self, site: SiteSpec) -> Table:
+    def __call__(self, site: SiteSpec) -> list[Cells]:
         spec = self.store.site(site.name)
         layout = spec.layout
         assert layout is not None
@@ -261,13 +261,11 @@ class _Site:
         if with_acts:
             blocks += self._of_activations(statistics, layout)
         place = site_columns(self.store, site)
-        return Table.concat(
-            [
-                place | (as_share(block) if "share" in block["metric"] else block)
-                for block in blocks
-                if block["metric"] in self.metrics
-            ]
-        )
+        return [
+            place | (as_share(block) if "share" in block["metric"] else block)
+            for block in blocks
+            if block["metric"] in self.metrics
+        ]
 
     def _check_memory(self, name: str, layout: TokenLayout) -> None:
         need, budget = BYTES_A_TOKEN * self.n * layout.n_tokens, self.execution.budget
