@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
 
 Whole = dict[Any, str]  # text -> what it said before it was broken
-DPI = 200
 ROUNDS = 4  # broken lines make panels smaller, which may break others
 SMALLEST = 3.5  # points
 APART = 0.4  # ems between tick labels beside each other
 
 
-def fit(figure: Figure) -> None:
+def fit(figure: Figure, dpi: float) -> None:
     """Break titles and labels that are longer than their panel, and thin out tick labels. What the
-    figure says is then in its place: until something changes, it need not be laid out again."""
+    figure says is then in its place: until something changes, it need not be laid out again.
+    dpi: dots per inch that it is likely to be drawn with."""
     every = [axes for axes in all_axes(figure) if axes.get_visible()]
     _share_labels(every)
     whole: Whole = {}
-    before, figure.dpi = figure.dpi, DPI
+    before, figure.dpi = figure.dpi, dpi
     for _ in range(ROUNDS):
         _lay_out(figure)
         for axes in every:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.figures.fitting import DPI, fit
+from vitsee_core.figures.fitting import fit
 from vitsee_core.figures.panels import drawn_for, medium, note_below, small, smaller
 from vitsee_core.tables.files import write_files
 from vitsee_core.tables.formats import FIGURE_ENDINGS, ending_of
@@ -43,6 +43,7 @@ R = TypeVar("R")
 
 log = logging.getLogger(__name__)
 
+DPI = 200
 _DRAWING: ContextVar[bool] = ContextVar("drawing", default=False)
 _MISSING = re.compile(r"Glyph (\d+) .*missing from font")
 # Okabe and Ito (2008) without the yellow, which white paper swallows; then, less distinct, of Tol.
@@ -166,7 +167,7 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
                         finish(drawn)
                     if (again := smaller(drawn)) is None:
                         with _warnings_in_a_line(drawn):
-                            fit(drawn)
+                            fit(drawn, DPI)
                         return drawn  # type: ignore[return-value]
                 less = again
         finally:
