@@ -3,13 +3,14 @@ pictures that were resized and cut."""
 
 from __future__ import annotations
 
+import base64
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, features
 
 from tests.extractions import VIT, extracted
 from tests.stores import write_sites
@@ -120,9 +121,17 @@ def test_the_photograph_is_the_original_cut_to_what_was_seen(tmp_path: Path) -> 
     assert "picture" not in describe_sheet(parts, None)["images"]["one.png"]
 
 
-def test_pictures_come_back() -> None:
+@pytest.mark.parametrize("webp", [True, False])
+def test_pictures_come_back(webp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features, "check", lambda name: webp)
     grey = np.arange(6, dtype=np.uint8).reshape(2, 3)
     assert np.array_equal(decode(encode(grey)), np.repeat(grey[..., None], 3, 2))
+    noise = np.random.default_rng(0).integers(0, 256, (50, 60, 3), np.uint8)
+    assert np.array_equal(decode(encode(noise)), noise)
+    long = np.zeros((1, 16384), np.uint8)  # a pixel more than a WebP has
+    assert np.array_equal(decode(encode(long)), np.repeat(long[..., None], 3, 2))
+    kinds = [base64.b64decode(encode(one))[:4] for one in (noise, long)]
+    assert kinds == [b"RIFF" if webp else b"\x89PNG", b"\x89PNG"]
 
 
 def test_the_rotation_is_found_and_colours_agree() -> None:

@@ -1,4 +1,5 @@
-"""Pictures in a sidecar: PNG in base64, so that a figure can be drawn from its table alone."""
+"""Pictures in a sidecar: lossless WebP in base64, so that a figure can be drawn from its table
+alone. Those of earlier versions are PNG."""
 
 from __future__ import annotations
 
@@ -8,14 +9,20 @@ import io
 import numpy as np
 from numpy.typing import NDArray
 
+MOST_PIXELS = 16383  # of a side of a WebP
+
 
 def encode(pixels: NDArray[np.uint8]) -> str:
-    """Pixels (height, width) or (height, width, 3) as text."""
-    from PIL import Image
+    """Pixels (height, width) or (height, width, 3) as text; PNG where Pillow has no WebP, or the
+    picture is larger than one may be."""
+    from PIL import Image, features
 
-    buffer = io.BytesIO()
-    # A third of the time of the usual level, for some percent more bytes.
-    Image.fromarray(pixels).save(buffer, "PNG", compress_level=2)
+    buffer, image = io.BytesIO(), Image.fromarray(pixels)
+    if features.check("webp") and max(image.size) <= MOST_PIXELS:
+        # A fifth to a third smaller than PNG of level 2, in hardly more time.
+        image.convert("RGB").save(buffer, "WEBP", lossless=True, quality=0, method=1)
+    else:
+        image.save(buffer, "PNG", compress_level=2)
     return base64.b64encode(buffer.getvalue()).decode()
 
 

@@ -9,6 +9,7 @@ have their figure alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import polars as pl
@@ -36,6 +37,7 @@ ABOUT_MAP = ("row", "col", "image", "query", "video", "object", "segment", "clas
 TASK = "task"  # of best-layer, whose rows are no curve
 PART = "part of its block"
 SHOWN_STORES = 60  # characters of a name
+MARK = [f"shown {name}" for name in ("value", "low", "high", "n_images")]
 
 
 def charts_of(table: Table) -> list[dict[str, Any]]:
@@ -64,6 +66,7 @@ def charts_of(table: Table) -> list[dict[str, Any]]:
 
 def _pairs(every: pl.DataFrame) -> list[dict[str, Any]]:
     found = []
+    every = _marked(every)
     for (store_a, store_b, metric), rows in _grouped(every, ("store_a", "store_b", "metric")):
         axes = [rows[f"site_{side}"].unique(maintain_order=True).to_list() for side in "ab"]
         if min(map(len, axes)) < 2 or len(rows) > len(axes[0]) * len(axes[1]):
@@ -72,9 +75,7 @@ def _pairs(every: pl.DataFrame) -> list[dict[str, Any]]:
             continue
         cells: list[list[Any]] = [[None] * len(axes[1]) for _ in axes[0]]
         place = [{site: i for i, site in enumerate(sites)} for sites in axes]
-        marks = _marks(rows)
-        sides = zip(rows["site_a"], rows["site_b"], marks, strict=True)
-        for site_a, site_b, mark in sides:
+        for site_a, site_b, *mark in rows.select("site_a", "site_b", *MARK).rows():
             cells[place[0][site_a]][place[1][site_b]] = mark
         values = rows.filter(pl.col("value").is_finite())["value"].to_numpy()
         if not len(values):
@@ -97,7 +98,7 @@ def _over_steps(table: Table) -> list[dict[str, Any]]:
     """A heatmap of layers and steps for each metric and model that the figure shows."""
     unit, found = table.step_unit, []
     try:
-        every = layers_over_steps(table)
+        every = _marked(layers_over_steps(table))
     except VitseeError:  # which the figure says
         return []
     several = every["run"].n_unique() > 1
@@ -106,7 +107,7 @@ def _over_steps(table: Table) -> list[dict[str, Any]]:
         steps = rows["step"].unique().sort().to_list()
         cells: list[list[Any]] = [[None] * len(steps) for _ in sites]
         place = {site: i for i, (site, _) in enumerate(sites)}
-        for site, step, mark in zip(rows["site"], rows["step"], _marks(rows), strict=True):
+        for site, step, *mark in rows.select("site", "step", *MARK).rows():
             cells[place[site]][steps.index(step)] = mark
         values = rows.filter(pl.col("value").is_finite())["value"]
         low, high = float(values.min() or 0), float(values.max() or 0)  # type: ignore[arg-type]
@@ -124,7 +125,7 @@ def _over_steps(table: Table) -> list[dict[str, Any]]:
 
 def _curves(every: pl.DataFrame) -> list[dict[str, Any]]:
     """A panel per metric: a line per store (and token, k, ...) or, with heads, a dot per head."""
-    every = every.with_columns(block_part(every).alias(PART))
+    every = _marked(every).with_columns(block_part(every).alias(PART))
     stores, found = store_order(every), []
     for (metric,), rows in _grouped(every, ("metric",)):
         by_head = _varies(rows, "head")
@@ -133,14 +134,13 @@ def _curves(every: pl.DataFrame) -> list[dict[str, Any]]:
         for key, own in _grouped(rows, about):
             if not by_head and own["site"].n_unique() < len(own):
                 break  # something else tells these rows apart
-            own = own.sort("rel_depth", maintain_order=True)
-            heads = [(f"head {head}",) for head in own["head"]] if by_head else [()] * len(own)
+            cells = own.select("rel_depth", *MARK, "site", *(["head"] if by_head else [])).rows()
+            placed = [cell for cell in cells if cell[0] is not None and cell[1] is not None]
             points = [
-                [round(x, 5), *mark, site_words(site), *head]
-                for x, mark, site, head in zip(
-                    own["rel_depth"], _marks(own), own["site"], heads, strict=True
+                [round(x, 5), *mark, site_words(site), *(f"head {one}" for one in head)]
+                for x, *mark, site, head in (
+                    (*cell[:6], cell[6:]) for cell in sorted(placed, key=itemgetter(0))
                 )
-                if x is not None and mark[0] is not None
             ]
             baseline = "baseline" in about and key[about.index("baseline")] is not None
             if points:
@@ -197,16 +197,15 @@ def _label(name: str, value: Any) -> str:
 # ------------------------------------------------------------------------------------ cells
 
 
-def _marks(rows: pl.DataFrame) -> list[list[Any]]:
-    """[value, low, high, n_images] of each row, to six digits (which the page shows fewer of), None
-    where there is none."""
-    names = ("value", "low", "high", "n_images")
-    cells = rows.select(
-        (pl.col(n) if n in rows.columns else pl.lit(None, pl.Float64)).cast(pl.Float64).alias(n)
-        for n in names
-    )
-    finite = cells.with_columns(pl.when(pl.col(n).is_finite()).then(pl.col(n)) for n in names)
-    return [list(row) for row in finite.with_columns(pl.all().round_sig_figs(6)).rows()]
+def _marked(rows: pl.DataFrame) -> pl.DataFrame:
+    """The rows with `MARK`: value, low, high and n_images to six digits (which the page shows fewer
+    of), null where there is none."""
+    cells = [
+        (pl.col(n) if n in rows.columns else pl.lit(None, pl.Float64)).cast(pl.Float64)
+        for n in ("value", "low", "high", "n_images")
+    ]
+    finite = (pl.when(cell.is_finite()).then(cell.round_sig_figs(6)) for cell in cells)
+    return rows.with_columns(x.alias(name) for x, name in zip(finite, MARK, strict=True))
 
 
 def _grouped(

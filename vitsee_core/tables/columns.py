@@ -89,29 +89,36 @@ def typed(frame: pl.DataFrame) -> pl.DataFrame:
     """The frame with columns of Int64, Float64, String or Categorical. NaN and empty text become
     null: one rule of what is no value, as both are an empty cell on disk. Each column is one
     chunk: polars 2.1 fails (`assertion failed: i < self.len()`) where it joins texts of several."""
-    return frame.with_columns([_typed(column).rechunk() for column in frame.get_columns()])
+    columns = enumerate(frame.get_columns())
+    return frame.with_columns([_typed(column, pl.nth(i)) for i, column in columns]).rechunk()
 
 
-def _typed(column: pl.Series) -> pl.Series:
+def _typed(column: pl.Series, own: pl.Expr) -> pl.Series | pl.Expr:
+    """The column as its type; where possible as an expression of what it is in its frame, which
+    evaluates those of all columns at once."""
+    kind, wanted = column.dtype, declared_type(column.name)
     if column.name == REPLICATES:
-        return column.cast(pl.List(pl.Float64))
-    if column.dtype in (pl.Object, pl.Boolean):
-        column = column_of(column.name, column.to_list())
-    wanted = declared_type(column.name)
-    if column.dtype == pl.Null:
-        return column if wanted is None else column.cast(wanted)
-    if column.dtype.is_numeric():
+        return own.cast(pl.List(pl.Float64))
+    if kind in (pl.Object, pl.Boolean):
+        cells = column_of(column.name, column.to_list())
+        return typed(cells.to_frame()).to_series()
+    if kind == pl.Null:
+        return own if wanted is None else own.cast(wanted)
+    if kind.is_numeric():
         if wanted is None or not wanted.is_numeric():
-            wanted = pl.Float64() if column.dtype.is_float() else pl.Int64()
-        if column.dtype.is_float():
-            column = column.cast(pl.Float64).fill_nan(None)
-        found = column.cast(wanted, strict=False)  # which leaves out what is too large for it
-        return found if found.null_count() == column.null_count() else column
-    if column.dtype != pl.Categorical:
-        column = column.cast(pl.String)
-        if (empty := column == "").any():
-            column = column.set(empty, None)
-    return column.cast(wanted) if wanted == pl.Categorical() else column
+            wanted = pl.Float64() if kind.is_float() else pl.Int64()
+        if wanted.is_float():
+            return own.cast(wanted).fill_nan(None)
+        if kind != wanted:
+            if kind.is_float():
+                column = column.cast(pl.Float64).fill_nan(None)
+            found = column.cast(wanted, strict=False)  # which leaves out what is too large for it
+            return found if found.null_count() == column.null_count() else column
+        return own
+    if kind != pl.Categorical:
+        own = own.cast(pl.String)
+        own = pl.when(own != "").then(own)
+    return own.cast(wanted) if wanted == pl.Categorical() else own
 
 
 def column_of(name: str, values: Any) -> pl.Series:

@@ -146,7 +146,7 @@ def read_table(
         raise VitseeError(f"{path}: column {nested[0]} holds lists or bytes; {WRITTEN}")
     if not len(frame):
         raise VitseeError(f"{path} has no rows; {WRITTEN}")
-    quoted = ending not in (".json", ".parquet")
+    quoted = ending == ".csv.gz" or (ending in (".csv", ".tsv") and b"'" in data)
     return typed(frame.with_columns([_as(path, c, kinds, quoted) for c in frame.get_columns()]))
 
 

@@ -225,14 +225,16 @@ class Table:
 
     def map_text(self, change: Callable[[str], str]) -> Table:
         """The table with `change` applied to every text in it and in its notes."""
-        columns = []
-        for column in self.frame.get_columns():
-            if column.dtype in (pl.String, pl.Categorical):
-                new = {t: change(t) for t in column.unique().drop_nulls().cast(pl.String)}
-                if any(old != text for old, text in new.items()):
-                    column = column.cast(pl.String).replace(new).cast(column.dtype)
-            columns.append(column)
-        return Table(pl.DataFrame(columns), _mapped_notes(self.notes, change))
+        of_text = pl.col(pl.String, pl.Categorical)
+        found = self.frame.select(of_text.unique().drop_nulls().cast(pl.String).implode())
+        changed = []
+        for column in found.get_columns():
+            new = {text: change(text) for text in column[0]}
+            if any(old != text for old, text in new.items()):
+                own = pl.nth(self.frame.get_column_index(column.name))
+                kind = self.frame.schema[column.name]
+                changed.append(own.cast(pl.String).replace(new).cast(kind))
+        return Table(self.frame.with_columns(changed), _mapped_notes(self.notes, change))
 
     def to_pandas(self) -> Any:
         """The table as a pandas DataFrame, the notes in its `attrs`. Raises VitseeError: pandas is

@@ -45,8 +45,10 @@ def _pairs(rows: pl.DataFrame, side: str) -> list[tuple[str, Model]]:
     """(label, model) of the rows' stores, once each."""
     if not {f"store{side}", f"weights{side}"} <= {*rows.columns}:
         return []
-    cells = rows.select(_cell(rows, name, side) for name in ("store", "model", "weights"))
-    return [(label, (model, weights)) for label, model, weights in cells.unique().rows()]
+    names = ("store", "model", "weights")
+    once = rows.select(f"{n}{side}" for n in names if f"{n}{side}" in rows.columns).unique()
+    cells = once.select(_cell(once, name, side) for name in names)
+    return [(label, (model, weights)) for label, model, weights in cells.rows()]
 
 
 def _cell(rows: pl.DataFrame, name: str, side: str) -> pl.Expr:

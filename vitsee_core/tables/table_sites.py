@@ -58,7 +58,7 @@ def block_part(rows: pl.DataFrame) -> pl.Expr:
     blocks, for sites outside of the blocks, as in the column of depth, and for rows of no site."""
     if "block" not in rows.columns:
         return pl.lit("out")
-    pairs = rows.select(pl.col("site", "block").cast(pl.String)).drop_nulls("site").unique().rows()
+    pairs = rows.select("site", "block").unique().cast(pl.String).drop_nulls("site").rows()
     parts = {site: site.removeprefix(block or site).lstrip(".") or "out" for site, block in pairs}
     return pl.col("site").cast(pl.String).replace_strict(parts, default="out")
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -162,7 +163,7 @@ def run(
     with `baseline` `shuffled` too; `share` of each `concept`; `activation` of its `top` patches,
     with `image`, `row` and `col`. The intervals of r2 and purity are over images (jackknife, the
     dictionary held fixed); stability is one number of one pair of halves and has none. NaN: patches
-    are all alike. The notes hold crops of the photographs (PNG in base64), under `crops`.
+    are all alike. The notes hold crops of the photographs (pictures in base64), under `crops`.
 
     Memory: slabs of one site, and at most 2 x 4,096 patches (32 per concept if that is more) of
     each of three fits. Time: K D per patch and pass, for nmf times its iterations.
@@ -332,8 +333,8 @@ SMALLEST = 48  # pixels of a crop's shorter side, enlarged from fewer
 def crops(
     store: Store, site: SiteSpec, rows: Integers, cells: Integers, data: str | None
 ) -> list[list[str]]:
-    """PNG, in base64, of each patch with its neighbours, of clips in the frame in the middle of the
-    patch's time; "" where the picture cannot be had. rows, cells: (concepts, n) of the store, and
+    """A picture, as `encode` gives it, of each patch with its neighbours, of clips in the frame in
+    the middle of the patch's time; "" where it cannot be had. rows, cells: (concepts, n) of the store, and
     of the site's grid, time by time and row by row; data: where the images are now, by default
     where extract read them."""
     layout, clip = store.site(site.name).layout, store.plan.clip
@@ -350,16 +351,16 @@ def crops(
         wanted = {*zip(rows.ravel().tolist(), frames.ravel().tolist(), strict=True)}
         for (row, frame), pixels in clip_frames(store, wanted, data).items():
             photos[row, frame] = Photograph(pixels, view.input_edges(row))
-    found = []
-    for line in zip(rows.tolist(), frames.tolist(), (cells % places).tolist(), strict=True):
-        cut = []
-        for row, frame, cell in zip(*line, strict=True):
-            where = divmod(cell, layout.grid[1])
-            edges = _around(view.grid_edges(layout, row), layout.grid, where)
-            photo = photos.get((row, frame))
-            cut.append("" if photo is None else encode(_crop(photo, edges)))
-        found.append(cut)
-    return found
+
+    @cache  # concepts share patches
+    def cut(row: int, frame: int, cell: int) -> str:
+        where = divmod(cell, layout.grid[1])
+        edges = _around(view.grid_edges(layout, row), layout.grid, where)
+        photo = photos.get((row, frame))
+        return "" if photo is None else encode(_crop(photo, edges))
+
+    each = zip(rows.tolist(), frames.tolist(), (cells % places).tolist(), strict=True)
+    return [[cut(*one) for one in zip(*line, strict=True)] for line in each]
 
 
 def _around(grid: Edges, shape: Sequence[int], cell: tuple[int, int]) -> Edges:
