@@ -334,9 +334,9 @@ def crops(
     store: Store, site: SiteSpec, rows: Integers, cells: Integers, data: str | None
 ) -> list[list[str]]:
     """A picture, as `encode` gives it, of each patch with its neighbours, of clips in the frame in
-    the middle of the patch's time; "" where it cannot be had. rows, cells: (concepts, n) of the store, and
-    of the site's grid, time by time and row by row; data: where the images are now, by default
-    where extract read them."""
+    the middle of the patch's time; "" where it cannot be had. rows, cells: (concepts, n) of the
+    store, and of the site's grid, time by time and row by row; data: where the images are now, by
+    default where extract read them."""
     layout, clip = store.site(site.name).layout, store.plan.clip
     assert layout is not None and layout.grid is not None
     view, photos = View.of(store, [site]), {}

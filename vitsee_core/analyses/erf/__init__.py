@@ -416,7 +416,6 @@ def _draw_line(line: Line, grid: Grid, part: Any) -> None:
 def _draw(axes: Axes, picture: Picture) -> AxesImage:
     from matplotlib.colors import LogNorm
     from matplotlib.patches import Circle
-    from scipy.ndimage import center_of_mass
 
     height, width = picture.size
     largest = np.nanmax(picture.cells)
@@ -433,7 +432,9 @@ def _draw(axes: Axes, picture: Picture) -> AxesImage:
     if not largest > 0:
         axes.text(width / 2, height / 2, "0", ha="center", va="center", color=GREY)
     else:
-        centre = center_of_mass(np.nan_to_num(picture.cells))  # squares count as whole
+        whole = np.nan_to_num(picture.cells)  # squares count as whole
+        along = [whole.sum(1), whole.sum(0)]
+        centre = (np.average(np.arange(len(one)), weights=one) for one in along)
         y, x = ((at + 0.5) * picture.step - 0.5 for at in centre)
         axes.plot(x, y, "+", color=MARK, markersize=4, markeredgewidth=0.7)
         if np.isfinite(picture.radius):
