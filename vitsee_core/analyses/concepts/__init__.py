@@ -339,8 +339,8 @@ def crops(
     default where extract read them."""
     layout, clip = store.site(site.name).layout, store.plan.clip
     assert layout is not None and layout.grid is not None
-    view, photos = View.of(store, [site]), {}
-    places = layout.grid[0] * layout.grid[1]
+    view, photos, grid = View.of(store, [site]), {}, layout.grid
+    places = grid[0] * grid[1]
     if clip is None:
         frames = np.zeros_like(cells)
         shown = Shown(store, view, sorted({int(row) for row in rows.ravel()}), [site])
@@ -354,8 +354,7 @@ def crops(
 
     @cache  # concepts share patches
     def cut(row: int, frame: int, cell: int) -> str:
-        where = divmod(cell, layout.grid[1])
-        edges = _around(view.grid_edges(layout, row), layout.grid, where)
+        edges = _around(view.grid_edges(layout, row), grid, divmod(cell, grid[1]))
         photo = photos.get((row, frame))
         return "" if photo is None else encode(_crop(photo, edges))
 
