@@ -16,23 +16,22 @@ from tests.models_helpers import VIT, small
 from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.weights.input import (
-    Filters,
-    Positions,
+    InputArray,
     find_filters,
     find_positions,
     is_sine_cosine,
 )
 
 
-def positions(model: LoadedModel) -> Positions:
+def positions(model: LoadedModel) -> InputArray:
     found = find_positions(model)
-    assert isinstance(found, Positions), found
+    assert isinstance(found, InputArray), found
     return found
 
 
-def filters(model: LoadedModel) -> Filters:
+def filters(model: LoadedModel) -> InputArray:
     found = find_filters(model)
-    assert isinstance(found, Filters), found
+    assert isinstance(found, InputArray), found
     return found
 
 

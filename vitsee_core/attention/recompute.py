@@ -199,7 +199,7 @@ def recomputed_calls(
     import torch
 
     from vitsee_core.images import normalise
-    from vitsee_core.models.capture import Capture
+    from vitsee_core.models.capture import Capture, Observer
     from vitsee_core.models.site_tables import site_table
     from vitsee_core.runtime.device import precision_context, resolve_device
 
@@ -232,27 +232,18 @@ def recomputed_calls(
     log.info("computing the attention of %s with %s on %s", what, model.name, where)
     size = _batch_size(blocks)
     pixels_of = Pictures(store, origin.data)
-    observer = _Taker({block.site: block for block in blocks}, take)
+    by_name = {block.site: block for block in blocks}
+    values: dict[str, dict[str, Array]] = {}
+
+    class Taker(Observer):
+        def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
+            values[block.name] = _keep(take(by_name[block.name], call))
+
     capture = Capture(model, table, sites=[], attention=[known[block.site] for block in blocks])
     with torch.inference_mode(), precision_context(where, precision), capture:
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
             pixels = torch.from_numpy(pixels_of(part))
-            observer.values = {}
-            capture.run(normalise(pixels, store.manifest.transform, where), observer)
-            yield Attended(part, observer.values)
-
-
-class _Taker:
-    """An observer that collects the results of `take` for each block's attention."""
-
-    def __init__(self, blocks: Mapping[str, StoredAttention], take: TakeCall) -> None:
-        self._blocks, self._take = blocks, take
-        self.values: dict[str, dict[str, Array]] = {}
-
-    def site(self, *_: Any) -> None: ...
-
-    def branch(self, *_: Any) -> None: ...
-
-    def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
-        self.values[block.name] = _keep(self._take(self._blocks[block.name], call))
+            values = {}
+            capture.run(normalise(pixels, store.manifest.transform, where), Taker())
+            yield Attended(part, values)

@@ -26,14 +26,8 @@ from vitsee_core.types import Float, Integers
 
 WORTH = 4  # images per channel that make an update of the scatter matrix worthwhile
 Piece = list[tuple[NDArray[np.float32], Integers]]
-
-
-@dataclass(frozen=True)
-class TrainingSums:
-    """Sums over a piece of training images, minus the shift."""
-
-    scatter: Float  # (dim, dim)
-    of_class: Float  # (classes, dim) sums over each class
+# Of a piece, minus the shift: the scatter matrix (dim, dim), sums over each class (classes, dim).
+TrainingSums = tuple[Float, Float]
 
 
 class SufficientStats:
@@ -122,15 +116,16 @@ class SufficientStats:
         apart = np.concatenate([x for x, _ in piece]).astype(np.float64)
         apart -= self._shift
         labels = np.concatenate([labels for _, labels in piece])
-        return TrainingSums(apart.T @ apart, class_sums(apart, labels, self.n_classes))
+        return apart.T @ apart, class_sums(apart, labels, self.n_classes)
 
     def count(self, sums: TrainingSums) -> None:
         """Add the sums of a piece."""
         self._start()
         assert self._scatter is not None
-        self._scatter += sums.scatter
-        self._sums += sums.of_class.sum(axis=0)
-        self._class_sums += sums.of_class
+        scatter, of_class = sums
+        self._scatter += scatter
+        self._sums += of_class.sum(axis=0)
+        self._class_sums += of_class
 
     def _ready(self) -> Piece:
         piece, self._waiting, self._n_waiting = self._waiting, [], 0

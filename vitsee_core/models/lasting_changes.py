@@ -12,10 +12,11 @@ before what takes the last block's output, so that pooling and head see as many 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,9 @@ from vitsee_stores.errors import SiteError
 from vitsee_stores.layout import TokenLayout
 from vitsee_stores.manifest import few
 from vitsee_stores.selectors import GROUPS, select_names
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
 
 SHOWN = 8
 
@@ -60,12 +64,13 @@ def ablate_skips(model: LoadedModel, names: Sequence[str]) -> None:
                 "outside of any module before it is added"
             )
     ends = [table.points[table.residuals[name].branch].hook_points[0] for name in chosen]
-    cuts = _Cuts(model.module, ends)
+    cuts = _cut(model.module, ends)
     before, model.ablate_skip = model.ablate_skip, tuple(chosen)
     proven = site_table(model)
     for name in chosen:
         if name not in proven.residuals:
-            cuts.remove()
+            for handle in cuts:
+                handle.remove()
             model.ablate_skip = before
             block = table.residuals[name].total.rpartition(".")[0]
             reason = proven.left_out.get(block, "without its skip the block is no longer read")
@@ -96,35 +101,28 @@ def _sublayers(model: LoadedModel, table: SiteTable, text: str, option: str) -> 
     )
 
 
-class _Cuts:
-    """Hooks behind the branches' last modules, counting the calls of those that several share."""
+def _cut(module: nn.Module, ends: Sequence[HookPoint]) -> list[RemovableHandle]:
+    """Hooks behind the branches' last modules, counting the calls of those that several share; once
+    they are removed the skips are as before."""
+    counts: Counter[str] = Counter()
+    ending: dict[str, set[int]] = defaultdict(set)
+    for hook_point in ends:
+        ending[hook_point.module].add(hook_point.call)
 
-    def __init__(self, module: nn.Module, ends: Sequence[HookPoint]) -> None:
-        self.counts: Counter[str] = Counter()
-        self.handles = [module.register_forward_pre_hook(lambda _m, _a: self.counts.clear())]
-        by_module: dict[str, set[int]] = {}
-        for hook_point in ends:
-            by_module.setdefault(hook_point.module, set()).add(hook_point.call)
-        for path, calls in by_module.items():
-            child = module.get_submodule(path)
-            self.handles.append(child.register_forward_hook(self._cut(path, calls)))
+    def cut(path: str, _module: nn.Module, _args: Any, output: Any) -> Any:
+        call = counts[path]
+        counts[path] += 1
+        if call not in ending[path]:
+            return None
+        if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
+            return (branch_only(output[0]), *output[1:])
+        return branch_only(output) if isinstance(output, Tensor) else None
 
-    def _cut(self, path: str, calls: set[int]) -> Callable[..., Any]:
-        def cut(_module: nn.Module, _args: Any, output: Any) -> Any:
-            call = self.counts[path]
-            self.counts[path] += 1
-            if call not in calls:
-                return None
-            if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
-                return (branch_only(output[0]), *output[1:])
-            return branch_only(output) if isinstance(output, Tensor) else None
-
-        return cut
-
-    def remove(self) -> None:
-        """Restore the skips."""
-        for handle in self.handles:
-            handle.remove()
+    before = module.register_forward_pre_hook(lambda _m, _a: counts.clear())
+    behind = [
+        module.get_submodule(path).register_forward_hook(partial(cut, path)) for path in ending
+    ]
+    return [before, *behind]
 
 
 def add_registers(model: LoadedModel, n: int) -> None:

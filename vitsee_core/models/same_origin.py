@@ -115,7 +115,11 @@ def check_same_images(writer: StoreWriter, selection: Selection, first: FirstIma
     known = {first.row + k: int(value) for k, value in enumerate(first.hash)}
     other = []
     for row, value in sorted(expected.items()):
-        found = known[row] if row in known else _hash(selection, row)
+        try:
+            index = int(selection.samples.index[row])
+            found = known[row] if row in known else selection.source.hash(index)
+        except ImageError:
+            found = 0
         if found != value:
             other.append(f"{ids[row]}{'' if found else ' (cannot be read)'}")
     if other:
@@ -158,13 +162,6 @@ def _committed_hashes(writer: StoreWriter) -> dict[int, int]:
         rows = np.random.default_rng(0).choice(rows, COMPARED, replace=False)
     hashes = store.samples.hash
     return {int(row): int(hashes[row]) for row in rows}
-
-
-def _hash(selection: Selection, row: int) -> int:
-    try:
-        return selection.source.hash(int(selection.samples.index[row]))
-    except ImageError:
-        return 0
 
 
 def _other_versions(then: Mapping[str, str]) -> str:

@@ -131,7 +131,9 @@ class Monitor:
         self._n_measured = 0
         self._step: int | None = None
         self._series: Series | None = None
-        if _is_first_process():
+        distributed = torch.distributed
+        several = distributed.is_available() and distributed.is_initialized()
+        if not several or distributed.get_rank() == 0:
             check_options(options)
             chosen = measurements(analyses, (FIRST, PREVIOUS), with_train=train is not None)
             self._series = Series(
@@ -174,7 +176,8 @@ class Monitor:
         """
         if self._series is None or step == self._step or not (now or step % self.every == 0):
             return None
-        _wait_for_gpu()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # queued training steps would count as measuring otherwise
         if self._begun is None:
             self._begun = time.perf_counter()
         self._step = step
@@ -275,19 +278,6 @@ class Monitor:
                 self._log(name, value, step)
         self._log("diverged", 0.0 if tables else 1.0, step)
         self._log("monitor_share", self.share, step)
-
-
-def _is_first_process() -> bool:
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized():
-        return True
-    return distributed.get_rank() == 0
-
-
-def _wait_for_gpu() -> None:
-    """Let queued training steps end, which would count as measuring otherwise."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
 
 
 # The attributes of a module that hold hooks, by their keys.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -259,6 +261,17 @@ class Unfilled(TorchFunctionMode):
         written = args[0] if args else given.get("tensor")  # torch.nn.init passes it by name
         writes = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
         return written if writes and isinstance(written, nn.Parameter) else func(*args, **given)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Context without a library's remarks (weights are random, as was asked for)."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def one_line(error: BaseException) -> str:

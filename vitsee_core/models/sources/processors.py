@@ -10,7 +10,6 @@ those of each rule of `Canvas`; what it makes of random pixels with what vitsee'
 from __future__ import annotations
 
 import inspect
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from vitsee_core.images.transform import make_recipe
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.sources.base import BACKENDS, one_line
+from vitsee_core.models.sources.base import BACKENDS, one_line, quiet
 from vitsee_core.models.sources.transforms import DEFAULT
 from vitsee_core.models.tokens.towers import GRIDS, Packing
 from vitsee_stores.errors import VitseeError
@@ -413,16 +412,12 @@ def canvas_transform(canvas: Canvas) -> dict[str, Any]:
 
 def _made(processor: Processor, image: Any, more: Mapping[str, Any]) -> Any:
     """What the processor makes of an image, None where it refuses it or the arguments."""
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # transformers' remarks on arguments
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    with quiet(), warnings.catch_warnings():  # transformers' remarks on arguments
+        warnings.simplefilter("ignore")
+        try:
             return processor.own(images=[image], return_tensors="pt", **more)
-    except _REFUSALS:
-        return None
-    finally:
-        logging.disable(level)
+        except _REFUSALS:
+            return None
 
 
 def _size(made: Any, patch: int) -> Size | None:

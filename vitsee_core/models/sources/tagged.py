@@ -5,10 +5,8 @@ towers of open_clip, `open_clip:ViT-B-32/laion2b_s34b_b79k`, and torchvision's c
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -16,7 +14,14 @@ from typing import Any
 from torch import nn
 
 from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.sources.base import Source, drawn, missing_extra, near_names, one_line
+from vitsee_core.models.sources.base import (
+    Source,
+    drawn,
+    missing_extra,
+    near_names,
+    one_line,
+    quiet,
+)
 from vitsee_core.models.sources.transforms import DEFAULT, changed, pair, stated
 
 
@@ -110,7 +115,7 @@ class OpenClipSource(TaggedSource):
             given["force_image_size"] = rows if rows == cols else (rows, cols)
 
         def made() -> Any:
-            with _quiet():
+            with quiet():
                 weights = tag if pretrained else None
                 return library().create_model(architecture, pretrained=weights, **given).visual
 
@@ -147,17 +152,6 @@ class OpenClipSource(TaggedSource):
 
     def origin(self) -> dict[str, Any]:
         return {"library": "open_clip", "version": library().__version__}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Context without open_clip's remark that weights are random, as was asked for."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def library() -> Any:

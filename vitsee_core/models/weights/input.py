@@ -34,15 +34,22 @@ _ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation")
 
 
 @dataclass(frozen=True)
-class Filters:
-    """values: (filters, channels, height, width) float32, a weight for each pixel as the layer
-    uses it (standardised where the layer standardises its weights). site: the layer's name."""
+class InputArray:
+    """values: float32, of filters (filters, channels, height, width), a weight for each pixel as
+    the layer uses it (standardised where the layer standardises its weights); of positions (rows,
+    cols, dim), what each patch gets, on the grid of the model's input. site: the name of the layer,
+    or of the tensor, of several that add up, or of the module that makes it.
+
+    kind: of positions "learned", "fixed" (a buffer), "sine-cosine" (a parameter with the values of
+    that formula, so not learned) or "computed" (by a module).
+    """
 
     site: str
     values: NDArray[np.float32]
+    kind: str = ""
 
 
-def find_filters(model: LoadedModel) -> Filters | str:
+def find_filters(model: LoadedModel) -> InputArray | str:
     """The filters of the model's first layer, or why it has none over single pixels.
 
     A convolution over the image, a linear layer over cut patches, and either of them over pixels
@@ -76,7 +83,7 @@ class _FirstLayers(TorchFunctionMode):
 
     def __init__(self, inside: list[str], size: tuple[int, int, int]) -> None:
         super().__init__()
-        self.found: list[Filters] = []
+        self.found: list[InputArray] = []
         self.refused = ""
         self._inside, self._size = inside, size
 
@@ -93,7 +100,7 @@ class _FirstLayers(TorchFunctionMode):
             if values is None:
                 self.refused = self._inside[-1]
                 raise ForwardEnded
-            self.found.append(Filters(self._inside[-1], values))
+            self.found.append(InputArray(self._inside[-1], values))
         return func(*args, **given)
 
 
@@ -136,21 +143,7 @@ SINE_COSINE = "sine-cosine"
 _SINE_COSINE_TOLERANCE = 5e-3  # float16 checkpoints
 
 
-@dataclass(frozen=True)
-class Positions:
-    """values: (rows, cols, dim) float32, what each patch gets, on the grid of the model's input.
-    site: the name of the tensor, or of several that add up, or of the module that makes it.
-
-    kind: "learned", "fixed" (a buffer), "sine-cosine" (a parameter with the values of that formula,
-    so not learned) or "computed" (by a module).
-    """
-
-    site: str
-    values: NDArray[np.float32]
-    kind: str
-
-
-def find_positions(model: LoadedModel) -> Positions | str:
+def find_positions(model: LoadedModel) -> InputArray | str:
     """The position embedding of the model's patches, or why it has none.
 
     The parts of prefix tokens are left out. Of several that are added at different depths it is
@@ -187,7 +180,7 @@ def find_positions(model: LoadedModel) -> Positions | str:
         kind = chosen[0].kind
         if kind == LEARNED and is_sine_cosine(values):
             kind = SINE_COSINE
-        return Positions(" + ".join(c.name for c in chosen), values, kind)
+        return InputArray(" + ".join(c.name for c in chosen), values, kind)
     return refused[0] if refused else _why_none(model.module)
 
 
