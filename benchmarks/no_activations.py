@@ -24,7 +24,7 @@ import vitsee
 from vitsee_core.demo.coco import write_coco
 from vitsee_core.demo.davis import write_davis
 from vitsee_core.demo.spair import write_spair
-from vitsee_core.extraction.sizes import total_size
+from vitsee_core.extraction.plan import total_size
 
 IMAGES, SLAB = 60, 20
 LEAN: dict[str, Any] = {"tokens": "pooled", "grams": True}

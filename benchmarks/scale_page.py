@@ -20,8 +20,7 @@ from typing import Any
 from common import RESULTS
 
 from vitsee_core.extraction.options import DEFAULT_SLAB, KeepOptions
-from vitsee_core.extraction.plan import build_plan, choose
-from vitsee_core.extraction.sizes import total_size
+from vitsee_core.extraction.plan import build_plan, choose, total_size
 from vitsee_core.models.without_weights import list_sites
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "scale.md"

@@ -18,8 +18,8 @@ from tests.processes import Server
 from vitsee_cli import console
 from vitsee_cli.main import main
 from vitsee_core.extraction import sharding
+from vitsee_core.extraction.outcome import StopRequest
 from vitsee_core.extraction.sharding import claimed_rounds
-from vitsee_core.extraction.signals import StopRequest
 from vitsee_stores import StoreWriter, describe, open_store, validate
 from vitsee_stores import leases as claims
 from vitsee_stores.disk import tag

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitsee_core.images.clip_times import Sampling, Timeline
 from vitsee_core.images.errors import ImageError
+from vitsee_core.images.videos import Sampling, Timeline
 
 
 def even(n: int, tick: float | None = None) -> Timeline:

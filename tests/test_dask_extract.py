@@ -30,8 +30,7 @@ from vitsee_core.extraction.options import (
     Request,
     RunOptions,
 )
-from vitsee_core.extraction.outcome import Outcome
-from vitsee_core.extraction.signals import Interrupted
+from vitsee_core.extraction.outcome import Interrupted, Outcome
 from vitsee_core.runtime.dask_map import DaskMap
 from vitsee_core.runtime.dask_worker import DaskError
 from vitsee_core.runtime.execution import Execution

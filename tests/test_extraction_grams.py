@@ -22,16 +22,16 @@ from tests.extractions import (
     plant_images,
 )
 from tests.manifests import edited
-from vitsee_core.extraction import gram_strategy, run, slab_grams
+from vitsee_core.extraction import run, slab_grams
 from vitsee_core.extraction.buffers import as_block
-from vitsee_core.extraction.gram_strategy import (
+from vitsee_core.extraction.slab_grams import (
+    GramProducts,
     GramStrategy,
     InHostMemory,
     InScratchFile,
     WholeSlabs,
     choose_strategy,
 )
-from vitsee_core.extraction.slab_grams import GramProducts
 from vitsee_core.models.load import load_model
 from vitsee_core.models.site_tables import site_table
 from vitsee_stores import Store, open_store, validate
@@ -121,7 +121,7 @@ def test_pooled_stores_by_every_way(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if where == "file":
-        monkeypatch.setattr(gram_strategy, "memory_bytes", lambda: 1000)
+        monkeypatch.setattr(slab_grams, "memory_bytes", lambda: 1000)
     path = tmp_path / "pooled.zarr"
     pooled = ["--tokens", "pooled", "--batch-size", batch]
     said = extracted(*options(folder, path, *pooled)).stderr
@@ -152,7 +152,7 @@ def test_memory_and_file_give_the_same_bytes_as_do_shards_and_resuming(
     assert array_bytes(memory) == before
     run_into("shards.zarr", "--shard", "1/2")
     assert array_bytes(run_into("shards.zarr", "--shard", "0/2")) == before
-    monkeypatch.setattr(gram_strategy, "memory_bytes", lambda: 1000)
+    monkeypatch.setattr(slab_grams, "memory_bytes", lambda: 1000)
     assert array_bytes(run_into("file.zarr")) == before
 
 
@@ -228,7 +228,7 @@ def test_the_way_follows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     table, cpu = site_table(model), torch.device("cpu")
 
     def way(slab: int, batch: int | None, memory: float, tokens: str = "pooled") -> GramStrategy:
-        monkeypatch.setattr(gram_strategy, "memory_bytes", lambda: int(memory))
+        monkeypatch.setattr(slab_grams, "memory_bytes", lambda: int(memory))
         sites = tuple(dataclasses.replace(site, tokens=tokens) for site in table.sites)
         plan = StorePlan(4 * slab, slab, "none", sites, grams=True)
         return choose_strategy(plan, table, cpu, batch, 32)
@@ -256,7 +256,7 @@ def test_a_disk_without_room_for_the_scratch_file(
 ) -> None:
     path = tmp_path / "store.zarr"
     command = options(folder, path, "--tokens", "pooled", "--batch-size", 3)
-    monkeypatch.setattr(gram_strategy, "memory_bytes", lambda: 1000)
+    monkeypatch.setattr(slab_grams, "memory_bytes", lambda: 1000)
     monkeypatch.setattr(run, "max_disk_bytes", lambda manifest, block: 5000)
     monkeypatch.setattr(run, "free_disk_bytes", lambda _path: 6000)
     result = extract(*command)
@@ -266,7 +266,7 @@ def test_a_disk_without_room_for_the_scratch_file(
     assert "1.0 kB free; choose --batch-size 4" in result.stderr
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(run, "free_disk_bytes", lambda _path: 10**12)
-    monkeypatch.setattr(gram_strategy, "free_disk_bytes", lambda _path: 1000)  # gone since
+    monkeypatch.setattr(slab_grams, "free_disk_bytes", lambda _path: 1000)  # gone since
     result = extract(*command)
     assert result.exit_code == 1
     assert "--grams needs a scratch file of" in result.stderr

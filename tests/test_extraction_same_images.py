@@ -14,7 +14,7 @@ from PIL import Image, ImageFilter
 
 from tests.extractions import VIT, array_bytes, extract, extracted, plant_images
 from vitsee_core.extraction import run
-from vitsee_core.extraction.begin import prepare
+from vitsee_core.extraction.run import prepare
 from vitsee_core.images import decoding
 from vitsee_core.models import same_origin
 from vitsee_core.runtime.versions import store_versions

@@ -18,8 +18,8 @@ from vitsee_cli import signals
 from vitsee_cli.commands import extract as extract_command
 from vitsee_cli.main import main
 from vitsee_core.extraction import run
+from vitsee_core.extraction.outcome import Interrupted, StopRequest
 from vitsee_core.extraction.sharding import Shard
-from vitsee_core.extraction.signals import Interrupted, StopRequest
 from vitsee_stores import StoreWriter
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tests.extractions import extract, extracted, plant_images
 from tests.models_helpers import VIT, captured, images, small
-from vitsee_core.extraction import small_weights as keeping
+from vitsee_core.extraction import prepare as keeping
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.weights import HeadWeights, stored_classifier

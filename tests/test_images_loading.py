@@ -297,7 +297,9 @@ def test_a_killed_worker_is_said(folder: Path) -> None:
 
 
 def test_workers_import_neither_torch_nor_timm() -> None:
-    code = "import sys, vitsee_core.images.pool; print({'torch', 'timm', 'zarr'} & {*sys.modules})"
+    code = (
+        "import sys, vitsee_core.images.loading; print({'torch', 'timm', 'zarr'} & {*sys.modules})"
+    )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True

@@ -15,8 +15,7 @@ from PIL import Image
 
 from tests.stores import write_sites
 from vitsee_core.images import DataError, ImageError
-from vitsee_core.images.boxes import box_pixels
-from vitsee_core.images.placement import Placement, place
+from vitsee_core.images.placement import Placement, box_pixels, place
 from vitsee_core.images.transform import make_recipe
 from vitsee_stores.errors import MissingInput
 

@@ -32,7 +32,7 @@ from vitsee_cli.main import main
 from vitsee_core.images import DataError, ImageError, ImageSource, open_source, select
 from vitsee_core.images.decoding import hash64
 from vitsee_core.images.sources import archives, placed, tar_index
-from vitsee_core.images.sources.braces import expand_braces
+from vitsee_core.images.sources.base import expand_braces
 from vitsee_core.runtime.progress import Tally
 from vitsee_stores import open_store, require_paired, validate
 

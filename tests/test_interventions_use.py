@@ -15,8 +15,7 @@ import vitsee
 from tests.extractions import VIT, array_bytes, extract, extracted, plant_images
 from vitsee_cli.main import main
 from vitsee_core.extraction.identity import fixed_identity
-from vitsee_core.extraction.named_options import options_in_name
-from vitsee_core.extraction.options import DataOptions
+from vitsee_core.extraction.options import DataOptions, options_in_name
 from vitsee_core.extraction.prepare import chosen_images
 from vitsee_core.features.compared import model_key, require_comparable
 from vitsee_core.models.intervention_spec import InterventionError, parse, placed
@@ -30,7 +29,7 @@ from vitsee_core.models.sites import SiteTable
 from vitsee_core.tables.sidecars import describe_run
 from vitsee_stores import open_store
 from vitsee_stores.errors import StoreMismatch, VitseeError
-from vitsee_stores.weights_names import weights_name
+from vitsee_stores.manifest import weights_name
 
 N = 6
 SITES = ["--sites", "blocks.0..1.out", "--attention", "none", "--no-residual", "--slab", 3]

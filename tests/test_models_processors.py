@@ -20,9 +20,8 @@ from tests.models_helpers import refusal
 from vitsee_cli.main import main
 from vitsee_core.features.compared import compared
 from vitsee_core.images.placement import place
-from vitsee_core.images.sides import crop_corner
 from vitsee_core.images.torch_transforms import largest_difference
-from vitsee_core.images.transform import make_recipe, normalise
+from vitsee_core.images.transform import crop_corner, make_recipe, normalise
 from vitsee_core.masks.mask_truth import mask_recipe
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model

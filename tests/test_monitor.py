@@ -24,7 +24,7 @@ from torch.nn.utils import prune
 import vitsee
 from tests.extractions import plant_images
 from vitsee_core.extraction.options import OptionError
-from vitsee_core.extraction.signals import Interrupted
+from vitsee_core.extraction.outcome import Interrupted
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.tables.results import Table
 from vitsee_core.training.monitor import cpu_copy, undisturbed, unwrapped

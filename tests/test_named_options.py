@@ -11,8 +11,7 @@ from click.testing import CliRunner
 import vitsee
 from tests.tables import unique
 from vitsee_cli.main import main
-from vitsee_core.extraction.named_options import options_in_name
-from vitsee_core.extraction.options import OptionError
+from vitsee_core.extraction.options import OptionError, options_in_name
 from vitsee_core.tables.results import Table
 
 

@@ -21,7 +21,7 @@ from tests.stores import write_sites
 from tests.tables import having
 from tests.videos import CELL, METRICS, plant, store_of, value
 from vitsee_core.analyses.propagate import BASELINES, run
-from vitsee_core.images.clip_times import Sampling
+from vitsee_core.images.videos import Sampling
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import StoreMismatch, VitseeError
 from vitsee_stores.layout import TokenLayout

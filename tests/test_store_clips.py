@@ -22,7 +22,7 @@ from vitsee_stores.errors import SiteError
 from vitsee_stores.layout import StorePlan, TokenLayout, arrays
 from vitsee_stores.manifest import Manifest
 from vitsee_stores.plan import Clip
-from vitsee_stores.token_selection import layout_tokens
+from vitsee_stores.selectors import layout_tokens
 
 
 def numbered(layout: TokenLayout, n: int = 3, dim: int = 2) -> np.ndarray[Any, Any]:

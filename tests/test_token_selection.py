@@ -8,7 +8,7 @@ import pytest
 
 from vitsee_stores.errors import SiteError
 from vitsee_stores.layout import TokenLayout
-from vitsee_stores.token_selection import (
+from vitsee_stores.selectors import (
     WORDS,
     TokenSelection,
     layout_tokens,

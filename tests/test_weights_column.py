@@ -20,7 +20,7 @@ from vitsee_core.report.cards import groups_of
 from vitsee_core.report.materials import find_materials
 from vitsee_core.report.overview import stores_by_model
 from vitsee_core.runtime.progress import SILENT
-from vitsee_stores.weights_names import weights_name
+from vitsee_stores.manifest import weights_name
 
 RANDOM: dict[str, Any] = {"weights": {"source": "random", "seed": 0}}
 LOADED: dict[str, Any] = {"weights": {"source": "checkpoint", "file": "dino.pth", "key": "teacher"}}

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vitsee_core.extraction.options import DEFAULT_SLAB, KeepOptions
-from vitsee_core.extraction.plan import build_plan, choose
-from vitsee_core.extraction.sizes import total_size
+from vitsee_core.extraction.plan import build_plan, choose, total_size
 from vitsee_core.models.without_weights import list_sites
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "studies.md"

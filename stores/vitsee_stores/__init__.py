@@ -13,13 +13,13 @@ FORMAT.md beside this file is the format's text. Five files to read first, in th
 
 and the rest, around them:
 
-    untrusted metadata                  schema (types and limits), metadata (zarr.json, markers)
-    bytes of chunks                     chunks (codecs), sealed (verified reading, damage of a slab)
-    a new store                         creation, samples (ids, labels), leases (who makes a slab)
-    reading                             opening, generations (a store that grew), store_contents,
-                                        lazy, selectors and token_selection (which sites, tokens)
-    folder or URL                       files (what both offer), folder, objects, disk, url
-    descriptions and errors             info, validation, errors, notebook, weights_names
+    untrusted metadata          schema (types and limits), metadata (zarr.json, markers)
+    bytes of chunks             chunks (codecs), sealed (verified reading, damage of a slab)
+    a new store                 creation, samples (ids, labels), leases (who makes a slab)
+    reading                     generations (a store that grew), store_contents, lazy, selectors
+                                (which sites, which tokens)
+    folder or URL               url, files (what both offer), folder and disk, objects
+    descriptions and errors     info, validation, errors, notebook
 
 Names are imported when first used, so importing the package costs nothing.
 """
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from vitsee_stores.lazy import LazyArray as LazyArray
     from vitsee_stores.manifest import Manifest as Manifest
     from vitsee_stores.manifest import new_manifest as new_manifest
-    from vitsee_stores.opening import open_store as open_store
-    from vitsee_stores.opening import require_paired as require_paired
     from vitsee_stores.samples import Samples as Samples
     from vitsee_stores.store import Slab as Slab
     from vitsee_stores.store import Store as Store
+    from vitsee_stores.store import open_store as open_store
+    from vitsee_stores.store import require_paired as require_paired
     from vitsee_stores.validation import validate as validate
     from vitsee_stores.writer import StoreWriter as StoreWriter
 
@@ -62,9 +62,8 @@ _HOME = {
     "layout": "AttentionGroup SiteSpec StorePlan TokenLayout",
     "lazy": "LazyArray",
     "manifest": "Manifest new_manifest",
-    "opening": "open_store require_paired",
     "samples": "Samples",
-    "store": "Slab Store",
+    "store": "Slab Store open_store require_paired",
     "validation": "validate",
     "writer": "StoreWriter",
 }

@@ -18,10 +18,10 @@ from vitsee_stores.folder import files_at
 from vitsee_stores.generations import Generation, GrownChunks, committed, read_generations
 from vitsee_stores.layout import ArraySpec, n_bytes
 from vitsee_stores.leases import claims_of
+from vitsee_stores.manifest import weights_name
 from vitsee_stores.plan import SiteSpec, StorePlan, TokenLayout
 from vitsee_stores.sealed import VerifiedChunks
 from vitsee_stores.url import Url
-from vitsee_stores.weights_names import weights_name
 
 
 def describe(

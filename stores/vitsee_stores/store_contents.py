@@ -21,7 +21,7 @@ from vitsee_stores.notebook import site_table
 from vitsee_stores.plan import SiteSpec, TokenLayout
 from vitsee_stores.samples import StoreSamples
 from vitsee_stores.sealed import VerifiedChunks
-from vitsee_stores.token_selection import TokenSelection, describe_layout
+from vitsee_stores.selectors import TokenSelection, describe_layout
 from vitsee_stores.url import folder_of
 
 

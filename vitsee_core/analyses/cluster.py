@@ -65,7 +65,7 @@ from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, Float32, Integers
 from vitsee_stores.errors import VitseeError
-from vitsee_stores.token_selection import VECTOR_WORDS
+from vitsee_stores.selectors import VECTOR_WORDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

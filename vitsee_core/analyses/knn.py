@@ -64,7 +64,7 @@ from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float32, Integers, Mask
 from vitsee_stores.errors import VitseeError
-from vitsee_stores.token_selection import VECTOR_WORDS
+from vitsee_stores.selectors import VECTOR_WORDS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

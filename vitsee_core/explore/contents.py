@@ -40,8 +40,7 @@ from vitsee_core.tables.text import visible
 from vitsee_core.tables.words import site_words
 from vitsee_core.types import Float, Float32, Mask
 from vitsee_stores.layout import TokenLayout
-from vitsee_stores.manifest import few
-from vitsee_stores.weights_names import weights_name
+from vitsee_stores.manifest import few, weights_name
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec

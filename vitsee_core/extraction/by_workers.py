@@ -24,13 +24,11 @@ from typing import Any
 import numpy as np
 
 from vitsee_core.extraction import sharding
-from vitsee_core.extraction.begin import prepare
 from vitsee_core.extraction.options import ModelOptions, Request
-from vitsee_core.extraction.outcome import Outcome
+from vitsee_core.extraction.outcome import Outcome, StopRequest
 from vitsee_core.extraction.prepare import Prepared
-from vitsee_core.extraction.run import announce, fill, made_or_joined, stopped
+from vitsee_core.extraction.run import announce, fill, made_or_joined, prepare, stopped
 from vitsee_core.extraction.sharding import Shard
-from vitsee_core.extraction.signals import StopRequest
 from vitsee_core.images.sources import placed
 from vitsee_core.models.intervention_spec import placed as placed_stores
 from vitsee_core.models.sources import source_of

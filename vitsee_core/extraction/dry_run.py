@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vitsee_core.extraction.begin import prepare
-from vitsee_core.extraction.gram_strategy import choose_strategy
 from vitsee_core.extraction.image_layout import ImageLayout
 from vitsee_core.extraction.options import OF_NATIVE, ModelOptions, Request
 from vitsee_core.extraction.prepare import check_output, chosen_images, cut_sides, plan_contents
-from vitsee_core.extraction.run import default_batch, erf_cost, strategy_of
+from vitsee_core.extraction.run import default_batch, erf_cost, prepare, strategy_of
+from vitsee_core.extraction.slab_grams import choose_strategy
 from vitsee_core.images.clips import has_clips
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import check_model_options

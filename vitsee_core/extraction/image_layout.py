@@ -30,8 +30,8 @@ from vitsee_core.extraction.options import (
 )
 from vitsee_core.extraction.tiles import TILED, n_tiles
 from vitsee_core.images import ImageError, Selection
-from vitsee_core.images.clip_times import SHUFFLED
 from vitsee_core.images.transform import MOST_PIXELS
+from vitsee_core.images.videos import SHUFFLED
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel

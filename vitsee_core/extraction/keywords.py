@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from vitsee_core.extraction.by_workers import extract_by_workers
-from vitsee_core.extraction.named_options import options_in_name
 from vitsee_core.extraction.options import (
     ATTENTION_LEVELS,
     INTERVENTIONS,
@@ -23,6 +22,7 @@ from vitsee_core.extraction.options import (
     OptionError,
     Request,
     RunOptions,
+    options_in_name,
 )
 from vitsee_core.extraction.run import extract as fill_store
 from vitsee_core.extraction.run import log

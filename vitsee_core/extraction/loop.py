@@ -19,15 +19,13 @@ from numpy.typing import NDArray
 from vitsee_core.extraction.buffers import SlabBuffers, to_store
 from vitsee_core.extraction.by_frame import FrameObserver
 from vitsee_core.extraction.erf import ErfSums
-from vitsee_core.extraction.gram_strategy import GramStrategy
 from vitsee_core.extraction.native import NativeCapture, NativeObserver
-from vitsee_core.extraction.outcome import Clock
+from vitsee_core.extraction.outcome import Clock, StopRequest
 from vitsee_core.extraction.plan import hook_points
 from vitsee_core.extraction.prepare import Prepared
 from vitsee_core.extraction.sharding import only_writer
-from vitsee_core.extraction.signals import StopRequest
 from vitsee_core.extraction.slab import SlabObserver, check_peaks
-from vitsee_core.extraction.slab_grams import SlabGrams
+from vitsee_core.extraction.slab_grams import GramStrategy, SlabGrams
 from vitsee_core.extraction.tiles import TiledObserver
 from vitsee_core.extraction.transfer import PixelFeed
 from vitsee_core.images import Batch, normalise

@@ -1,10 +1,13 @@
-"""The exact contents of a store, planned from choices, a model's sites and a list of images."""
+"""The exact contents of a store, planned from choices, a model's sites and a list of images; and
+their bytes and files."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +28,7 @@ from vitsee_stores.layout import (
     StorePlan,
     TokenLayout,
     arrays,
+    n_bytes,
     select_names,
 )
 from vitsee_stores.plan import CLIPS, Canvas, Clip
@@ -241,7 +245,7 @@ def hook_points(table: SiteTable, plan: StorePlan) -> dict[str, Any]:
 
 def slab_bytes(plan: StorePlan) -> int:
     """Host memory of one slab's buffers and Gram matrices, without the activations for those, which
-    may be in a file (gram_strategy.py)."""
+    may be in a file (slab_grams.py)."""
     return sum(
         (plan.slab if spec.per == "image" else 1)
         * int(np.prod(spec.shape[1:], dtype=np.int64))
@@ -296,3 +300,56 @@ def fit_slab(
         examples = "images" if clip is None else CLIPS
         note = f"slab reduced to {slab} {examples} so that two fit a quarter of the memory"
     return slab, note
+
+
+# ---------------- its bytes and files
+
+
+@dataclass(frozen=True)
+class Size:
+    """Disk usage of an array, of a folder of arrays (`acts/`), or the `total`."""
+
+    name: str
+    shape: tuple[int, ...]  # of an array, else empty
+    dtype: str  # of an array, else empty
+    size_bytes: int  # of the chunks before compression
+    n_files: int  # chunks and metadata
+
+    def row(self, n_images: int) -> str:
+        """A line of CSV, see HEADER."""
+        shape = "x".join(map(str, self.shape))
+        per_image = round(self.size_bytes / n_images)
+        return f"{self.name},{shape},{self.dtype},{self.size_bytes},{per_image},{self.n_files}"
+
+
+HEADER = "array,shape,dtype,bytes,bytes_per_image,files"
+
+
+def total_size(plan: StorePlan) -> Size:
+    """The whole store; the files include its groups' metadata."""
+    each = array_sizes(plan)
+    groups = {str(parent) for size in each for parent in PurePosixPath(size.name).parents}
+    files = sum(size.n_files for size in each) + len(groups)
+    return Size("total", (), "", sum(size.size_bytes for size in each), files)
+
+
+def folder_sizes(plan: StorePlan) -> list[Size]:
+    """The arrays below each top folder together, largest first."""
+    folders: dict[str, list[Size]] = {}
+    for size in array_sizes(plan):
+        top, slash, _ = size.name.partition("/")
+        folders.setdefault(top + slash, []).append(size)
+    sums = [
+        Size(name, (), "", sum(s.size_bytes for s in some), sum(s.n_files for s in some))
+        for name, some in folders.items()
+    ]
+    return sorted(sums, key=lambda size: -size.size_bytes)
+
+
+def array_sizes(plan: StorePlan) -> list[Size]:
+    """Every array, in writing order."""
+    sizes = n_bytes(plan)
+    return [
+        Size(path, tuple(spec.shape), spec.dtype, sizes[path], math.prod(spec.grid) + 1)
+        for path, spec in arrays(plan).items()
+    ]

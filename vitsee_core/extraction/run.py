@@ -1,8 +1,7 @@
 """One call of `vitsee extract`: prepare, create or join the store, fill what this process owns.
 
 Batches never cross a slab, so a slab does not depend on which process makes it: bitwise on a CPU,
-up to last digits on a GPU, whose libraries may select other kernels.
-"""
+up to last digits on a GPU, whose libraries may select other kernels."""
 
 from __future__ import annotations
 
@@ -18,18 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from vitsee_core.extraction.begin import prepare
 from vitsee_core.extraction.erf import ErfSums
-from vitsee_core.extraction.gram_strategy import GramStrategy, choose_strategy
+from vitsee_core.extraction.growth import grow_store
 from vitsee_core.extraction.image_layout import describe
 from vitsee_core.extraction.loop import SlabLoop
 from vitsee_core.extraction.options import Request, RunOptions
-from vitsee_core.extraction.outcome import REST, Outcome
-from vitsee_core.extraction.plan import slab_bytes, times_of
-from vitsee_core.extraction.prepare import Prepared
+from vitsee_core.extraction.outcome import REST, Interrupted, Outcome, StopRequest
+from vitsee_core.extraction.plan import folder_sizes, slab_bytes, times_of
+from vitsee_core.extraction.prepare import Prepared, check_output, join_store, plan_store
 from vitsee_core.extraction.sharding import Shard, claimed_rounds, without_writer
-from vitsee_core.extraction.signals import Interrupted, StopRequest
-from vitsee_core.extraction.sizes import folder_sizes
+from vitsee_core.extraction.slab_grams import GramStrategy, choose_strategy
 from vitsee_core.extraction.tiles import n_tiles
 from vitsee_core.images import batches
 from vitsee_core.models.same_origin import check_same_images
@@ -46,7 +43,7 @@ from vitsee_core.runtime.progress import SILENT, Progress, counting
 from vitsee_core.runtime.versions import store_versions
 from vitsee_stores import StoreWriter, remove_store
 from vitsee_stores.creation import max_disk_bytes
-from vitsee_stores.errors import IdentityMismatch, VitseeError
+from vitsee_stores.errors import IdentityMismatch, StoreError, VitseeError
 from vitsee_stores.layout import StorePlan, n_bytes
 from vitsee_stores.manifest import by_reason
 from vitsee_stores.writer import tidy
@@ -69,6 +66,36 @@ def extract(asked: Request, shard: Shard, progress: Progress = SILENT) -> Outcom
     with StopRequest() as stop:
         prepared, writer = made_or_joined(prepared, asked)
         return fill_all(prepared, writer, asked.run, shard, progress, stop)
+
+
+def prepare(asked: Request, progress: Progress = SILENT) -> Prepared:
+    """Load the model (if needed), choose the images, run the self-check, and decide the contents of
+    the store.
+
+    Nothing is written. An existing store is joined: it supplies every choice that was not given,
+    and is compared with those that were. To a complete one is added what it lacks.
+
+    Raises:
+        VitseeError: anything the user can fix, in one line.
+        IdentityMismatch: the existing store was made from something else.
+    """
+    writer = None if asked.run.force else StoreWriter.join(asked.run.output)
+    if writer is None:
+        check_output(asked)
+        return plan_store(asked, progress)
+    if writer.manifest.growth is not None:
+        raise StoreError(f"{writer.place} is a generation of the store above it: give that one")
+    if writer.complete and not _changed(writer, asked):
+        return grow_store(writer, asked, progress)
+    return join_store(writer, asked, progress)
+
+
+def _changed(writer: StoreWriter, asked: Request) -> bool:
+    """Whether the model runs with interventions, or ran with some: such stores do not grow, as what
+    replaces a value may depend on the rows."""
+    interventions = asked.model.interventions
+    given = interventions.values() if isinstance(interventions, dict) else interventions
+    return any(given) or bool(writer.manifest.identity.get("interventions"))
 
 
 def made_or_joined(prepared: Prepared, asked: Request) -> tuple[Prepared, StoreWriter]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vitsee_core.extraction.options import OptionError
-from vitsee_core.extraction.signals import StopRequest
+from vitsee_core.extraction.outcome import StopRequest
 from vitsee_core.runtime.machine import counted
 from vitsee_stores import StoreWriter
 from vitsee_stores.errors import VitseeError

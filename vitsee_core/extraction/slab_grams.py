@@ -6,23 +6,52 @@ HSIC_1 is exactly invariant to that shift (rounding the mean to float32 does no 
 float32 fails on features with a common offset. Columns are converted to float32 in chunks, sums
 over chunks are in float64. The product itself is in float32 whatever the model's precision: no
 TF32, no autocast.
-"""
+
+An entry needs both of its images, so either one forward pass takes a whole slab, or activations are
+kept until the slab is full:
+
+    WholeSlabs       each site's matrix is computed from the live tensor, in full precision
+    InHostMemory     activations wait in host memory, in the type they would be stored in
+    InScratchFile    the same in an unnamed scratch file beside the store
+
+Rounding to float16 moves entries by 1e-5 of the mean diagonal (rms; 2e-4 at worst, measured on a
+small ViT); nothing else differs. On a CPU one strategy and batch size give the same bytes whatever
+shards and resumed runs there are; on a GPU kernels may be selected anew, and last digits move."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import mmap
+import os
 import queue
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vitsee_core.extraction.buffers import SlabBuffers, feature_paths
+from vitsee_core.extraction.buffers import HostMemory, SlabBuffers, block_bytes, feature_paths
 from vitsee_core.extraction.outcome import Clock
+from vitsee_core.extraction.plan import slab_bytes
 from vitsee_core.extraction.transfer import HostCopies
 from vitsee_core.kernels.backend import matmul_backend
+from vitsee_core.models.sites import SiteTable
 from vitsee_core.runtime.device import precision_context
-from vitsee_stores.layout import StorePlan
+from vitsee_core.runtime.machine import (
+    counted,
+    free_disk_bytes,
+    human_bytes,
+    memory_bytes,
+    scratch_folder,
+)
+from vitsee_stores.errors import VitseeError, reason
+from vitsee_stores.layout import ArraySpec, StorePlan, arrays
+from vitsee_stores.url import Place
 
 # On the CPU a chunk stays in cache; on a GPU it is large enough to fill it.
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20, "mps": 64 << 20}
@@ -186,3 +215,221 @@ def _flat(x: Tensor) -> Tensor:
     strides = x.stride()
     order = sorted(range(1, x.ndim), key=lambda axis: -strides[axis])
     return x.permute(0, *order).reshape(len(x), -1)
+
+
+# ---------------- where the activations of a slab wait
+
+# Largest memory of a forward pass over that of its largest activation in float32: 3.5 to 6 for
+# ViT, ResNet, Swin and Mixer on the CPU; the rest for what is reduced beside it.
+FORWARD_FACTOR = 8
+FEWEST_SLABS = 10  # of a leave-one-slab-out spread
+
+
+@dataclass(frozen=True)
+class GramStrategy:
+    """How this process computes Gram matrices; this base class: not at all, none are requested.
+
+    Attributes:
+        batch_size: images per forward pass.
+        name: in the provenance of slabs.
+    """
+
+    batch_size: int
+    name: ClassVar[str] = ""
+
+    @property
+    def scratch_bytes(self) -> int:
+        return 0
+
+    def record(self) -> dict[str, str]:
+        return {"grams": self.name} if self.name else {}
+
+    def describe(self, plan: StorePlan) -> str:
+        """The strategy in words, with its bytes; "" without Gram matrices."""
+        return ""
+
+    def check_room(self, free: int, slab: int) -> None:
+        """Raises:
+        VitseeError: the scratch file needs more than the `free` bytes beside the store.
+        """
+
+    @contextmanager
+    def open(
+        self, plan: StorePlan, device: torch.device, clock: Clock, output: Place
+    ) -> Iterator[SlabGrams]:
+        """Context with the object that computes the Gram matrices of slabs, and its memory. Raises
+        VitseeError: no room for the scratch file, or it cannot be created."""
+        yield SlabGrams(plan)
+
+
+@dataclass(frozen=True)
+class WholeSlabs(GramStrategy):
+    """Each from one forward pass over its slab."""
+
+    name: ClassVar[str] = "forward"
+
+    def describe(self, plan: StorePlan) -> str:
+        return f"{_of_sites(plan)}: each from one forward pass over its slab"
+
+    @contextmanager
+    def open(
+        self, plan: StorePlan, device: torch.device, clock: Clock, output: Place
+    ) -> Iterator[SlabGrams]:
+        yield LiveGrams(plan, device, clock)
+
+
+@dataclass(frozen=True)
+class InHostMemory(GramStrategy):
+    """Gram matrices from activations in host memory. n_sets: slabs kept at once; set_bytes: memory
+    of one, beside its buffers."""
+
+    n_sets: int
+    set_bytes: int
+    name: ClassVar[str] = "memory"
+
+    def describe(self, plan: StorePlan) -> str:
+        if not self.set_bytes:
+            return f"{_of_sites(plan)}: from the slab buffers"
+        slabs, size = counted(self.n_sets, "slabs"), human_bytes(self.n_sets * self.set_bytes)
+        return f"{_of_sites(plan)}: activations of {slabs} wait in {size} of host memory"
+
+    @contextmanager
+    def open(
+        self, plan: StorePlan, device: torch.device, clock: Clock, output: Place
+    ) -> Iterator[SlabGrams]:
+        with ExitStack() as stack:
+            sets = []
+            for memory in self._memory(plan, device, output):
+                stack.callback(memory.release)
+                sets.append(memory.tensors)
+            yield BufferedGrams(plan, device, clock, sets)
+
+    def _memory(self, plan: StorePlan, device: torch.device, output: Place) -> Iterator[HostMemory]:
+        """Sets of tensors (slab, ...) for the arrays of `unstored_arrays`."""
+        for _ in range(self.n_sets):
+            yield HostMemory(_shapes(plan), pinned=device.type == "cuda")
+
+
+@dataclass(frozen=True)
+class InScratchFile(InHostMemory):
+    """Gram matrices from activations in an unnamed scratch file beside the store."""
+
+    name: ClassVar[str] = "file"
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self.n_sets * self.set_bytes
+
+    def describe(self, plan: StorePlan) -> str:
+        return (
+            f"{_of_sites(plan)}: activations of a slab wait in a scratch file of "
+            f"{human_bytes(self.scratch_bytes)} beside the store "
+            f"(none with --batch-size {plan.slab}, or a smaller --slab)"
+        )
+
+    def check_room(self, free: int, slab: int) -> None:
+        if self.scratch_bytes > free:
+            raise VitseeError(
+                f"--grams needs a scratch file of {human_bytes(self.scratch_bytes)} beside the "
+                f"store, the disk has {human_bytes(free)} free; choose --batch-size {slab} (whole "
+                "slabs need no file), a smaller --slab or fewer --sites"
+            )
+
+    def _memory(self, plan: StorePlan, device: torch.device, output: Place) -> Iterator[HostMemory]:
+        self.check_room(free_disk_bytes(scratch_folder(output)), plan.slab)
+        space = _scratch(self.scratch_bytes, output)
+        for start in range(0, self.scratch_bytes, self.set_bytes):
+            block = torch.frombuffer(space, dtype=torch.uint8, count=self.set_bytes, offset=start)
+            yield HostMemory(_shapes(plan), block=block)
+
+
+def _of_sites(plan: StorePlan) -> str:
+    return f"Gram matrices of {len(plan.gram_sites)} sites"
+
+
+def gram_notes(plan: StorePlan) -> list[str]:
+    """A remark if slabs are too small for CKA, or too few for its error bars."""
+    if not plan.gram_sites:
+        return []
+    start = f"Gram matrices within {plan.n_slabs} slabs of {plan.slab} images"
+    if plan.slab < 4:
+        return [f"{start}: CKA needs at least 4 images in each (choose a larger --slab)"]
+    if plan.n_slabs < FEWEST_SLABS:
+        few = f"CKA has error bars from {FEWEST_SLABS} slabs on"
+        return [f"{start}: {few} (choose a smaller --slab)"]
+    return []
+
+
+def unstored_arrays(plan: StorePlan) -> dict[str, ArraySpec]:
+    """Activations that a slab's Gram matrices need beside stored ones: those of sites that are
+    stored pooled, under the names they would have in a store."""
+    everything = tuple(dataclasses.replace(site, tokens="all") for site in plan.gram_sites)
+    whole = arrays(dataclasses.replace(plan, sites=everything))
+    stored = arrays(plan)
+    return {p: s for p, s in whole.items() if p.startswith("acts/") and p not in stored}
+
+
+def choose_strategy(
+    plan: StorePlan,
+    table: SiteTable,
+    device: torch.device,
+    explicit_batch: int | None,
+    default_batch: int,
+) -> GramStrategy:
+    """The strategy for this plan's Gram matrices, with the default batch size.
+
+    Whole slabs if their forward pass fits a quarter of the memory, or half of a GPU's free memory:
+    on the CPU a batch of 256 cost 5 % more time than one of 32, keeping its activations twice the
+    memory. Else activations are kept in a quarter of the memory beside the slab buffers, for two
+    slabs (one is multiplied while the next is filled) or for one; else in a file.
+    """
+    batch_size = min(explicit_batch or default_batch, plan.slab)
+    if not plan.gram_sites:
+        return GramStrategy(batch_size)
+    if batch_size == plan.slab or (explicit_batch is None and _forward_fits(plan, table, device)):
+        return WholeSlabs(plan.slab)
+    set_bytes = block_bytes(_shapes(plan))
+    room = memory_bytes() // 4 - 2 * slab_bytes(plan)
+    # CUDA multiplies in the order of its stream, so that one set is enough.
+    sets = 1 if device.type == "cuda" else min(2, plan.n_slabs)
+    for n_sets in range(sets, 0, -1):
+        if n_sets * set_bytes <= max(0, room):
+            return InHostMemory(batch_size, n_sets, set_bytes)
+    return InScratchFile(batch_size, 1, set_bytes)
+
+
+def _forward_fits(plan: StorePlan, table: SiteTable, device: torch.device) -> bool:
+    """Whether a forward pass over a whole slab is likely to fit."""
+    largest = max(math.prod(site.shape) for site in table.sites)
+    maps = 0
+    if plan.rollout:
+        group = plan.attention[0]
+        maps = len(group.blocks) * group.layout.n_tokens**2
+    need = plan.slab * 4 * (FORWARD_FACTOR * largest + maps)
+    if device.type == "cuda":
+        results = 2 * len(plan.gram_sites) * plan.slab**2 * 4
+        return need + results <= torch.cuda.mem_get_info(device)[0] // 2
+    return need <= memory_bytes() // 4
+
+
+def _shapes(plan: StorePlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {
+        path: ((plan.slab, *spec.shape[1:]), getattr(torch, spec.dtype))
+        for path, spec in unstored_arrays(plan).items()
+    }
+
+
+def _scratch(size: int, output: Place) -> mmap.mmap:
+    """Memory mapped to a file beside `output`, which is removed with its last use."""
+    try:
+        with tempfile.TemporaryFile(dir=scratch_folder(output)) as file:
+            # A full disk is an error here and not, later, a signal.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                file.truncate(size)
+            return mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        raise VitseeError(
+            f"cannot make a scratch file of {human_bytes(size)} beside {output}: {reason(error)}"
+        ) from None

@@ -34,7 +34,7 @@ from vitsee_core.features.matrix import FeatureMatrix, not_finite
 from vitsee_core.runtime.streaming import Rows, each_slab
 from vitsee_core.types import Float32, Mask
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch
-from vitsee_stores.token_selection import Token, TokenSelection, layout_tokens
+from vitsee_stores.selectors import Token, TokenSelection, layout_tokens
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Slab, Store

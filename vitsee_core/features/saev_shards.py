@@ -34,7 +34,7 @@ from vitsee_core.runtime.streaming import each_slab
 from vitsee_core.tables.files import check_place, hidden_name, remove_left
 from vitsee_core.tables.formats import plain_json
 from vitsee_stores.errors import SiteError, VitseeError, reason
-from vitsee_stores.weights_names import weights_name
+from vitsee_stores.manifest import weights_name
 
 if TYPE_CHECKING:
     from vitsee_stores import Slab, Store

@@ -19,15 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitsee_core.images.clip_times import Sampling, Timeline
 from vitsee_core.images.decoding import MOST_BYTES, Opener, decode, hash64, hash64_of
 from vitsee_core.images.errors import DataError, ImageError
-from vitsee_core.images.file_names import is_image, natural_key
+from vitsee_core.images.folders import is_image, natural_key
 from vitsee_core.images.image_source import ImageSource
-from vitsee_core.images.sides import Size
 from vitsee_core.images.transform import Recipe, make_recipe
-from vitsee_core.images.videos import MISSING, Video
+from vitsee_core.images.videos import MISSING, Sampling, Timeline, Video
 from vitsee_stores.disk import read_regular
+from vitsee_stores.plan import Size
 
 _HASH_BYTES = 8
 

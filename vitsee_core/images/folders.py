@@ -1,5 +1,5 @@
-"""Image folders, with class folders or flat: which files are images, and how classes and splits
-follow from their paths, also in tar files."""
+"""Image folders, with class folders or flat: which files are images by their names, and how classes
+and splits follow from their paths, also in tar files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from numpy.typing import NDArray
 
 from vitsee_core.images.decoding import FileOpener
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.file_names import is_image, natural_key
 from vitsee_core.images.image_source import SPLIT_NAMES, ImageSource
 from vitsee_core.tables.files import TABLE_ENDINGS
 from vitsee_stores.disk import read_regular
@@ -23,11 +23,43 @@ from vitsee_stores.errors import reason
 from vitsee_stores.manifest import few
 from vitsee_stores.metadata import MOST_BYTES, ZARR_JSON
 
+log = logging.getLogger(__name__)
+
+EXTENSIONS = frozenset(
+    f".{kind}"
+    for kind in (
+        *("avif", "bmp", "gif", "jp2", "jpe", "jpeg", "jpg", "pbm"),
+        *("pgm", "png", "pnm", "ppm", "tif", "tiff", "webp"),
+    )
+)
+VIDEOS = frozenset((".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".webm"))
+
+
+def is_image(name: str) -> bool:
+    """Whether a file's name ends like an image's and does not start with a dot."""
+    return not name.startswith(".") and os.path.splitext(name)[1].lower() in EXTENSIONS
+
+
+def is_video(name: str) -> bool:
+    """Whether a file's name ends like a video's and does not start with a dot."""
+    return not name.startswith(".") and os.path.splitext(name)[1].lower() in VIDEOS
+
+
+def image_stem(name: str) -> str:
+    """A name without the ending of an image file."""
+    stem, ending = os.path.splitext(name)
+    return stem if ending.lower() in EXTENSIONS else name
+
+
+def natural_key(text: str) -> tuple[list[int | str], str]:
+    """Sorts digits by their value and letters without case; ties by code point."""
+    pieces = re.split(r"([0-9]+)", text.lower())
+    return [int(p) if k % 2 else p for k, p in enumerate(pieces)], text
+
+
 _LARGEST_LABEL = 2**62
 PICTURES = ("--png", "--table")  # options of commands behind which a picture's name stands
 STUDY, SIDECARS = "study.json", tuple(f"{ending}.json" for ending in TABLE_ENDINGS)
-
-log = logging.getLogger(__name__)
 
 
 def open_folder(path: Path, name: str) -> ImageSource:

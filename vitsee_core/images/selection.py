@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.file_names import image_stem
+from vitsee_core.images.folders import image_stem
 from vitsee_core.images.image_source import ImageSource
 from vitsee_stores.errors import reason
 from vitsee_stores.samples import Samples

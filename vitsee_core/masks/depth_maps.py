@@ -11,8 +11,8 @@ Siméoni et al. 2025.
 - any other folder: named as the images are, with a scale that the user gives (1000 of millimetres,
   256 of KITTI).
 
-The labelled file of NYU Depth V2 (`images.sources.nyu` has its images) holds `depths` of (height,
-width, images) in MATLAB's order, so (images, width, height) in HDF5's.
+The labelled file of NYU Depth V2 (`images.sources.arrays` has its images) holds `depths` of
+(height, width, images) in MATLAB's order, so (images, width, height) in HDF5's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.images.decoding import FileOpener
-from vitsee_core.images.sources.nyu import is_hdf5, nyu_ids, open_hdf5
+from vitsee_core.images.sources.arrays import is_hdf5, nyu_ids, open_hdf5
 from vitsee_core.masks.labels import PixelSource
 from vitsee_core.masks.sources import png_files
 from vitsee_core.types import Float32

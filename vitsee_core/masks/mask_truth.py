@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitsee_core.images import DataError, ImageError
-from vitsee_core.images.boxes import box_pixels
-from vitsee_core.images.file_names import image_stem
-from vitsee_core.images.placement import Edges, cell_edges
+from vitsee_core.images.folders import image_stem
+from vitsee_core.images.placement import Edges, box_pixels, cell_edges
 from vitsee_core.images.transform import Recipe, make_recipe
 from vitsee_core.masks.labels import FOREGROUND, VOID, Labels, MaskSource, PixelSource
 from vitsee_core.runtime.execution import DEFAULT, Execution

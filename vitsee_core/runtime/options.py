@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vitsee_stores.errors import SiteError, VitseeError
-from vitsee_stores.selectors import GROUPS
-from vitsee_stores.token_selection import WORDS, TokenSelection
+from vitsee_stores.selectors import GROUPS, WORDS, TokenSelection
 
 # The headings of `vitsee --help`, in their order. An analysis names its own: `QUESTION = FLOW`.
 STORES = "Make and inspect stores"

@@ -23,7 +23,7 @@ from vitsee_core.features import FeatureMatrix, SiteFeatures
 from vitsee_core.features.matrix import clamped
 from vitsee_core.types import Float, Integers
 from vitsee_stores.errors import MissingInput
-from vitsee_stores.token_selection import TokenSelection
+from vitsee_stores.selectors import TokenSelection
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Store

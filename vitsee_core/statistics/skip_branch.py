@@ -26,8 +26,13 @@ from vitsee_core.tables.columns import StoredPart, block_of_sublayer
 from vitsee_core.types import Float
 from vitsee_stores.errors import MissingInput
 from vitsee_stores.layout import TokenLayout, select_names
-from vitsee_stores.selectors import NOT, split_patterns
-from vitsee_stores.token_selection import TokenSelection, describe_layout, layout_tokens
+from vitsee_stores.selectors import (
+    NOT,
+    TokenSelection,
+    describe_layout,
+    layout_tokens,
+    split_patterns,
+)
 
 if TYPE_CHECKING:
     from vitsee_stores import Slab, Store

@@ -24,8 +24,8 @@ import polars as pl
 
 from vitsee_core.tables.text import visible
 from vitsee_core.types import Integers
+from vitsee_stores.manifest import weights_name
 from vitsee_stores.plan import SiteSpec
-from vitsee_stores.weights_names import weights_name
 
 if TYPE_CHECKING:
     from vitsee_stores import Store, TokenLayout

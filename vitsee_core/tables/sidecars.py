@@ -17,7 +17,7 @@ from vitsee_core.runtime.machine import memory_bytes
 from vitsee_core.runtime.registry import Guest, guests
 from vitsee_core.runtime.versions import result_versions, worker_versions
 from vitsee_core.tables.formats import plain_json
-from vitsee_stores.weights_names import weights_name
+from vitsee_stores.manifest import weights_name
 
 if TYPE_CHECKING:
     import polars as pl

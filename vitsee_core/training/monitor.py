@@ -24,7 +24,7 @@ from torch import nn
 
 from vitsee_core.extraction.keywords import check_options, loaded
 from vitsee_core.extraction.options import OptionError
-from vitsee_core.extraction.signals import Interrupted
+from vitsee_core.extraction.outcome import Interrupted
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.selfcheck import NotFinite

@@ -16,7 +16,7 @@ from vitsee_cli.values import WholeNumber
 from vitsee_core.analyses import attn_map
 from vitsee_core.figures.head_tiles import SCALES
 from vitsee_core.models.provenance import Provenance
-from vitsee_stores.token_selection import parse_place
+from vitsee_stores.selectors import parse_place
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath

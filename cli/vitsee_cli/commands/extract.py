@@ -138,7 +138,7 @@ class SlabReporter(console.Reporter):
 def show_plan(planned: DryRun, run: RunOptions, each: bool) -> None:
     """Sizes as CSV on stdout, the sum first, then folders or `each` array; remarks on stderr."""
     from vitsee_core.extraction.image_layout import describe
-    from vitsee_core.extraction.sizes import HEADER, array_sizes, folder_sizes, total_size
+    from vitsee_core.extraction.plan import HEADER, array_sizes, folder_sizes, total_size
     from vitsee_core.runtime.machine import free_disk_bytes, human_bytes, scratch_folder
     from vitsee_stores.manifest import by_reason
 

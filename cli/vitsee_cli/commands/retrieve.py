@@ -13,7 +13,7 @@ from vitsee_cli.sections import KNOWLEDGE
 from vitsee_cli.values import WholeNumber, parse_path, parse_store
 from vitsee_core.analyses.retrieve.truth import FORMS
 from vitsee_core.runtime.options import CLS_OR_MEAN
-from vitsee_stores.token_selection import VECTOR_WORDS
+from vitsee_stores.selectors import VECTOR_WORDS
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath

@@ -131,8 +131,7 @@ def _store(text: str) -> StorePath | None:
 
 
 def _model(name: str, model_args: Any, **given: Any) -> ModelOptions:
-    from vitsee_core.extraction.named_options import options_in_name
-    from vitsee_core.extraction.options import ModelOptions
+    from vitsee_core.extraction.options import ModelOptions, options_in_name
 
     name, own = options_in_name(name)
     check_weight_options({**given, **own})

@@ -51,7 +51,7 @@ from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import site_words, token_words
 from vitsee_core.types import Float
-from vitsee_stores.token_selection import parse_cell, parse_place
+from vitsee_stores.selectors import parse_cell, parse_place
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

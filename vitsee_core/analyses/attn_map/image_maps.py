@@ -26,7 +26,7 @@ from vitsee_core.statistics.moments import Moments, Summary
 from vitsee_core.tables.columns import SITE, in_time
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float
-from vitsee_stores.token_selection import TokenSelection
+from vitsee_stores.selectors import TokenSelection
 
 if TYPE_CHECKING:
     from torch import Tensor

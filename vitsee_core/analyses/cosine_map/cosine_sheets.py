@@ -23,7 +23,7 @@ from vitsee_core.figures.plotting import styled
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.types import Float
-from vitsee_stores.token_selection import parse_place
+from vitsee_stores.selectors import parse_place
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

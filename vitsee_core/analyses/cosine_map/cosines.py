@@ -17,7 +17,7 @@ from vitsee_core.patch_maps.views import View
 from vitsee_core.statistics.covariance import autocorrelation
 from vitsee_core.types import Float, Mask
 from vitsee_stores.errors import SiteError, VitseeError
-from vitsee_stores.token_selection import TokenSelection, parse_place
+from vitsee_stores.selectors import TokenSelection, parse_place
 
 if TYPE_CHECKING:
     from vitsee_core.features import SiteFeatures

@@ -72,7 +72,7 @@ from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words
 from vitsee_stores import require_paired
 from vitsee_stores.errors import MissingInput, VitseeError
-from vitsee_stores.weights_names import weights_name
+from vitsee_stores.manifest import weights_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vitsee_core.analyses.keypoints.spair import Pair, Protocol
-from vitsee_core.images.file_names import image_stem
+from vitsee_core.images.folders import image_stem
 from vitsee_core.images.placement import Placement, place
 from vitsee_core.types import Float, Integers, Mask
 from vitsee_stores.errors import MissingInput, VitseeError

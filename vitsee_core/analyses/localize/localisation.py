@@ -24,7 +24,7 @@ from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.types import Float, Integers, Mask
 from vitsee_stores.errors import SiteError, VitseeError
 from vitsee_stores.manifest import by_reason
-from vitsee_stores.token_selection import TokenSelection
+from vitsee_stores.selectors import TokenSelection
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Store

@@ -39,7 +39,7 @@ from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import METRICS, site_words, token_words
 from vitsee_core.types import Float
-from vitsee_stores.token_selection import parse_cell
+from vitsee_stores.selectors import parse_cell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -67,7 +67,7 @@ from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, Integers
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 from vitsee_stores.manifest import few
-from vitsee_stores.token_selection import TokenSelection, layout_tokens
+from vitsee_stores.selectors import TokenSelection, layout_tokens
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Store

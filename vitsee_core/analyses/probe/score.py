@@ -46,7 +46,7 @@ from vitsee_core.tables.columns import site_columns
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.types import Float, Float32, Integers, Mask
 from vitsee_stores.errors import VitseeError
-from vitsee_stores.token_selection import Token
+from vitsee_stores.selectors import Token
 
 if TYPE_CHECKING:
     from vitsee_stores import Store

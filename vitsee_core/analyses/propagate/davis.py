@@ -23,11 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.images import ImageError
-from vitsee_core.images.clip_times import STILL, Sampling, Timeline
 from vitsee_core.images.decoding import FileOpener
-from vitsee_core.images.file_names import is_video
-from vitsee_core.images.folders import walk
+from vitsee_core.images.folders import is_video, walk
 from vitsee_core.images.selection import named_only
+from vitsee_core.images.videos import STILL, Sampling, Timeline
 from vitsee_core.indexed_masks import VOID
 from vitsee_stores.errors import StoreMismatch, VitseeError
 from vitsee_stores.manifest import few

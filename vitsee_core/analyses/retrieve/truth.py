@@ -377,7 +377,7 @@ def queries_list(truth: RetrievalTruth, source: Path, to: Path) -> bytes:
     """
     from PIL import Image
 
-    from vitsee_core.images.boxes import box_pixels, box_text
+    from vitsee_core.images.placement import box_pixels, box_text
 
     if not truth.boxed:
         raise VitseeError(f"{source} has no boxes of its queries; expected one of ROxford's form")

@@ -14,13 +14,11 @@ from pathlib import Path, PurePosixPath
 from vitsee_core.images.clips import as_clips
 from vitsee_core.images.decoding import FileOpener, FilesOpener
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.file_names import is_video
-from vitsee_core.images.folders import classify, open_folder, walk
+from vitsee_core.images.folders import classify, is_video, open_folder, walk
 from vitsee_core.images.image_source import ImageSource
 from vitsee_core.images.sources.archives import open_tars, open_zips
-from vitsee_core.images.sources.arrays import open_demo, open_npz
-from vitsee_core.images.sources.base import Asked, Found, found_paths
-from vitsee_core.images.sources.braces import expand_braces
+from vitsee_core.images.sources.arrays import open_demo, open_npz, open_nyu
+from vitsee_core.images.sources.base import Asked, Found, expand_braces, found_paths
 from vitsee_core.images.sources.libraries import (
     ITERABLE,
     RANDOM_ACCESS,
@@ -28,7 +26,6 @@ from vitsee_core.images.sources.libraries import (
     refuse_iterable,
 )
 from vitsee_core.images.sources.lists import open_list, shards_listed
-from vitsee_core.images.sources.nyu import open_nyu
 from vitsee_core.images.sources.parquet import open_parquet
 from vitsee_core.images.sources.remote import GLOBS, find_remote
 from vitsee_core.runtime.machine import counted

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from vitsee_core.images.boxes import Box, BoxOpener, box_pixels, box_text, parse_box
 from vitsee_core.images.decoding import FileOpener, one_line
 from vitsee_core.images.errors import DataError, ImageError
 from vitsee_core.images.folders import class_labels
 from vitsee_core.images.image_source import ImageSource
-from vitsee_core.images.sources.braces import expand_braces
+from vitsee_core.images.placement import Box, BoxOpener, box_pixels, box_text, parse_box
+from vitsee_core.images.sources.base import expand_braces
 from vitsee_stores.errors import reason
 from vitsee_stores.url import is_url
 

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.file_names import VIDEOS, is_image, is_video
-from vitsee_core.images.folders import utf8
+from vitsee_core.images.folders import VIDEOS, is_image, is_video, utf8
 from vitsee_core.images.sources.base import strings
 from vitsee_stores.files import Files
 from vitsee_stores.folder import Folder

@@ -34,7 +34,7 @@ from vitsee_core.runtime.streaming import Rows, each_slab
 from vitsee_core.types import Float, Float32, Integers, Mask
 from vitsee_stores.errors import SiteError, VitseeError
 from vitsee_stores.layout import TokenLayout
-from vitsee_stores.token_selection import Token, TokenSelection
+from vitsee_stores.selectors import Token, TokenSelection
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec, Slab, Store
