@@ -48,11 +48,8 @@ def encode(block: NDArray[Any], spec: ArraySpec) -> list[bytes | NDArray[np.uint
 
 
 def decode(data: bytes | memoryview[int], spec: ArraySpec) -> NDArray[Any]:
-    """The chunk that `encode` turned into `data`.
-
-    Raises:
-        ValueError: wrong checksum or length; says which.
-    """
+    """The chunk that `encode` turned into `data`. Raises ValueError: wrong checksum or length; says
+    which."""
     check_length(len(data), spec)
     body = np.frombuffer(data, np.uint8, len(data) - CHECKSUM_BYTES)
     if int(google_crc32c.value(body)) != checksum(data):
@@ -75,11 +72,8 @@ def checksum(data: bytes | memoryview[int]) -> int:
 
 
 def check_length(size: int, spec: ArraySpec) -> None:
-    """Refuse a size that no file of such a chunk can have.
-
-    Raises:
-        ValueError: too short or too long.
-    """
+    """Refuse a size that no file of such a chunk can have. Raises ValueError: too short or too
+    long."""
     whole = spec.chunk_bytes + CHECKSUM_BYTES
     if size <= CHECKSUM_BYTES:
         raise ValueError(f"is cut short: it has {size} bytes")
@@ -167,11 +161,8 @@ def boxes(spec: ArraySpec, first: int | None = None) -> list[tuple[tuple[int, ..
 
 def read_chunk(files: Files, spec: ArraySpec, index: Sequence[int]) -> tuple[NDArray[Any], int]:
     """One whole chunk, padding included, and its checksum. An uncompressed chunk is in memory that
-    this thread's next read may reuse.
-
-    Raises:
-        StoreError: missing, unreadable or damaged; names the array and, if there is one, the slab.
-    """
+    this thread's next read may reuse. Raises StoreError: missing, unreadable or damaged; names the
+    array and, if there is one, the slab."""
     name = chunk_name(spec, index)
     try:
         data = files.read_chunk(name, lambda size: check_length(size, spec))
@@ -184,11 +175,8 @@ def read_chunk(files: Files, spec: ArraySpec, index: Sequence[int]) -> tuple[NDA
 
 
 def defect(files: Files, name: str, error: OSError | ValueError) -> str:
-    """Describes the damage of a file that could not be read.
-
-    Raises:
-        Unreachable: it could not be requested, which is not damage.
-    """
+    """Describes the damage of a file that could not be read. Raises Unreachable: it could not be
+    requested, which is not damage."""
     if isinstance(error, NoAnswer):
         raise no_answer(files, name, error) from None
     if isinstance(error, FileNotFoundError):

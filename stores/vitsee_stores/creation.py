@@ -32,11 +32,8 @@ from vitsee_stores.url import Url
 
 def remove_store(path: str | os.PathLike[str] | Url) -> None:
     """Remove a store, and leftovers of unfinished creations and removals beside it. An interrupted
-    removal leaves nothing that reads as complete.
-
-    Raises:
-        StoreError: not a vitsee store (left untouched), or cannot be removed.
-    """
+    removal leaves nothing that reads as complete. Raises StoreError: not a vitsee store (left
+    untouched), or cannot be removed."""
     files = files_at(path)
     try:
         data = metadata.check_ours(files) if files.exists() else {}
@@ -93,11 +90,7 @@ KEYS = (
 
 def documents(specs: Mapping[str, ArraySpec]) -> dict[str, dict[str, Any]]:
     """The zarr.json of every group and array below the root, by path: all groups, then the arrays
-    in their order.
-
-    Raises:
-        StoreError: zarr cannot make such an array.
-    """
+    in their order. Raises StoreError: zarr cannot make such an array."""
     groups = {str(parent) for path in specs for parent in PurePosixPath(path).parents} - {"."}
     made = {path: _group() for path in sorted(groups)}
     for path, spec in specs.items():

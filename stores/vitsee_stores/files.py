@@ -93,11 +93,7 @@ class Files(ABC):
     @abstractmethod
     def create(self, files: Sequence[tuple[str, Pieces]]) -> None:
         """Create a store from these files, its root's zarr.json among them, where nothing exists
-        yet. Of several processes, one succeeds.
-
-        Raises:
-            OSError: something exists there.
-        """
+        yet. Of several processes, one succeeds. Raises OSError: something exists there."""
 
     def is_made(self) -> bool:
         """Whether everything that `create` writes exists; always true where creation is atomic."""

@@ -273,11 +273,8 @@ def _settle(temporary: str, final: str) -> None:
 
 def files_at(place: str | os.PathLike[str] | Url, *, durable: bool = True) -> Files:
     """The files at a path or URL, whether or not a store exists there. durable: False skips every
-    fsync, in a folder.
-
-    Raises:
-        StoreError: a URL that names no store, or that nothing installed can open.
-    """
+    fsync, in a folder. Raises StoreError: a URL that names no store, or that nothing installed can
+    open."""
     parsed = parse_place(place)
     if isinstance(parsed, Url):
         if importlib.util.find_spec("obstore") is None:

@@ -96,23 +96,17 @@ def files_of(files: Files, number: int) -> Files:
 
 
 def numbers(files: Files) -> list[int]:
-    """The numbers of the generations that were begun after the first, in order.
-
-    Raises:
-        StoreError: the store cannot be listed.
-    """
+    """The numbers of the generations that were begun after the first, in order. Raises StoreError:
+    the store cannot be listed."""
     names = metadata.list_names(files, FOLDER)
     return sorted(int(name) for name in names if re.fullmatch(r"[2-9]|[1-9]\d{1,5}", name))
 
 
 def read_generations(files: Files) -> list[Generation]:
     """All generations of a store in order: those that readers see, and the one that is being added,
-    if there is one. Of a store that is unfinished itself it is the only one.
-
-    Raises:
-        StoreError: missing, not a store, of another format version, or damaged; a generation that
-            others are built on is missing or unfinished, or does not fit them.
-    """
+    if there is one. Of a store that is unfinished itself it is the only one. Raises StoreError:
+    missing, not a store, of another format version, or damaged; a generation that others are built
+    on is missing or unfinished, or does not fit them."""
     manifest, published = metadata.read_root(files)
     found = [Generation(files, manifest, published, manifest)]
     for number in numbers(files) if published else ():

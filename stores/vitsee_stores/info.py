@@ -36,10 +36,7 @@ def describe(
     published generations. `generations` lists the store as it was made and what was added to it,
     including what is being added; of that nothing else is in the record but claims and makers.
     `report` is called with the number of slabs examined and in total, first with 0, from any
-    thread.
-
-    Raises:
-        StoreError: missing, not a vitsee store, of another format version, or damaged.
+    thread. Raises StoreError: missing, not a vitsee store, of another format version, or damaged.
     """
     files = files_at(path)
     every = read_generations(files)

@@ -42,12 +42,9 @@ class Cut:
 
 
 def cut_out(index: Any, shape: tuple[int, ...]) -> Cut:
-    """Resolve an index into an array of this shape.
-
-    Raises:
-        IndexError: a place beyond its axis, a mask of the wrong length, or too many indices.
-        TypeError: not integers, slices, and at most one list of places or mask.
-    """
+    """Resolve an index into an array of this shape. Raises IndexError: a place beyond its axis, a
+    mask of the wrong length, or too many indices; TypeError: not integers, slices, and at most one
+    list of places or mask."""
     parts = list(index) if isinstance(index, tuple) else [index]
     ellipses = [i for i, part in enumerate(parts) if part is Ellipsis]
     if len(ellipses) > 1:

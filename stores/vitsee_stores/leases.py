@@ -49,11 +49,8 @@ class Claims:
 
     def take(self, slabs: Sequence[int], most: int) -> list[int]:
         """Claim up to `most` of these slabs that are unclaimed, else some whose claims are lost. []
-        if others have claimed them all: ask again later.
-
-        Raises:
-            StoreError: claims cannot be written to the store.
-        """
+        if others have claimed them all: ask again later. Raises StoreError: claims cannot be
+        written to the store."""
         try:
             claimed = _claimed(self.files)
             free = [slab for slab in slabs if slab not in claimed]
@@ -140,11 +137,8 @@ class Claims:
 
 
 def claims_of(files: Files) -> dict[int, dict[str, Any]]:
-    """The recorded claims by slab; {} for an unreadable one.
-
-    Raises:
-        OSError: the store cannot be listed.
-    """
+    """The recorded claims by slab; {} for an unreadable one. Raises OSError: the store cannot be
+    listed."""
 
     def read(slab: int) -> dict[str, Any]:
         try:
@@ -157,11 +151,7 @@ def claims_of(files: Files) -> dict[int, dict[str, Any]]:
 
 
 def remove_claims(files: Files) -> None:
-    """Remove all claims, of a complete store.
-
-    Raises:
-        OSError: the disk fails.
-    """
+    """Remove all claims, of a complete store. Raises OSError: the disk fails."""
     files.remove([_name(slab) for slab in _claimed(files)])
 
 

@@ -102,11 +102,8 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Manifest:
-        """The manifest that `to_json` described.
-
-        Raises:
-            StoreError: another format version, an unknown feature, or missing fields.
-        """
+        """The manifest that `to_json` described. Raises StoreError: another format version, an
+        unknown feature, or missing fields."""
         version = data.get("format")
         if type(version) is not int or version != FORMAT_VERSION:
             advice = (
@@ -257,11 +254,8 @@ def new_manifest(
     growth: Growth | None = None,
 ) -> Manifest:
     """A manifest for a new store, with its own store_id: sha256 of the identity and a random nonce.
-    splits: whose codes come before those of the samples' own.
-
-    Raises:
-        StoreError: a sample's id cannot be stored.
-    """
+    splits: whose codes come before those of the samples' own. Raises StoreError: a sample's id
+    cannot be stored."""
     plan = with_samples(plan, samples)
     same = jsonable(dict(identity))
     text = json.dumps([same, secrets.token_hex(16)], sort_keys=True)
@@ -284,11 +278,8 @@ def new_manifest(
 
 
 def with_samples(plan: StorePlan, samples: Samples) -> StorePlan:
-    """The plan with the array widths that these samples require.
-
-    Raises:
-        StoreError: a sample's id cannot be stored.
-    """
+    """The plan with the array widths that these samples require. Raises StoreError: a sample's id
+    cannot be stored."""
     if len(samples) != plan.n_images:
         raise ValueError(f"{len(samples)} samples for a plan of {plan.n_images} images")
     for name in samples.ids:
@@ -314,10 +305,7 @@ def few(names: Sequence[str], shown: int = 3) -> str:
 
 def check_identity(stored: Mapping[str, Any], given: Mapping[str, Any], instead: str = "") -> None:
     """Compare the identity fields in `given` with the store's. instead: what else could be done.
-
-    Raises:
-        IdentityMismatch: names every differing field, what is stored and what was given.
-    """
+    Raises IdentityMismatch: names every differing field, what is stored and what was given."""
     lines: list[str] = []
     for key, value in jsonable(dict(given)).items():
         lines += _differences(key, jsonable(stored.get(key, ABSENT)), value)

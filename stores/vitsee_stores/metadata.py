@@ -25,11 +25,8 @@ MOST_BYTES, MOST_DEPTH = 16 << 20, 32
 
 
 def parse(text: bytes) -> Any:
-    """Parse JSON strictly.
-
-    Raises:
-        ValueError: not JSON in UTF-8, non-finite numbers, or nesting deeper than 32 levels.
-    """
+    """Parse JSON strictly. Raises ValueError: not JSON in UTF-8, non-finite numbers, or nesting
+    deeper than 32 levels."""
 
     def refuse(word: str) -> Any:
         raise ValueError(f"{word} is no number")
@@ -78,11 +75,8 @@ def with_digest(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def root_text(manifest: Manifest, complete: bool) -> bytes:
-    """The zarr.json of the root group as written to disk.
-
-    Raises:
-        StoreError: readers would refuse it.
-    """
+    """The zarr.json of the root group as written to disk. Raises StoreError: readers would refuse
+    it."""
     document = root_document(manifest, complete)
     text = to_text(document)
     if len(text) > MOST_BYTES:
@@ -95,11 +89,8 @@ def root_text(manifest: Manifest, complete: bool) -> bytes:
 
 
 def read_root(files: Files) -> tuple[Manifest, bool]:
-    """The manifest, and whether the store says that it is complete.
-
-    Raises:
-        StoreError: missing, not a store, of another format version, or damaged.
-    """
+    """The manifest, and whether the store says that it is complete. Raises StoreError: missing, not
+    a store, of another format version, or damaged."""
     data = check_ours(files)
     try:
         manifest = Manifest.from_json(data)
@@ -124,12 +115,8 @@ def _near(place: str) -> str:
 
 
 def check_ours(files: Files) -> dict[str, Any]:
-    """The vitsee attribute of the Zarr group, of any format version.
-
-    Raises:
-        NoStore: nothing is there.
-        StoreError: not a store, or damaged.
-    """
+    """The vitsee attribute of the Zarr group, of any format version. Raises NoStore: nothing is
+    there; StoreError: not a store, or damaged."""
     try:
         document = parse(files.read(ZARR_JSON, MOST_BYTES))
     except FileNotFoundError:
@@ -198,11 +185,7 @@ def read_marker(
     files: Files, slab: int, spec: ArraySpec, manifest: Manifest
 ) -> dict[str, Any] | None:
     """A slab's commit marker; None if the slab is not committed: the marker is missing, damaged, or
-    from another slab or store.
-
-    Raises:
-        StoreError: the server did not respond.
-    """
+    from another slab or store. Raises StoreError: the server did not respond."""
     try:
         data = files.read(chunk_name(spec, (slab, 0)), spec.chunk_bytes + CHECKSUM_BYTES)
         marker = parse(decode(data, spec).tobytes())
@@ -233,11 +216,8 @@ def numbers(names: Iterable[str], n_slabs: int) -> set[int]:
 
 
 def list_names(files: Files, folder: str) -> set[str]:
-    """Names in a store's folder; empty if there is no such folder.
-
-    Raises:
-        StoreError: it cannot be listed.
-    """
+    """Names in a store's folder; empty if there is no such folder. Raises StoreError: it cannot be
+    listed."""
     try:
         return files.names(folder)
     except OSError as error:

@@ -53,11 +53,7 @@ def shown_cell(value: Any) -> str:
 
 
 def to_frame(columns: Mapping[str, Any], attrs: Mapping[str, Any] | None = None) -> Any:
-    """The columns as a pandas DataFrame.
-
-    Raises:
-        VitseeError: pandas is not installed.
-    """
+    """The columns as a pandas DataFrame. Raises VitseeError: pandas is not installed."""
     try:
         import pandas
     except ImportError:

@@ -186,12 +186,8 @@ def corner_size(size: Size, short_side: int, multiple: int) -> Size:
 def pixels_size(size: Size, multiple: int, least: int, most: int) -> Size:
     """(height, width) to which the smart resize of Qwen-VL's image processors brings an image of
     this size: both sides rounded to the multiple; in its own proportions rounded down where that
-    has more than `most` pixels, and rounded up where it has fewer than `least`.
-
-    Raises:
-        ValueError: a side is smaller than the multiple, or one is more than `MOST_ASPECT` times
-            the other.
-    """
+    has more than `most` pixels, and rounded up where it has fewer than `least`. Raises ValueError:
+    a side is smaller than the multiple, or one is more than `MOST_ASPECT` times the other."""
     if min(size) < multiple:
         raise ValueError(
             f"{size[1]} x {size[0]} pixels are smaller than the {multiple} x {multiple} of one "

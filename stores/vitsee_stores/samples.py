@@ -121,11 +121,7 @@ class StoreSamples:
 
     def to_pandas(self) -> Any:
         """The samples as a pandas DataFrame, one row per image, `size` as `height` and `width`,
-        `box` as `x0`, `y0`, `x1`, `y1`.
-
-        Raises:
-            VitseeError: pandas is not installed.
-        """
+        `box` as `x0`, `y0`, `x1`, `y1`. Raises VitseeError: pandas is not installed."""
         names = ("index", "id", "label", "split", "hash", "valid")
         sides = {"height": self.size[:, 0], "width": self.size[:, 1]}
         box = np.empty((len(self), 0)) if self.box is None else self.box
@@ -155,11 +151,8 @@ def samples_arrays(
 
 
 def check_samples(arrays: Mapping[str, NDArray[Any]], splits: Sequence[str]) -> None:
-    """Refuse arrays that `samples_arrays` cannot have written.
-
-    Raises:
-        ValueError: a code without a split, a label below -1, or an invalid box.
-    """
+    """Refuse arrays that `samples_arrays` cannot have written. Raises ValueError: a code without a
+    split, a label below -1, or an invalid box."""
     codes, labels = arrays["samples/split"], arrays["samples/label"]
     if codes.min() < 0 or codes.max() >= len(splits):
         raise ValueError(f"codes {codes.min()} to {codes.max()} of {len(splits)} splits")
@@ -180,11 +173,7 @@ def decode_ids(encoded: NDArray[np.uint8]) -> list[str]:
 
 
 def samples_from_arrays(arrays: Mapping[str, NDArray[Any]], splits: Sequence[str]) -> Samples:
-    """The samples that `samples_arrays` wrote.
-
-    Raises:
-        ValueError: see `check_samples`.
-    """
+    """The samples that `samples_arrays` wrote. Raises ValueError: see `check_samples`."""
     check_samples(arrays, splits)
     return Samples(
         index=arrays["samples/index"],

@@ -130,11 +130,7 @@ def unexpected(where: str, value: Any, expected: str) -> ValueError:
 
 def check_plan(plan: StorePlan) -> dict[str, ArraySpec]:
     """Check what the types of a plan do not say: names, sizes, and that its parts fit each other.
-    Returns its arrays.
-
-    Raises:
-        ValueError: names a field that is invalid.
-    """
+    Returns its arrays. Raises ValueError: names a field that is invalid."""
     for where, name in _names(plan):
         check_name(name, where)
     _check_sites(plan)

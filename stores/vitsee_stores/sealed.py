@@ -79,11 +79,8 @@ class VerifiedChunks:
 
     def read(self, spec: ArraySpec, index: Sequence[int]) -> NDArray[Any]:
         """One whole chunk, padding included. An uncompressed chunk is in memory that this thread's
-        next read reuses.
-
-        Raises:
-            StoreError: missing, unreadable, damaged, or not the chunk that was committed.
-        """
+        next read reuses. Raises StoreError: missing, unreadable, damaged, or not the chunk that was
+        committed."""
         if spec.per == "commit":  # it seals the other chunks
             self.read_row(index[0])
             return read_chunk(self.files, spec, index)[0]
@@ -97,11 +94,8 @@ class VerifiedChunks:
 
     def expected(self, spec: ArraySpec, index: Sequence[int], again: bool = False) -> int:
         """The committed checksum of a chunk; `again` reads the slab's row anew, as the slab may
-        have been rewritten since.
-
-        Raises:
-            StoreError: the slab's marker or row is damaged, or from another slab or store.
-        """
+        have been rewritten since. Raises StoreError: the slab's marker or row is damaged, or from
+        another slab or store."""
         if spec.per == "once":
             return self.manifest.checksums[spec.path]
         slab = index[0]
@@ -117,12 +111,8 @@ class VerifiedChunks:
 
     def read_row(self, slab: int, marker: Mapping[str, Any] | None = None) -> NDArray[np.uint32]:
         """(chunks,) the checksums of a slab's chunks, as sealed by its marker. marker: its
-        contents, if already read.
-
-        Raises:
-            StoreError: the marker or the row is missing, damaged, or from another slab or store.
-            StoreMismatch: another store is there now.
-        """
+        contents, if already read. Raises StoreError: the marker or the row is missing, damaged, or
+        from another slab or store; StoreMismatch: another store is there now."""
         spec, index = self.specs["checksums"], (slab, 0)
         if marker is None:
             marker = metadata.read_marker(self.files, slab, self.specs["commits"], self.manifest)
@@ -148,11 +138,8 @@ class VerifiedChunks:
             raise StoreMismatch(f"{self.files} was replaced by another store during the work")
 
     def samples(self) -> dict[str, NDArray[Any]]:
-        """The arrays below `samples/`, by path.
-
-        Raises:
-            StoreError: an array below `samples/` is missing, damaged, or not the manifest's.
-        """
+        """The arrays below `samples/`, by path. Raises StoreError: an array below `samples/` is
+        missing, damaged, or not the manifest's."""
         paths = [path for path in self.specs if path.startswith("samples/")]
         parts = {path: self.read_all(self.specs[path]) for path in paths}
         try:
@@ -172,9 +159,7 @@ class VerifiedChunks:
         chunks it touches; into `out` if given.
 
         Chunks whose place along the first axis is skipped are not opened and read as fill values.
-
-        Raises:
-            StoreError: a chunk is missing, damaged, or not the one that was committed.
+        Raises StoreError: a chunk is missing, damaged, or not the one that was committed.
         """
         shape = tuple(part.stop - part.start for part in box)
         if spec.per == "once" and out is None:
@@ -202,11 +187,8 @@ class VerifiedChunks:
         self._rows.update(zip(new, self.files.each_small(self.read_row, new), strict=True))
 
     def read_all(self, spec: ArraySpec) -> NDArray[Any]:
-        """A whole array.
-
-        Raises:
-            StoreError: a chunk is missing, damaged, or not the one that was committed.
-        """
+        """A whole array. Raises StoreError: a chunk is missing, damaged, or not the one that was
+        committed."""
         return self.read_box(spec, tuple(slice(0, n) for n in spec.shape))
 
 

@@ -46,10 +46,8 @@ def select_names(
     depth selects the block's out, or what `sites` has of that block if there are no outs. If no
     name matches, the path of one of the model's own modules does (`site_path`). Groups give stored
     names, never aliases; an alias matched by a glob is excluded if the site it equals is selected.
-
-    Raises:
-        SiteError: no pattern; a pattern without a match (names `what` was searched and `hint` to
-            run); one that cannot be parsed; patterns that only exclude, or leave nothing.
+    Raises SiteError: no pattern; a pattern without a match (names `what` was searched and `hint` to
+    run); one that cannot be parsed; patterns that only exclude, or leave nothing.
     """
     chosen: set[str] = set()
     exact: set[str] = set()
@@ -313,11 +311,8 @@ class TokenSelection(str):
         }.get(self, range(n))
 
     def require(self, layout: TokenLayout, owner: str) -> range:
-        """Like `members`, but at least one token.
-
-        Raises:
-            SiteError: the layout has none; `owner` names the store and the site.
-        """
+        """Like `members`, but at least one token. Raises SiteError: the layout has none; `owner`
+        names the store and the site."""
         if members := self.members(layout):
             return members
         special = {"cls": "class token", "rest": "tokens but the first"}

@@ -48,11 +48,8 @@ def is_url(text: str) -> bool:
 
 def parse_place(place: str | os.PathLike[str] | Url) -> Place:
     """Parse a path or URL. A Path that pathlib made from a URL's text, and so lost one of its
-    slashes, is treated as that URL.
-
-    Raises:
-        StoreError: an unsupported URL, or one that names no folder in a bucket.
-    """
+    slashes, is treated as that URL. Raises StoreError: an unsupported URL, or one that names no
+    folder in a bucket."""
     if isinstance(place, Url):
         return place
     text = os.fspath(place)
@@ -71,11 +68,7 @@ def parse_place(place: str | os.PathLike[str] | Url) -> Place:
 
 
 def folder_of(place: Place) -> Path:
-    """The path of a place that is a folder.
-
-    Raises:
-        StoreError: it is a URL.
-    """
+    """The path of a place that is a folder. Raises StoreError: it is a URL."""
     if isinstance(place, Url):
         raise StoreError(f"{place} is in no folder of this machine")
     return place

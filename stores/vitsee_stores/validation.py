@@ -53,10 +53,8 @@ def validate(
     slabs: its presence, its size, and its checksum against the committed one. `deep` also reads all
     bytes: against that checksum, and for NaN or infinite values in rows of readable images (except
     NaN in the arrays that FORMAT.md lists). Memory: one chunk per core. `report` is called with the
-    number of slabs done and in total, first with 0.
-
-    Raises:
-        StoreError: there is no store at `path`, or its manifest cannot be read or is damaged.
+    number of slabs done and in total, first with 0. Raises StoreError: there is no store at `path`,
+    or its manifest cannot be read or is damaged.
     """
     files = files_at(path)
     manifest, complete = metadata.read_root(files)

@@ -52,11 +52,8 @@ class StoreWriter:
     def join(
         cls, path: str | os.PathLike[str] | Url | Files, *, durable: bool = True
     ) -> StoreWriter | None:
-        """A writer for an existing store; None if nothing is at `path`.
-
-        Raises:
-            StoreError: not a store, or damaged; it is left untouched.
-        """
+        """A writer for an existing store; None if nothing is at `path`. Raises StoreError: not a
+        store, or damaged; it is left untouched."""
         files = path if isinstance(path, Files) else files_at(path, durable=durable)
         try:
             if not files.exists():
@@ -78,11 +75,9 @@ class StoreWriter:
         """A writer for the store at `path`, which is created if absent.
 
         Creation is atomic: of several processes that start together one creates the store and the
-        others join. `once`: the arrays below `weights/`.
-
-        Raises:
-            StoreError: `path` is something else, or cannot be written.
-            IdentityMismatch: the existing store was made with other settings than `manifest`.
+        others join. `once`: the arrays below `weights/`. Raises StoreError: `path` is something
+        else, or cannot be written; IdentityMismatch: the existing store was made with other
+        settings than `manifest`.
         """
         writer = cls.join(path, durable=durable)
         if writer is None:
@@ -110,11 +105,7 @@ class StoreWriter:
 
     @property
     def is_made(self) -> bool:
-        """Whether the empty store is all there.
-
-        Raises:
-            StoreError: it cannot be read.
-        """
+        """Whether the empty store is all there. Raises StoreError: it cannot be read."""
         try:
             return self.files.is_made()
         except OSError as error:
@@ -124,11 +115,8 @@ class StoreWriter:
         self, samples: Samples, once: Mapping[str, NDArray[Any]] | None = None
     ) -> None:
         """Write what a process that was killed during creation left out; nothing to do where
-        creation is atomic. Arguments as for `create_or_join`.
-
-        Raises:
-            StoreError: not the arrays that the store was begun with, or it cannot be written.
-        """
+        creation is atomic. Arguments as for `create_or_join`. Raises StoreError: not the arrays
+        that the store was begun with, or it cannot be written."""
         if self.is_made:
             return
         try:
@@ -232,10 +220,7 @@ class StoreWriter:
         """If every slab is committed, set `complete` and remove all leftovers; returns whether they
         are.
 
-        Any process may call it any number of times.
-
-        Raises:
-            StoreError: the disk fails.
+        Any process may call it any number of times. Raises StoreError: the disk fails.
         """
         if not self.committed().all():
             return False
@@ -337,10 +322,7 @@ class StoreWriter:
 
 def tidy(files: Files) -> None:
     """Remove what processes that were killed at their end left of a store and its generations.
-
-    Raises:
-        StoreError: damaged, or the disk fails.
-    """
+    Raises StoreError: damaged, or the disk fails."""
     for one in read_generations(files):
         if one.complete:
             StoreWriter(one.files, one.manifest).finish()

@@ -45,10 +45,7 @@ def dry_run(asked: Request) -> DryRun:
 
     Weights are loaded if shapes are not enough (order of tokens, ablated skips, interventions,
     cells on a canvas), for an existing store, which is compared with the model, and to measure the
-    cost of --erf.
-
-    Raises:
-        VitseeError: anything the user can fix, in one line.
+    cost of --erf. Raises VitseeError: anything the user can fix, in one line.
     """
     model = asked.model
     assert isinstance(model, ModelOptions), "a model that is loaded has its weights"

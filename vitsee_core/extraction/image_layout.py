@@ -149,11 +149,8 @@ def _at_native(
     model: LoadedModel, asked: Request, selection: Selection, stored: StorePlan | None
 ) -> ImageLayout:
     """A tower on images at native resolution. Where they differ in size its sites are found on
-    images of its own size, or of the canvas' where that is smaller.
-
-    Raises:
-        VitseeError: bounds that are missing, or are none; no image that can be brought to them.
-    """
+    images of its own size, or of the canvas' where that is smaller. Raises VitseeError: bounds that
+    are missing, or are none; no image that can be brought to them."""
     canvas, notes = _bounded(model, asked.data), tuple[str, ...]()
     if stored is not None and stored.canvas is not None:
         own = stored.canvas.own_grids

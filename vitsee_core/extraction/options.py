@@ -155,11 +155,8 @@ class Request:
 
 
 def split_model(text: str) -> tuple[str, dict[str, list[str]]]:
-    """`NAME?OPTION=VALUE&OPTION=VALUE` as the name and the values of each option.
-
-    Raises:
-        OptionError: no name, or something after `?` that is not OPTION=VALUE.
-    """
+    """`NAME?OPTION=VALUE&OPTION=VALUE` as the name and the values of each option. Raises
+    OptionError: no name, or something after `?` that is not OPTION=VALUE."""
     name, mark, rest = text.partition("?")
     options: dict[str, list[str]] = {}
     for part in rest.split("&") if mark else ():
@@ -174,21 +171,15 @@ def split_model(text: str) -> tuple[str, dict[str, list[str]]]:
 
 
 def parse_tokens(texts: Sequence[str] | None) -> tuple[str, dict[str, str]]:
-    """`--tokens` values as (default, {selector: "all" | "pooled"}).
-
-    Raises:
-        OptionError: not one of all, pooled, GROUP=all, GROUP=pooled; two for the same.
-    """
+    """`--tokens` values as (default, {selector: "all" | "pooled"}). Raises OptionError: not one of
+    all, pooled, GROUP=all, GROUP=pooled; two for the same."""
     expected = "all, pooled, or GROUP=pooled (as norms=pooled)"
     return _by_selector("--tokens", texts, ("all", "pooled"), expected)
 
 
 def parse_dtypes(texts: Sequence[str] | None) -> tuple[str, dict[str, str]]:
-    """`--dtype` values as (default, {selector: dtype}).
-
-    Raises:
-        OptionError: not one of float16, float32, SITE=float16, SITE=float32; two for the same.
-    """
+    """`--dtype` values as (default, {selector: dtype}). Raises OptionError: not one of float16,
+    float32, SITE=float16, SITE=float32; two for the same."""
     expected = "float16, float32, or SITE=float32 (Zarr has no bfloat16)"
     return _by_selector("--dtype", texts, ("float16", "float32"), expected)
 
@@ -215,12 +206,8 @@ def _by_selector(
 
 
 def options_in_name(text: str) -> tuple[str, dict[str, Any]]:
-    """The model's name, and its options as fields of `ModelOptions`.
-
-    Raises:
-        OptionError: no such option, a value that it does not take, or several of one that takes
-            one.
-    """
+    """The model's name, and its options as fields of `ModelOptions`. Raises OptionError: no such
+    option, a value that it does not take, or several of one that takes one."""
     name, options = split_model(text)
     found: dict[str, Any] = {}
     for key, values in options.items():

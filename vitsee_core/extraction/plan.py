@@ -272,10 +272,8 @@ def fit_slab(
     """The slab size, and a remark if the default was reduced.
 
     The default is halved until two slabs fit a quarter of the memory; an explicit value is kept. A
-    clip counts as many images as its grids have cells in time.
-
-    Raises:
-        VitseeError: two slabs of an explicit size exceed the memory, or the size is not positive.
+    clip counts as many images as its grids have cells in time. Raises VitseeError: two slabs of an
+    explicit size exceed the memory, or the size is not positive.
     """
     memory = memory_bytes()
     if explicit is not None:

@@ -127,12 +127,9 @@ def of_same_model(
     writer: StoreWriter, stored: Mapping[str, Any], asked: Request, progress: Progress
 ) -> tuple[torch.device, Selection, ImageLayout]:
     """The device to compute on, the images, and the model laid out on an existing store's canvas.
-    stored: the store's identity, with which choices that are not made now agree.
-
-    Raises:
-        IdentityMismatch: the store is of another architecture.
-        VitseeError: no such device, images or model.
-    """
+    stored: the store's identity, with which choices that are not made now agree. Raises
+    IdentityMismatch: the store is of another architecture; VitseeError: no such device, images or
+    model."""
     device = resolve_device(asked.run.device)
     selection = chosen_images(asked.data, stored, progress)
     with soon_said("loading the model"):
@@ -142,12 +139,9 @@ def of_same_model(
 
 
 def join_store(writer: StoreWriter, asked: Request, progress: Progress = SILENT) -> Prepared:
-    """An extraction that continues an existing store, by that store's plan.
-
-    Raises:
-        VitseeError: as `prepare`.
-        IdentityMismatch: the store was made from another model, other images or other choices.
-    """
+    """An extraction that continues an existing store, by that store's plan. Raises VitseeError: as
+    `prepare`; IdentityMismatch: the store was made from another model, other images or other
+    choices."""
     stored, plan, keep = writer.manifest.identity, writer.manifest.plan, asked.keep
     device, selection, layout = of_same_model(writer, stored, asked, progress)
     model, table = layout.model, layout.table
@@ -325,12 +319,8 @@ def run_self_check(
     device: torch.device,
     precision: str,
 ) -> SelfCheck:
-    """The self-check on these images, which fixes the stored types for every process.
-
-    Raises:
-        NotFinite: activations are NaN or inf.
-        VitseeError: the check failed otherwise.
-    """
+    """The self-check on these images, which fixes the stored types for every process. Raises
+    NotFinite: activations are NaN or inf; VitseeError: the check failed otherwise."""
     _, height, width = model.input_size  # of the first tile, where there are several
     pixels = pixels[..., :height, :width]
     if plan.clip is not None and plan.clip.by_frame:

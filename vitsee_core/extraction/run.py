@@ -73,11 +73,9 @@ def prepare(asked: Request, progress: Progress = SILENT) -> Prepared:
     the store.
 
     Nothing is written. An existing store is joined: it supplies every choice that was not given,
-    and is compared with those that were. To a complete one is added what it lacks.
-
-    Raises:
-        VitseeError: anything the user can fix, in one line.
-        IdentityMismatch: the existing store was made from something else.
+    and is compared with those that were. To a complete one is added what it lacks. Raises
+    VitseeError: anything the user can fix, in one line; IdentityMismatch: the existing store was
+    made from something else.
     """
     writer = None if asked.run.force else StoreWriter.join(asked.run.output)
     if writer is None:
@@ -99,11 +97,8 @@ def _changed(writer: StoreWriter, asked: Request) -> bool:
 
 
 def made_or_joined(prepared: Prepared, asked: Request) -> tuple[Prepared, StoreWriter]:
-    """The store's writer, with the preparation that belongs to it.
-
-    Raises:
-        VitseeError: as `open_writer`.
-    """
+    """The store's writer, with the preparation that belongs to it. Raises VitseeError: as
+    `open_writer`."""
     try:
         return prepared, open_writer(prepared, asked.run)
     except IdentityMismatch:
@@ -121,11 +116,8 @@ def fill_all(
     progress: Progress,
     stop: StopRequest,
 ) -> Outcome:
-    """Log remarks, make what is missing, and mark a finished store as complete.
-
-    Raises:
-        Interrupted: a signal; exit code 75.
-    """
+    """Log remarks, make what is missing, and mark a finished store as complete. Raises Interrupted:
+    a signal; exit code 75."""
     if announce(prepared, writer, run):
         return Outcome(complete=True)
     if shard.claims:
@@ -165,11 +157,8 @@ def fill_claimed(
     progress: Progress,
     stop: StopRequest,
 ) -> Outcome:
-    """Make missing slabs as they can be claimed, until none is missing or a signal came.
-
-    Raises:
-        Interrupted: a signal within a slab.
-    """
+    """Make missing slabs as they can be claimed, until none is missing or a signal came. Raises
+    Interrupted: a signal within a slab."""
     plan, outcome = prepared.plan, Outcome(False, examples=prepared.plan.examples)
     rows = [plan.rows(int(k)) for k in np.flatnonzero(writer.committed())]
     done = sum(part.stop - part.start for part in rows)
@@ -183,12 +172,9 @@ def fill_claimed(
 
 
 def open_writer(prepared: Prepared, run: RunOptions) -> StoreWriter:
-    """The existing store's writer, or that of a store created now.
-
-    Raises:
-        VitseeError: the store would not fit the free disk (nothing is made then).
-        IdentityMismatch: another process made a store there with other choices or images.
-    """
+    """The existing store's writer, or that of a store created now. Raises VitseeError: the store
+    would not fit the free disk (nothing is made then); IdentityMismatch: another process made a
+    store there with other choices or images."""
     weights = {} if prepared.weights is None else prepared.weights.arrays
     once = {f"weights/{name}": values for name, values in weights.items()}
     if prepared.writer is not None:
@@ -232,11 +218,8 @@ def fill(
     remarks: bool = True,
 ) -> Outcome:
     """Make and commit every missing slab of `mine`, which the shard owns or has claimed. Without
-    `remarks`, what earlier rounds logged is logged at debug level.
-
-    Raises:
-        Interrupted: a signal came before they were all made.
-    """
+    `remarks`, what earlier rounds logged is logged at debug level. Raises Interrupted: a signal
+    came before they were all made."""
     plan, device = prepared.plan, prepared.device
     level = logging.INFO if remarks else logging.DEBUG
     committed = writer.committed()

@@ -72,11 +72,9 @@ def parse_shard(text: str | None, environ: Mapping[str, str]) -> Shard:
     """The shard named by `text`: None (all slabs), 'i/n', 'slurm' or 'claims'.
 
     'slurm' multiplies the array task by the rank in its step: element a of an array of A tasks with
-    R ranks each is shard a*R + rank of A*R. The environment is read only for 'slurm'.
-
-    Raises:
-        OptionError: text of another form, an index out of range.
-        VitseeError: SLURM variables are missing, or do not number the shards consecutively.
+    R ranks each is shard a*R + rank of A*R. The environment is read only for 'slurm'. Raises
+    OptionError: text of another form, an index out of range; VitseeError: SLURM variables are
+    missing, or do not number the shards consecutively.
     """
     if text is None:
         return Shard()

@@ -48,11 +48,8 @@ def model_key(store: Store) -> str:
 
 
 def require_comparable(store: Store, others: Iterable[Store]) -> None:
-    """Refuse stores whose vectors are not comparable with those of `store`.
-
-    Raises:
-        StoreMismatch: another model, weights, skip connections, interventions or transform.
-    """
+    """Refuse stores whose vectors are not comparable with those of `store`. Raises StoreMismatch:
+    another model, weights, skip connections, interventions or transform."""
     for other in others:
         names = [one.manifest.model.get("name") for one in (store, other)]
         for field, words in DECISIVE.items():

@@ -62,11 +62,8 @@ class Arrays:
 
 
 def read_arrays(path: Path) -> Arrays:
-    """All arrays of a file.
-
-    Raises:
-        VitseeError: another ending, a file that cannot be read, or no numbers in it.
-    """
+    """All arrays of a file. Raises VitseeError: another ending, a file that cannot be read, or no
+    numbers in it."""
     ending = ending_of(path, tuple(_READERS), "an import")
     found = _read(_READERS[ending], path, f"{ending} file of numbers")
     for name, values in found.values.items():
@@ -84,10 +81,7 @@ def read_arrays(path: Path) -> Arrays:
 
 def read_ids(path: Path) -> tuple[list[str], list[str] | None]:
     """Ids, and labels where there are some, of a text with an id a line, or a table with a column
-    id (`vitsee export --samples` writes one).
-
-    Raises:
-        VitseeError: it cannot be read, or has no ids.
+    id (`vitsee export --samples` writes one). Raises VitseeError: it cannot be read, or has no ids.
     """
     if path.suffix.lower() == ".txt":
         try:
@@ -225,11 +219,8 @@ class Tokens:
     grid: tuple[int, int] | None = None
 
     def layout(self, name: str, n_tokens: int, size: tuple[int, int] | None) -> TokenLayout:
-        """The layout of an array's tokens. size: of the images in pixels, where it is known.
-
-        Raises:
-            VitseeError: the numbers of tokens differ.
-        """
+        """The layout of an array's tokens. size: of the images in pixels, where it is known. Raises
+        VitseeError: the numbers of tokens differ."""
         n_patches = n_tokens - len(self.prefix)
         side = math.isqrt(max(0, n_patches))
         rows, cols = self.grid or (side, side)

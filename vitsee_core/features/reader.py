@@ -58,11 +58,8 @@ class Matching:
 
 
 def last_stage_matching(store: Store, site: SiteSpec) -> Matching | None:
-    """A site's conversion to the last stage's grid; None if it needs none.
-
-    Raises:
-        MissingInput: the store lacks the output of the last block.
-    """
+    """A site's conversion to the last stage's grid; None if it needs none. Raises MissingInput: the
+    store lacks the output of the last block."""
     layout = site.layout
     if layout is None or layout.grid is None or layout.n_prefix:
         return None
@@ -140,12 +137,8 @@ class SiteFeatures:
 
     @cached_property
     def arrays(self) -> list[LazyArray]:
-        """The stored arrays with the tokens, in the tokens' order.
-
-        Raises:
-            SiteError: the site has no such tokens.
-            MissingInput: the site is stored pooled only.
-        """
+        """The stored arrays with the tokens, in the tokens' order. Raises SiteError: the site has
+        no such tokens; MissingInput: the site is stored pooled only."""
         store, name, layout = self.store, self.site.name, self.site.layout
         if layout is None:
             return [store.acts(name, self.selection)]
@@ -259,11 +252,8 @@ class SiteFeatures:
         return chosen.mean(axis=1, keepdims=True) if self.selection.is_mean else chosen
 
     def of_slab(self, slab: Slab, part: slice) -> Float32:
-        """(images, tokens, dim) of a slab's images that count.
-
-        Raises:
-            VitseeError: a number is not finite.
-        """
+        """(images, tokens, dim) of a slab's images that count. Raises VitseeError: a number is not
+        finite."""
         values = self.load(slab.rows, part)
         wide, finite = widened(values if slab.valid.all() else values[slab.valid])
         if not finite:
@@ -380,11 +370,8 @@ def choose_features(
 
 
 def check_alike(ours: SiteFeatures, theirs: SiteFeatures) -> None:
-    """Refuse a site with other tokens or channels in the test store.
-
-    Raises:
-        StoreMismatch: names both.
-    """
+    """Refuse a site with other tokens or channels in the test store. Raises StoreMismatch: names
+    both."""
     a, b = ours.store.label, theirs.store.label
     names = [[token.name for token in features.tokens] for features in (ours, theirs)]
     if ours.dim != theirs.dim or names[0] != names[1]:

@@ -71,11 +71,8 @@ class ClipRecipe:
         return self.sampling.frames, *self.each.shape
 
     def apply(self, clip: OpenClip) -> NDArray[np.uint8]:
-        """Pixels (frames, channels, height, width) in the order that the model sees.
-
-        Raises:
-            ImageError: fewer frames than are asked for, or one that cannot be decoded.
-        """
+        """Pixels (frames, channels, height, width) in the order that the model sees. Raises
+        ImageError: fewer frames than are asked for, or one that cannot be decoded."""
         sampling, moving = self.sampling, clip.moving
         try:
             places, order = sampling.chosen(clip.sample, moving.line), sampling.order(clip.sample)
@@ -161,11 +158,8 @@ class _Located:
 
 
 def as_clips(source: ImageSource) -> ImageSource:
-    """The source with each of its files, or folders, as a clip.
-
-    Raises:
-        DataError: its samples are parts of files, or PyAV is not installed.
-    """
+    """The source with each of its files, or folders, as a clip. Raises DataError: its samples are
+    parts of files, or PyAV is not installed."""
     if source.boxes is not None:
         raise DataError(f"{source.name} has boxes, which clips do not have; leave the column out")
     first = source.locations[0] if len(source) else None

@@ -92,29 +92,20 @@ class Opener(ABC):
     """Reads the image at a location, in whatever form its source lists locations."""
 
     def load(self, location: Any) -> tuple[Image.Image, int]:
-        """The decoded image in its own mode, and the 64-bit hash of its encoded bytes.
-
-        Raises:
-            ImageError: missing, truncated, empty, not an image, or too large to be one.
-        """
+        """The decoded image in its own mode, and the 64-bit hash of its encoded bytes. Raises
+        ImageError: missing, truncated, empty, not an image, or too large to be one."""
         with _read_of(location):
             return self._load(location)
 
     def hash(self, location: Any) -> int:
-        """The 64-bit hash that `load` returns, without decoding the image.
-
-        Raises:
-            ImageError: missing or truncated; bytes that are not an image have a hash, too.
-        """
+        """The 64-bit hash that `load` returns, without decoding the image. Raises ImageError:
+        missing or truncated; bytes that are not an image have a hash, too."""
         with _read_of(location):
             return self._hash(location)
 
     def size(self, location: Any) -> Size:
-        """(height, width) of the result of `load`, from the image's header if possible.
-
-        Raises:
-            ImageError: missing, truncated, or not an image.
-        """
+        """(height, width) of the result of `load`, from the image's header if possible. Raises
+        ImageError: missing, truncated, or not an image."""
         with _read_of(location):
             return self._size(location)
 
@@ -334,10 +325,8 @@ def _check_bytes(name: str, size: int) -> None:
 def decode(name: str, encoded: bytes) -> tuple[Image.Image, int]:
     """The decoded image in its own mode and the hash of `encoded`.
 
-    EXIF orientation is not applied, as in timm's and torchvision's evaluation.
-
-    Raises:
-        ImageError: not a whole image of at most `Image.MAX_IMAGE_PIXELS`.
+    EXIF orientation is not applied, as in timm's and torchvision's evaluation. Raises ImageError:
+    not a whole image of at most `Image.MAX_IMAGE_PIXELS`.
     """
     if not encoded:
         raise ImageError(name, "the file is empty")
@@ -348,11 +337,8 @@ def decode(name: str, encoded: bytes) -> tuple[Image.Image, int]:
 
 
 def header_size(name: str, file: IO[bytes]) -> Size:
-    """(height, width) according to an image's header.
-
-    Raises:
-        ImageError: not an image, or too large to be one.
-    """
+    """(height, width) according to an image's header. Raises ImageError: not an image, or too large
+    to be one."""
     with _pillow(name), _opened(name, file) as image:
         return image.height, image.width
 

@@ -65,10 +65,8 @@ STUDY, SIDECARS = "study.json", tuple(f"{ending}.json" for ending in TABLE_ENDIN
 def open_folder(path: Path, name: str) -> ImageSource:
     """The images below a folder, in the order of their paths (by code point, forward slashes).
 
-    A sample's id is its path below the folder; `classify` determines its class and split.
-
-    Raises:
-        DataError: no images, or a folder that cannot be read.
+    A sample's id is its path below the folder; `classify` determines its class and split. Raises
+    DataError: no images, or a folder that cannot be read.
     """
     paths = walk(str(path))
     if not paths:
@@ -122,10 +120,8 @@ def walk(root: str, wanted: Callable[[str], bool] = is_image) -> list[str]:
     Links are followed unless they lead back to a folder that contains them; names that start with a
     dot are ignored. Left out with a warning: images whose name is not UTF-8, as ids are, folders
     below `root` that hold a store, a study or results of vitsee, whose pictures are not data, and
-    in `root` itself the pictures of results that lie there.
-
-    Raises:
-        DataError: a folder cannot be read.
+    in `root` itself the pictures of results that lie there. Raises DataError: a folder cannot be
+    read.
     """
     left_out: list[str] = []
     found = sorted(_walk(root, "", frozenset(), left_out, wanted))
@@ -205,11 +201,7 @@ def _pictures(entries: Sequence[os.DirEntry[str]]) -> set[str]:
 
 
 def utf8(path: str) -> str:
-    """The path itself.
-
-    Raises:
-        DataError: it cannot be written as UTF-8, as ids are.
-    """
+    """The path itself. Raises DataError: it cannot be written as UTF-8, as ids are."""
     try:
         path.encode()
     except UnicodeEncodeError:

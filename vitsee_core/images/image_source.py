@@ -75,29 +75,21 @@ class ImageSource:
     def read(self, index: int) -> tuple[Image.Image, int]:
         """One decoded image, in its own mode, and the 64-bit hash of its encoded bytes.
 
-        For arrays the hash is of the image's shape and pixels.
-
-        Raises:
-            ImageError: the image is missing, damaged, or not an image.
+        For arrays the hash is of the image's shape and pixels. Raises ImageError: the image is
+        missing, damaged, or not an image.
         """
         with self._named(index):
             return self.opener.load(self.locations[index])
 
     def hash(self, index: int) -> int:
-        """The hash that `read` returns, without decoding the image.
-
-        Raises:
-            ImageError: the image is missing or truncated.
-        """
+        """The hash that `read` returns, without decoding the image. Raises ImageError: the image is
+        missing or truncated."""
         with self._named(index):
             return self.opener.hash(self.locations[index])
 
     def size(self, index: int) -> tuple[int, int]:
-        """Height and width of the result of `read`, from the image's header if possible.
-
-        Raises:
-            ImageError: the image is missing, or not an image.
-        """
+        """Height and width of the result of `read`, from the image's header if possible. Raises
+        ImageError: the image is missing, or not an image."""
         with self._named(index):
             return self.opener.size(self.locations[index])
 
@@ -110,11 +102,8 @@ class ImageSource:
             raise ImageError(self.ids[index], error.reason) from None
 
     def part(self, expression: str) -> ImageSource:
-        """The samples of a split expression (see `vitsee_core.images.image_source`).
-
-        Raises:
-            DataError: an unknown split, or a slice that does not fit it.
-        """
+        """The samples of a split expression (see `vitsee_core.images.image_source`). Raises
+        DataError: an unknown split, or a slice that does not fit it."""
         positions, names = apply_split(expression, self.splits, self.name)
         return replace(
             self,
@@ -128,11 +117,8 @@ class ImageSource:
 
 
 def join(name: str, parts: Sequence[ImageSource]) -> ImageSource:
-    """Several sources concatenated; they must name the same classes.
-
-    Raises:
-        DataError: the parts name different classes.
-    """
+    """Several sources concatenated; they must name the same classes. Raises DataError: the parts
+    name different classes."""
     first = parts[0]
     if any(part.class_names != first.class_names for part in parts):
         raise DataError(f"the splits of {name} name different classes; extract them one by one")
@@ -158,11 +144,8 @@ class Term:
 
 
 def parse_split(expression: str) -> list[Term]:
-    """The terms of a split expression.
-
-    Raises:
-        DataError: it is not of the form NAME, NAME[a:b], or several of these joined by '+'.
-    """
+    """The terms of a split expression. Raises DataError: it is not of the form NAME, NAME[a:b], or
+    several of these joined by '+'."""
     terms = []
     for text in expression.split("+"):
         match = _TERM.fullmatch(text.strip())
@@ -191,10 +174,8 @@ def apply_split(expression: str, splits: Sequence[str], data: str) -> tuple[list
     Slices count in the data set's own order and are half open; percentages are rounded down to
     whole images, so that neighbouring slices meet. `all` (or no name) is every sample. A sample
     keeps the name of its split; where one split appears in several terms (`train[:900]` and
-    `train[900:]`), its samples carry the term as written.
-
-    Raises:
-        DataError: unknown split, bounds outside it, an empty part, or a sample picked twice.
+    `train[900:]`), its samples carry the term as written. Raises DataError: unknown split, bounds
+    outside it, an empty part, or a sample picked twice.
     """
     members: dict[str, list[int]] = {}
     for position, split in enumerate(splits):

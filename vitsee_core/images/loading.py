@@ -81,12 +81,9 @@ def batches(
 
     Loading runs ahead of the consumer: in a thread (`workers=0`) or in that many processes. At most
     six batches are in memory, more only if a batch has fewer images than there are workers. Closing
-    or dropping the iterator stops the workers.
-
-    Raises:
-        ImageError: an image cannot be read and `on_error` is "fail".
-        DataError: a range outside the selection, an unknown `on_error`, a transform that timm
-            cannot build, or a worker that was killed.
+    or dropping the iterator stops the workers. Raises ImageError: an image cannot be read and
+    `on_error` is "fail"; DataError: a range outside the selection, an unknown `on_error`, a
+    transform that timm cannot build, or a worker that was killed.
     """
     if on_error not in ON_ERROR:
         raise DataError(f"unknown on_error {on_error!r}; expected one of: {', '.join(ON_ERROR)}")
@@ -234,10 +231,8 @@ def load_with_workers(
     """The batches in order; each is cut into tasks for the workers as they have room.
 
     Ends early when `stopped`. The shared memory has room for two batches, or as many as give every
-    worker two tasks.
-
-    Raises:
-        DataError: a worker was killed, or this system cannot start one; or a server gave no answer.
+    worker two tasks. Raises DataError: a worker was killed, or this system cannot start one; or a
+    server gave no answer.
     """
     largest = max(map(len, places), default=0)
     if not largest:

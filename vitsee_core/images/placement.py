@@ -65,11 +65,8 @@ class BoxOpener(Opener):
 
 
 def parse_box(text: str) -> Box:
-    """A box as in lists: four numbers separated by spaces, commas or semicolons.
-
-    Raises:
-        DataError: not a box, or empty.
-    """
+    """A box as in lists: four numbers separated by spaces, commas or semicolons. Raises DataError:
+    not a box, or empty."""
     words = text.strip().strip("[]()").replace(",", " ").replace(";", " ").split()
     try:
         numbers = [float(word) for word in words]
@@ -88,11 +85,8 @@ def box_text(box: Sequence[float], between: str = " ") -> str:
 
 
 def box_pixels(box: Sequence[float], size: Size | None) -> tuple[int, int, int, int]:
-    """Top, left, bottom, right of x0, y0, x1, y1, rounded as Pillow's crop does.
-
-    Raises:
-        DataError: it is empty, or exceeds an image of this size (height, width), if given.
-    """
+    """Top, left, bottom, right of x0, y0, x1, y1, rounded as Pillow's crop does. Raises DataError:
+    it is empty, or exceeds an image of this size (height, width), if given."""
     numbers = [float(edge) for edge in box]
     if len(numbers) != 4 or not all(map(math.isfinite, numbers)):
         raise DataError(f"the box {box_text(box)} is not x0 y0 x1 y1 in pixels")
@@ -234,10 +228,8 @@ def cell_edges(layout: TokenLayout, size: tuple[int, ...]) -> tuple[Edges, Edges
 
     Cell (r, c) is the pixels from round(offset_px + (r, c) stride_px) to round(offset_px + (r + 1,
     c + 1) stride_px), clipped to an image of `size` (height, width), and may be empty there. Pixels
-    outside all cells belong to none.
-
-    Raises:
-        VitseeError: the layout has no grid, or an unknown position.
+    outside all cells belong to none. Raises VitseeError: the layout has no grid, or an unknown
+    position.
     """
     if layout.grid is None or layout.stride_px is None:
         raise VitseeError("these tokens do not say which pixels are theirs: no grid, or no stride")

@@ -67,11 +67,9 @@ def select(
     order with `order="dataset"`. `per_class` takes the first of every class in the seeded random
     order, whatever `order` is; samples without a label are left out, and smaller values give
     subsets of larger ones. `order` is then how the chosen samples are stored. `only` is a file that
-    names the images to choose from (see `named_only`).
-
-    Raises:
-        DataError: counts below 1, both counts, an unknown order, a negative seed, no labels for
-            `per_class`, no samples, or a line of `only` without a match.
+    names the images to choose from (see `named_only`). Raises DataError: counts below 1, both
+    counts, an unknown order, a negative seed, no labels for `per_class`, no samples, or a line of
+    `only` without a match.
     """
     _check(source, images, per_class, seed, order)
     shuffled = random_order(len(source), seed)
@@ -141,11 +139,8 @@ def _check(
 
 
 def read_only(path: Path, option: str = "--only") -> list[tuple[int, str]]:
-    """Number and text of the lines that are not blank. option: what the file was given to.
-
-    Raises:
-        DataError: the file is missing, too large, not UTF-8, or has no line.
-    """
+    """Number and text of the lines that are not blank. option: what the file was given to. Raises
+    DataError: the file is missing, too large, not UTF-8, or has no line."""
     try:
         if not path.is_file():
             raise DataError(f"no file {path}; {option} expects a list of images, one a line")

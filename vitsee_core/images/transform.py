@@ -47,11 +47,8 @@ class Recipe:
     whole: Any = None  # timm's transform itself, where a step of it is not known here
 
     def apply(self, image: Image.Image) -> NDArray[np.uint8]:
-        """Pixels (channels, height, width).
-
-        Raises:
-            ImageError: an image mode or size that cannot be converted to the model's.
-        """
+        """Pixels (channels, height, width). Raises ImageError: an image mode or size that cannot be
+        converted to the model's."""
         image = to_mode(image, _MODES[self.shape[0]])
         if self.whole is not None:
             return np.asarray(self.whole(image), np.uint8)
@@ -74,11 +71,8 @@ class AnyRecipe(Protocol):
 
 
 def to_mode(image: Image.Image, mode: str) -> Image.Image:
-    """The image as 8-bit "RGB" or "L" (see the module's text for the conventions).
-
-    Raises:
-        ImageError: 32-bit pixels, whose white is unknown.
-    """
+    """The image as 8-bit "RGB" or "L" (see the module's text for the conventions). Raises
+    ImageError: 32-bit pixels, whose white is unknown."""
     # Pillow < 11 opens 16-bit PNG files with mode "I".
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
         wide = np.asarray(image).astype(np.uint32)
@@ -89,14 +83,10 @@ def to_mode(image: Image.Image, mode: str) -> Image.Image:
 
 
 def make_recipe(transform: Mapping[str, Any]) -> Recipe:
-    """timm's evaluation transform for a resolved data config; with `fill` "black", what
-    timm's border mode lays around an image is black in place of the mean.
-    The crop modes "corner", "pixels" and "patches" are our own: an image on a canvas, see `Canvas`
-    in vitsee_stores.
-
-    Raises:
-        DataError: the config is none that timm can build, or has not one or three channels.
-    """
+    """timm's evaluation transform for a resolved data config; with `fill` "black", what timm's
+    border mode lays around an image is black in place of the mean. The crop modes "corner",
+    "pixels" and "patches" are our own: an image on a canvas, see `Canvas` in vitsee_stores. Raises
+    DataError: the config is none that timm can build, or has not one or three channels."""
     channels, height, width = transform["input_size"]
     if channels not in _MODES:
         raise DataError(f"the model takes {channels} channels; expected 1 (grey) or 3 (RGB)")
@@ -120,11 +110,7 @@ def make_recipe(transform: Mapping[str, Any]) -> Recipe:
 
 def _as_processor(step: Step, processor: str) -> Step:
     """The step as an image processor does it: cropped at a corner that is rounded down, resized by
-    the library named.
-
-    Raises:
-        DataError: no such processor.
-    """
+    the library named. Raises DataError: no such processor."""
     if processor not in PROCESSORS:
         raise DataError(f"no processor {processor!r}; expected {', '.join(PROCESSORS)}")
     name, arguments = step
@@ -170,11 +156,8 @@ def usual_steps(transform: Mapping[str, Any]) -> list[Step] | None:
 
 
 def steps_of_timm(transform: Mapping[str, Any]) -> tuple[list[Step], Any]:
-    """timm's steps, and timm's transform itself if one of them is unknown here.
-
-    Raises:
-        DataError: timm cannot build the config.
-    """
+    """timm's steps, and timm's transform itself if one of them is unknown here. Raises DataError:
+    timm cannot build the config."""
     from timm.data.transforms_factory import create_transform
 
     names = ("interpolation", "crop_pct", "crop_mode", "crop_border_pixels", "mean", "std")
@@ -196,9 +179,7 @@ def normalise(
     width), as the model's input: float32, on `device`.
 
     (pixels / 255 - mean) / std, bitwise equal on CPU and CUDA to timm's `ToTensor`, `Normalize`.
-
-    Raises:
-        DataError: mean and std have neither one value nor one per channel.
+    Raises DataError: mean and std have neither one value nor one per channel.
     """
     import torch
 

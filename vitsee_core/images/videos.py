@@ -65,11 +65,8 @@ class Sampling:
     seed: int = 0
 
     def chosen(self, name: str, line: Timeline) -> list[int]:
-        """The sampled frames in the order of time, as places in the timeline.
-
-        Raises:
-            ImageError: the clip has no frames, or fewer than are asked for.
-        """
+        """The sampled frames in the order of time, as places in the timeline. Raises ImageError:
+        the clip has no frames, or fewer than are asked for."""
         n, asked = len(line), self.frames
         if not n:
             raise ImageError(name, "it has no frames")
@@ -168,11 +165,8 @@ class Video:
         self.file.close()
 
     def frames(self, places: Sequence[int]) -> Iterator[Image.Image]:
-        """The frames at these places of the timeline, which ascend; upright, 8-bit RGB.
-
-        Raises:
-            ImageError: a frame cannot be decoded.
-        """
+        """The frames at these places of the timeline, which ascend; upright, 8-bit RGB. Raises
+        ImageError: a frame cannot be decoded."""
         given = 0  # of those that were found where the packets said
         if not self._counted:
             try:

@@ -201,11 +201,8 @@ def labelled_rows(
 
 
 def in_split(store: Store, split: str) -> Mask:
-    """(images,) which rows are in a split of the data.
-
-    Raises:
-        MissingInput: the data has no such split.
-    """
+    """(images,) which rows are in a split of the data. Raises MissingInput: the data has no such
+    split."""
     of_row = store.samples.split
     names = [name for name in dict.fromkeys(of_row.tolist()) if name]
     if split not in names:
@@ -224,10 +221,7 @@ def check_label_spaces(train: LabelledRows, test: LabelledRows) -> list[str]:
     """Refuse rows whose class numbers do not mean the same classes.
 
     If a store has no class names, its labels only have to stay within the other's: they are then
-    matched by number, which the returned remarks say.
-
-    Raises:
-        StoreMismatch: names what differs.
+    matched by number, which the returned remarks say. Raises StoreMismatch: names what differs.
     """
     a, b = train.store, test.store
     named = a.class_names is not None and b.class_names is not None
@@ -268,10 +262,7 @@ def shared_images(
     train: Store, train_rows: Integers, test: Store, test_rows: Integers, allow_shared: bool = False
 ) -> int:
     """The number of images of the test rows (equal encoded bytes) that are among the training rows.
-
-    Raises:
-        StoreMismatch: there are any, and `allow_shared` is not set.
-    """
+    Raises StoreMismatch: there are any, and `allow_shared` is not set."""
     rows = np.unique(test_rows)
     shared = rows[np.isin(test.samples.hash[rows], train.samples.hash[train_rows])]
     n_shared = len(shared)

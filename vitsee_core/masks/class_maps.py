@@ -74,11 +74,8 @@ class SeveralMaps(Several[ClassMaps]):
 
 
 def join_maps(sources: Sequence[ClassMaps]) -> ClassMaps:
-    """One source, or several as one.
-
-    Raises:
-        VitseeError: their classes differ, or an image is in two of them.
-    """
+    """One source, or several as one. Raises VitseeError: their classes differ, or an image is in
+    two of them."""
     first, *others = sources
     for other in others:
         if list(other.classes) != list(first.classes):
@@ -155,11 +152,8 @@ class SegmentMaps:
 
 
 def open_segment_maps(source: MaskSource, ignore: Sequence[str]) -> SegmentMaps:
-    """The class maps of a COCO file; ignore: names of categories.
-
-    Raises:
-        VitseeError: it names no categories or too many, or an ignored one is none of them.
-    """
+    """The class maps of a COCO file; ignore: names of categories. Raises VitseeError: it names no
+    categories or too many, or an ignored one is none of them."""
     found = SegmentMaps(source, tuple(ignore))
     if not source.categories:
         raise VitseeError(f"{source.name} names no categories; expected a COCO file with them")

@@ -34,11 +34,8 @@ LONGEST_COUNT = 7  # characters of five bits that a count of 32 bits takes
 
 
 def pixels_of(shape: Any, size: Size) -> Mask:
-    """(height, width) which pixels a segmentation covers: a list of outlines, or runs.
-
-    Raises:
-        ValueError: it is none, or reaches too far out of the image; in words.
-    """
+    """(height, width) which pixels a segmentation covers: a list of outlines, or runs. Raises
+    ValueError: it is none, or reaches too far out of the image; in words."""
     if isinstance(shape, list):
         return _inside(shape, size)
     if not isinstance(shape, dict) or not {"counts", "size"} <= shape.keys():
@@ -51,11 +48,7 @@ def pixels_of(shape: Any, size: Size) -> Mask:
 
 
 def coder(name: str) -> Any:
-    """pycocotools' module of masks.
-
-    Raises:
-        VitseeError: it is not installed.
-    """
+    """pycocotools' module of masks. Raises VitseeError: it is not installed."""
     try:
         from pycocotools import mask
     except ImportError:
@@ -108,11 +101,7 @@ def _from_runs(counts: Sequence[Any], size: Size) -> Mask:
 
 def unpack_counts(text: str | bytes) -> Iterator[int]:
     """The run lengths that a COCO string holds: five bits a character, the lowest first, from the
-    fourth on as the difference to the last but one.
-
-    Raises:
-        ValueError: it is no such string.
-    """
+    fourth on as the difference to the last but one. Raises ValueError: it is no such string."""
     data = text.encode("ascii") if isinstance(text, str) else bytes(text)
     before: list[int] = []
     value = digits = 0
@@ -156,11 +145,8 @@ class Annotated:
 
 
 def read_annotations(path: Path) -> dict[str, Any]:
-    """The contents of an annotation file, parsed from JSON.
-
-    Raises:
-        VitseeError: it cannot be read, or is no annotation file.
-    """
+    """The contents of an annotation file, parsed from JSON. Raises VitseeError: it cannot be read,
+    or is no annotation file."""
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
@@ -192,11 +178,8 @@ def entries_of(path: Path, annotations: str) -> Iterator[None]:
 
 def checked_images(images: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The images by their ids, if these can be ordered. Refused are images without an id, a name or
-    a size that can be read, and a name that occurs twice.
-
-    Raises:
-        KeyError, TypeError, ValueError: what is wrong with one.
-    """
+    a size that can be read, and a name that occurs twice. Raises KeyError, TypeError, ValueError:
+    what is wrong with one."""
     seen = set()
     for image in images:
         _ = hash(image["id"]), image["file_name"]
@@ -229,11 +212,8 @@ def category_names(categories: Sequence[dict[str, Any]]) -> dict[Any, str]:
 
 
 def category_of(entry: Mapping[str, Any], names: Mapping[Any, str], where: str) -> str:
-    """The name of an annotation's category.
-
-    Raises:
-        VitseeError: it has none, or its category has no name.
-    """
+    """The name of an annotation's category. Raises VitseeError: it has none, or its category has no
+    name."""
     number = entry.get("category_id")
     if isinstance(number, (int, str)) and number in names:
         return names[number]

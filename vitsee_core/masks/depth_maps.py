@@ -79,11 +79,8 @@ class DepthMaps:
         return self.files.where(i)
 
     def read(self, i: int) -> DepthMap:
-        """(height, width) metres, NaN for pixels without a depth.
-
-        Raises:
-            VitseeError: the map cannot be read, or no pixel of it has a depth; names the file.
-        """
+        """(height, width) metres, NaN for pixels without a depth. Raises VitseeError: the map
+        cannot be read, or no pixel of it has a depth; names the file."""
         found = self.files.read(i).astype(np.float32)
         there = np.isfinite(found) & (found > MIN_DEPTH) & (found < self.max_depth)
         if not there.any():
@@ -144,11 +141,8 @@ class NyuFile:
 
     @classmethod
     def open(cls, path: Path) -> NyuFile:
-        """Open a file.
-
-        Raises:
-            VitseeError: h5py is missing, or the file is damaged or of another kind.
-        """
+        """Open a file. Raises VitseeError: h5py is missing, or the file is damaged or of another
+        kind."""
         with open_hdf5(str(path)) as file:
             values = file.get(DEPTHS)
             shape = getattr(values, "shape", None)
@@ -195,11 +189,8 @@ class PngDepths:
 
     @classmethod
     def open(cls, path: Path, scale: float | None) -> PngDepths:
-        """The depth maps below a folder.
-
-        Raises:
-            VitseeError: there are none, or nothing says their scale.
-        """
+        """The depth maps below a folder. Raises VitseeError: there are none, or nothing says their
+        scale."""
         files = png_files(path, "16-bit depth map")
         nyu = [name for name in files if _NYU_FILE.search(name)]
         if nyu:

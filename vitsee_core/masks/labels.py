@@ -42,11 +42,7 @@ class PixelSource(Protocol):
         """The file, or its place in one, for a message."""
 
     def read(self, i: int) -> NDArray[Any]:
-        """(height, width).
-
-        Raises:
-            VitseeError: it cannot be read; names the file.
-        """
+        """(height, width). Raises VitseeError: it cannot be read; names the file."""
 
 
 class MaskSource(PixelSource, Protocol):
@@ -71,8 +67,5 @@ class MaskSource(PixelSource, Protocol):
         """(height, width): BACKGROUND, FOREGROUND (the union of all objects) or VOID."""
 
     def segments(self, i: int) -> list[Segment]:
-        """The objects in the source's order, all of the size of the image.
-
-        Raises:
-            VitseeError: the mask cannot be read, or a category has no name.
-        """
+        """The objects in the source's order, all of the size of the image. Raises VitseeError: the
+        mask cannot be read, or a category has no name."""

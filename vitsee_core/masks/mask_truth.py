@@ -152,11 +152,8 @@ def _tell(store: Store, n: int, counts: Mapping[str, int]) -> None:
 def match_rows(
     store: Store, masks: PixelSource, rows: Rows
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The rows with an image and a mask, ascending, and the number of each one's mask.
-
-    Raises:
-        VitseeError: there are none.
-    """
+    """The rows with an image and a mask, ascending, and the number of each one's mask. Raises
+    VitseeError: there are none."""
     ids = store.samples.file.tolist()
     found = match_names(ids, masks.keys)
     wanted = np.flatnonzero(rows.mask & store.valid)
@@ -237,11 +234,8 @@ _RESIZES = ("resize", "resize_keep_ratio", "corner")  # their last argument is t
 
 def mask_recipe(transform: Mapping[str, Any]) -> Recipe:
     """The steps that a store's images went through, for masks: every resize takes the nearest
-    pixel, and what a crop adds around the image is background.
-
-    Raises:
-        VitseeError: the transform does more than resize and crop.
-    """
+    pixel, and what a crop adds around the image is background. Raises VitseeError: the transform
+    does more than resize and crop."""
     recipe = make_recipe(transform)
     if recipe.whole is not None:
         raise VitseeError(
@@ -259,11 +253,8 @@ def _for_labels(name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def as_seen(labels: Labels, recipe: Recipe, where: str) -> Labels:
-    """Labels of the original image's pixels as those of the model's input: (height, width).
-
-    Raises:
-        VitseeError: the mask cannot be brought to that size.
-    """
+    """Labels of the original image's pixels as those of the model's input: (height, width). Raises
+    VitseeError: the mask cannot be brought to that size."""
     try:
         return recipe.apply(Image.fromarray(labels))[0]
     except ImageError as error:

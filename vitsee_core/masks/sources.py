@@ -40,11 +40,7 @@ _EXPECTED = "a folder of PNG masks or a COCO .json file"
 
 
 def parse_void(text: str) -> str | int:
-    """A pixel value, or `none`.
-
-    Raises:
-        VitseeError: neither of them.
-    """
+    """A pixel value, or `none`. Raises VitseeError: neither of them."""
     if text == "none":
         return text
     if not text.isdigit():
@@ -92,10 +88,7 @@ VOID_OPTION = Option(
 
 def png_files(folder: Path, what: str) -> list[str]:
     """The paths of PNG files below a folder, sorted; other files are ignored. what: one of them.
-
-    Raises:
-        VitseeError: there are none.
-    """
+    Raises VitseeError: there are none."""
     found = [name for name in walk(str(folder)) if name.lower().endswith(".png")]
     if not found:
         raise VitseeError(
@@ -106,11 +99,8 @@ def png_files(folder: Path, what: str) -> list[str]:
 
 def read_numbers(folder: str, name: str, hint: str = "") -> NDArray[Any]:
     """(height, width) of a file below a folder: of palette images their indices, of 1-bit images 0
-    and 1. hint: at the end of the error.
-
-    Raises:
-        VitseeError: the file cannot be read, or holds colours.
-    """
+    and 1. hint: at the end of the error. Raises VitseeError: the file cannot be read, or holds
+    colours."""
     image, _ = FileOpener(folder).load(name)
     if len(image.getbands()) > 1 or image.mode == "F":
         raise VitseeError(

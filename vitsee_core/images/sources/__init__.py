@@ -76,10 +76,8 @@ def open_source(
     (`train[:45000]`, `test[10%:20%]`), or several joined by '+'. For the other options see `Asked`.
 
     With `clips` a sample is a video file, or a folder with the frames of one: a folder has videos,
-    or else folders of frames, lists have paths of either, zip and tar files videos.
-
-    Raises:
-        DataError: there is no such data, or it cannot be read.
+    or else folders of frames, lists have paths of either, zip and tar files videos. Raises
+    DataError: there is no such data, or it cannot be read.
     """
     asked = Asked(data, split, label_key, image_column, label_column, progress, clips)
     if not data.strip():

@@ -47,11 +47,8 @@ log = logging.getLogger(__name__)
 def open_zips(zips: Sequence[Path], asked: Asked) -> ImageSource:
     """The images of zip files, sorted by code point of their paths; nothing is unpacked.
 
-    With several, the file's name without its suffix is prepended as a folder.
-
-    Raises:
-        DataError: a damaged or encrypted zip, members with a compression other than deflate, or
-            none with an image.
+    With several, the file's name without its suffix is prepended as a folder. Raises DataError: a
+    damaged or encrypted zip, members with a compression other than deflate, or none with an image.
     """
     found: dict[str, ZipMember] = {}
     for k, path in enumerate(zips):
@@ -98,10 +95,8 @@ def open_tars(asked: Asked, found: Found) -> ImageSource:
     their labels; otherwise folders are classes. The tars' names without their suffix are prepended
     as folders where two tars have an image of the same path, and for all tars of a folder without
     labels, so that one tar per class gives class folders. A member that was appended again replaces
-    the earlier one, as in unpacking.
-
-    Raises:
-        DataError: a damaged or compressed tar, or none with an image; labels that do not fit.
+    the earlier one, as in unpacking. Raises DataError: a damaged or compressed tar, or none with an
+    image; labels that do not fit.
     """
     indexes = _indexes(asked, found)
     if labelled := any(index.label_texts for index in indexes):

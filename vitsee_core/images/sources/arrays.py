@@ -38,11 +38,9 @@ def open_npz(path: Path, name: str) -> ImageSource:
     to 1 (white), which are rounded to 8 bits.
 
     Optional beside it: `labels` (integers, -1 for none), `class_names` (text), `splits` (text, one
-    a row). The whole array is in memory. A row's id is its number in the file, after its
-    split's name and a slash where it has one.
-
-    Raises:
-        DataError: anything else in the file, or a damaged one.
+    a row). The whole array is in memory. A row's id is its number in the file, after its split's
+    name and a slash where it has one. Raises DataError: anything else in the file, or a damaged
+    one.
     """
     arrays = read_npz(path, name, _NAMES)
     images = arrays.get("images")
@@ -104,11 +102,8 @@ def _as_bytes(images: NDArray[Any], name: str) -> NDArray[np.uint8]:
 
 def read_npz(path: Path, name: str, known: Sequence[str] = ()) -> dict[str, NDArray[Any]]:
     """The arrays of an .npz file, in memory; known: the names that they may have, by default any.
-
-    Raises:
-        DataError: another array, Python objects, more bytes than this machine has memory, or a
-            damaged file.
-    """
+    Raises DataError: another array, Python objects, more bytes than this machine has memory, or a
+    damaged file."""
     if not zipfile.is_zipfile(path):
         raise DataError(f"{name} cannot be read as .npz: it is no zip file, or cut short")
     try:
@@ -188,11 +183,7 @@ def is_hdf5(path: Path) -> bool:
 
 
 def open_hdf5(name: str) -> Any:
-    """The open file.
-
-    Raises:
-        DataError: h5py is missing, or the file is damaged.
-    """
+    """The open file. Raises DataError: h5py is missing, or the file is damaged."""
     try:
         import h5py
     except ImportError:
@@ -240,11 +231,8 @@ class NyuOpener(Opener):
 
 
 def open_nyu(path: Path, name: str) -> ImageSource:
-    """The images of the file.
-
-    Raises:
-        DataError: h5py is missing, or the file is damaged or of another kind.
-    """
+    """The images of the file. Raises DataError: h5py is missing, or the file is damaged or of
+    another kind."""
     if not is_hdf5(path):
         raise DataError(
             f"{name} is no MATLAB file of version 7.3; expected nyu_depth_v2_labeled.mat"

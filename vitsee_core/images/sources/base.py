@@ -143,12 +143,9 @@ _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 def expand_braces(text: str) -> list[str]:
     """The names that `text` stands for, in its order; itself if it has no braces. Numbers keep the
-    zeros that the first or the last one begins with.
-
-    Raises:
-        DataError: a brace without its other half, one that holds neither a range of numbers nor
-            several names, or more than a hundred thousand names.
-    """
+    zeros that the first or the last one begins with. Raises DataError: a brace without its other
+    half, one that holds neither a range of numbers nor several names, or more than a hundred
+    thousand names."""
     match = _INNERMOST.search(text)
     if match is None:
         if "{" in text or "}" in text:

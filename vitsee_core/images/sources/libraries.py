@@ -36,11 +36,9 @@ def open_library(data: str, split: str | None) -> ImageSource:
     """`torch/NAME[:FOLDER]` (FOLDER: where torchvision keeps it; default: here) or
     `hfds/NAME[:CACHE]`, one split or several of it.
 
-    Nothing of torchvision is downloaded; Hugging Face's library downloads and caches as it does.
-    An id is the split's name, a slash, and the path or the row's number.
-
-    Raises:
-        DataError: unknown or missing data, no split named, or the library is not installed.
+    Nothing of torchvision is downloaded; Hugging Face's library downloads and caches as it does. An
+    id is the split's name, a slash, and the path or the row's number. Raises DataError: unknown or
+    missing data, no split named, or the library is not installed.
     """
     name, _, root = data.partition(":")
     kind = name.partition("/")[0].lower()

@@ -66,11 +66,8 @@ def open_list(path: Path, name: str) -> ImageSource:
     A text list (.txt) has a path a line, or, where all lines end in one, a path and a class number
     or a WordNet id (n01440764). Of ImageNet's LOC_val_solution.csv the images are found beside it,
     in its folder val, or where the archive has them, and the first WordNet id is the label; for the
-    development kit's file of labels see `ground_truth`.
-
-    Raises:
-        DataError: an unreadable or uneven list, an id that occurs twice, a missing file, a box that
-            is empty or reaches out of its image.
+    development kit's file of labels see `ground_truth`. Raises DataError: an unreadable or uneven
+    list, an id that occurs twice, a missing file, a box that is empty or reaches out of its image.
     """
     if (known := ground_truth(path)) is not None:
         return _source(path, name, known, [*range(1, len(known["path"]) + 1)])
@@ -99,11 +96,8 @@ def open_list(path: Path, name: str) -> ImageSource:
 
 def shards_listed(path: Path) -> list[str] | None:
     """The .tar or .parquet files that a text file lists, one a line, as paths or URLs; relative
-    paths start at its folder. None if it is no such list.
-
-    Raises:
-        DataError: a line with a wrong brace.
-    """
+    paths start at its folder. None if it is no such list. Raises DataError: a line with a wrong
+    brace."""
     if path.suffix.lower() != ".txt":
         return None
     try:
@@ -234,11 +228,8 @@ def _text_rows(text: str) -> Iterator[Row]:
 def ground_truth(path: Path) -> dict[str, list[str]] | None:
     """Paths, ids and labels (WordNet ids) of ILSVRC2012_validation_ground_truth.txt, which has the
     number of a class per line, in the order of the images' names, and meta.mat beside it, which
-    says what the numbers mean; None for any other file.
-
-    Raises:
-        DataError: meta.mat cannot be read, or lacks a number.
-    """
+    says what the numbers mean; None for any other file. Raises DataError: meta.mat cannot be read,
+    or lacks a number."""
     meta = path.with_name(META)
     if path.suffix.lower() != ".txt" or not meta.is_file():
         return None

@@ -69,10 +69,8 @@ def open_parquet(asked: Asked, found: Found) -> ImageSource:
     `label` (or the like), or in `--label-column`; names of numbers come from Hugging Face's
     metadata. A row's id is its image's path where all rows have one of their own, else the file's
     name without suffix, a slash and the row's number. Where all files are called like
-    `train-00000-of-00004`, that is their split.
-
-    Raises:
-        DataError: pyarrow is missing, a damaged file, columns that differ or hold no images.
+    `train-00000-of-00004`, that is their split. Raises DataError: pyarrow is missing, a damaged
+    file, columns that differ or hold no images.
     """
     if importlib.util.find_spec("pyarrow") is None:
         raise DataError(f"{asked.data} needs pyarrow; run: pip install 'vitsee[parquet]'")

@@ -29,11 +29,7 @@ _HUB = "hf://datasets/OWNER/NAME/FILES"
 
 def find_remote(urls: Sequence[str]) -> Found:
     """The files at these URLs: globs and folders stand for what they have. All are of one bucket,
-    server or data set.
-
-    Raises:
-        DataError: another kind of URL, nothing found, or no answer.
-    """
+    server or data set. Raises DataError: another kind of URL, nothing found, or no answer."""
     places = [_parsed(url) for url in urls]
     parts = [place.key.split("/") for place in places]
     common = os.path.commonpath(["/".join(_without_glob(own)) for own in parts])
@@ -62,11 +58,7 @@ def find_remote(urls: Sequence[str]) -> Found:
 
 
 def open_files(root: Url) -> Objects:
-    """The files below a URL.
-
-    Raises:
-        DataError: obstore is not installed.
-    """
+    """The files below a URL. Raises DataError: obstore is not installed."""
     if importlib.util.find_spec("obstore") is None:
         raise DataError(f"{root} needs obstore; run: pip install 'vitsee[remote]'")
     from vitsee_core.images.sources.remote_files import Hub, Web

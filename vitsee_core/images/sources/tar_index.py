@@ -117,11 +117,8 @@ class _Window:
 
 
 def _members(window: _Window, at: int, stop: int, prefix: str) -> Iterator[tuple[str, int, int]]:
-    """Path, offset and size of every file; those of a tar inside are below its name.
-
-    Raises:
-        ValueError: no header where one should be, or the tar ends before a member does.
-    """
+    """Path, offset and size of every file; those of a tar inside are below its name. Raises
+    ValueError: no header where one should be, or the tar ends before a member does."""
     given: dict[str, str] = {}  # of the next member, from headers of its own
     while at < stop:
         if stop - at < BLOCK:

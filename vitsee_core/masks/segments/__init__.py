@@ -77,11 +77,8 @@ class SegmentExamples(Examples):
     def features(
         self, data: LabelledRows, site: SiteSpec, tokens: str | None = None, **options: Any
     ) -> Any:
-        """The segments' vectors at a site: a `SegmentFeatures`.
-
-        Raises:
-            VitseeError: tokens are asked for.
-        """
+        """The segments' vectors at a site: a `SegmentFeatures`. Raises VitseeError: tokens are
+        asked for."""
         if tokens is not None or options.get("match_last_stage"):
             raise VitseeError(NO_TOKENS)
         assert isinstance(data, LabelledSegments)

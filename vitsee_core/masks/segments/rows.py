@@ -88,11 +88,7 @@ class Segmentation:
         )
 
     def open(self) -> MaskSource:
-        """The masks.
-
-        Raises:
-            VitseeError: see `open_masks`; or an unknown choice.
-        """
+        """The masks. Raises VitseeError: see `open_masks`; or an unknown choice."""
         if self.weights not in (None, *WEIGHTS):
             raise VitseeError(f"no weights {self.weights!r}; expected {', '.join(WEIGHTS)}")
         for what, n in (("segments", self.segments), ("images", self.first)):

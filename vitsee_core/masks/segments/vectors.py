@@ -50,11 +50,8 @@ class Weigher:
         self, size: tuple[int, int], place: Placement, layout: TokenLayout, seen: tuple[int, int]
     ) -> None:
         """Size: (height, width) of the image. place: where it lies on the input. layout: of the
-        tokens. seen: (height, width) of the input.
-
-        Raises:
-            VitseeError: the layout has no grid, or does not say where it lies.
-        """
+        tokens. seen: (height, width) of the input. Raises VitseeError: the layout has no grid, or
+        does not say where it lies."""
         if layout.grid is None or layout.stride_px is None:
             raise VitseeError("these tokens do not say which pixels are theirs")
         self.grid, self._size, self._place, self._seen = layout.grid, size, place, seen
@@ -310,12 +307,8 @@ def _add(
 
 
 def patches_of(store: Store, site: SiteSpec) -> SiteFeatures:
-    """The patches of a site.
-
-    Raises:
-        SiteError: it has no grid in image geometry.
-        MissingInput: it is stored pooled only.
-    """
+    """The patches of a site. Raises SiteError: it has no grid in image geometry; MissingInput: it
+    is stored pooled only."""
     layout = store.site(site.name).layout
     if layout is None or layout.grid is None or layout.stride_px is None:
         raise SiteError(
