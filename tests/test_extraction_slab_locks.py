@@ -11,7 +11,7 @@ import pytest
 
 from tests.extractions import VIT, array_bytes, extracted, plant_images
 from tests.processes import Server
-from vitsee_core.extraction.sharding import only_writer, without_writer
+from vitsee_core.extraction.sharding import locked
 from vitsee_stores import StoreWriter, open_store
 
 N, SLAB = 16, 2
@@ -62,9 +62,9 @@ def test_a_slab_that_another_committed_meanwhile_is_gone_on_from(
 
 HOLD = """
 import pathlib, sys, time
-from vitsee_core.extraction.sharding import only_writer
+from vitsee_core.extraction.sharding import locked
 store = pathlib.Path(sys.argv[1])
-with only_writer(store, int(sys.argv[2])):
+with locked(store, [int(sys.argv[2])], wait=True):
     print("held", flush=True)
     sys.stdin.readline()
     time.sleep(0.2)
@@ -88,13 +88,13 @@ def hold(store: Path, slab: int) -> subprocess.Popen[str]:
 
 def test_a_slab_has_one_writer_at_a_time(tmp_path: Path) -> None:
     other = hold(tmp_path, 3)
-    with without_writer(tmp_path, [2, 3, 4]) as free:
+    with locked(tmp_path, [2, 3, 4], wait=False) as free:
         assert free == [2, 4]
     assert other.stdin is not None
-    with only_writer(tmp_path, 2):  # another slab: no waiting
+    with locked(tmp_path, [2], wait=True):  # another slab: no waiting
         other.stdin.write("go on\n")
         other.stdin.flush()
-    with only_writer(tmp_path, 3):
+    with locked(tmp_path, [3], wait=True):
         assert (tmp_path / "done").exists()
     other.communicate()
 
@@ -103,10 +103,13 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     other = hold(tmp_path, 0)
     other.kill()
     other.communicate()
-    with without_writer(tmp_path, [0]) as free:
+    with locked(tmp_path, [0], wait=False) as free:
         assert free == [0]
 
 
 def test_a_store_that_cannot_be_locked_is_written_all_the_same(tmp_path: Path) -> None:
-    with without_writer(tmp_path / "none", [0, 1]) as free, only_writer(tmp_path / "none", 0):
+    with (
+        locked(tmp_path / "none", [0, 1], wait=False) as free,
+        locked(tmp_path / "none", [0], wait=True),
+    ):
         assert free == [0, 1]

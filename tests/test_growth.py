@@ -20,7 +20,7 @@ from tests.grown_stores import add_images
 from tests.random_stores import PLANS, write
 from vitsee_cli.main import main
 from vitsee_core.analyses import cka
-from vitsee_core.extraction.repeated import complete_plan
+from vitsee_core.extraction.sharding import complete_plan
 from vitsee_core.tables.sidecars import describe_run
 from vitsee_stores import IncompleteStore, Store, StoreError, describe, open_store, validate
 from vitsee_stores.generations import SEALS

@@ -12,7 +12,7 @@ import pytest
 
 from tests.extractions import VIT, extract, extracted, plant_images
 from tests.random_stores import PLANS, write
-from vitsee_core.extraction.slurm import ArrayPlan
+from vitsee_core.extraction.slurm import array_script
 
 # Notes its arguments and the script it was given; ids as clusters give them, 41;here and 42;here.
 SBATCH = """#!/bin/bash
@@ -103,8 +103,8 @@ def test_the_printed_script_submits_an_array_and_then_its_validation(
 def test_only_the_task_that_was_stopped_is_requeued(
     code: int, restarts: str, requeued: str, cluster: Cluster
 ) -> None:
-    plan = ArrayPlan(("vitsee", "extract", "m", "-o", "s"), "s", "/", n_slabs=20)
-    assert cluster.bash(plan.script()).returncode == 0
+    plan = array_script(("vitsee", "extract", "m", "-o", "s"), "s", "/", n_slabs=20)
+    assert cluster.bash(plan).returncode == 0
     environ = {"SLURM_CPUS_PER_TASK": "8", "CODE": str(code), "SLURM_JOB_ID": "10"}
     environ |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
     environ |= {"SLURM_RESTART_COUNT": restarts} if restarts else {}
@@ -114,31 +114,31 @@ def test_only_the_task_that_was_stopped_is_requeued(
 
 def test_the_resources_follow_the_options() -> None:
     def of(**given: int | bool | None) -> dict[str, str]:
-        plan = ArrayPlan(("vitsee", "extract"), "s3://b/runs/b16.zarr/", "/x y", 500, **given)  # type: ignore[arg-type]
-        return directives(plan.script().split("ARRAY'\n")[1].split("ARRAY\n")[0])
+        plan = array_script(("vitsee", "extract"), "s3://b/runs/b16.zarr/", "/x y", 500, **given)  # type: ignore[arg-type]
+        return directives(plan.split("ARRAY'\n")[1].split("ARRAY\n")[0])
 
     assert of()["array"] == "0-7"
     assert (of()["cpus-per-task"], of()["gpus"]) == ("10", "1")
     assert (of(gpu=False)["cpus-per-task"], "gpus" in of(gpu=False)) == ("8", False)
     assert of(gpu=False, workers=12)["cpus-per-task"] == "14"
     assert of()["job-name"] == "vitsee-b16"
-    assert "\ncd '/x y'\n" in ArrayPlan(("v",), "s", "/x y", 1).script()
+    assert "\ncd '/x y'\n" in array_script(("v",), "s", "/x y", 1)
 
 
 def test_without_vitsee_on_the_path_nothing_is_submitted(cluster: Cluster) -> None:
-    plan = ArrayPlan(("vitsee", "extract"), "s", "/", n_slabs=1)
+    plan = array_script(("vitsee", "extract"), "s", "/", n_slabs=1)
     (Path(cluster.environ["PATH"].split(os.pathsep)[0]) / "vitsee").unlink()
     programs, *_ = cluster.environ["PATH"].split(os.pathsep)
     bare = f"{programs}{os.pathsep}/usr/bin{os.pathsep}/bin"
-    done = cluster.bash(plan.script(), PATH=bare)
+    done = cluster.bash(plan, PATH=bare)
     assert done.returncode == 1
     assert "no vitsee on PATH" in done.stderr
     assert not list(cluster.calls.iterdir())
 
 
 def test_options_stay_before_a_double_dash() -> None:
-    plan = ArrayPlan(("vitsee", "extract", "-o", "s", "--", "-m"), "s", "/", 1)
-    assert "vitsee extract -o s --shard slurm -- -m ||" in plan.script()
+    plan = array_script(("vitsee", "extract", "-o", "s", "--", "-m"), "s", "/", 1)
+    assert "vitsee extract -o s --shard slurm -- -m ||" in plan
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ MISSING = {"n_queries": 0, "received_argmax": -1}
 PEAKS = "peaks"
 
 ALIGNED = 64
+Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 class SlabBuffers:
@@ -38,11 +39,11 @@ class SlabBuffers:
     def __init__(self, plan: StorePlan, pinned: bool):
         specs = {p: s for p, s in arrays(plan).items() if s.per == "image" or is_sum(p, s)}
         self._sites = [site.name for site in plan.sites]
-        self._memory = HostMemory(
-            {path: (_shape(spec, plan.slab), _dtype(spec)) for path, spec in specs.items()}
-            | {PEAKS: ((len(self._sites),), torch.float32)},
-            pinned=pinned,
-        )
+        shapes: dict[str, Shape] = {PEAKS: ((len(self._sites),), torch.float32)}
+        for path, spec in specs.items():
+            shape = (plan.slab, *spec.shape[1:]) if spec.per == "image" else spec.shape[1:]
+            shapes[path] = shape, getattr(torch, spec.dtype)
+        self._memory = HostMemory(shapes, pinned=pinned)
         tensors = self._memory.tensors
         self.arrays = {path: tensors[path] for path, spec in specs.items() if spec.per == "image"}
         self._row = {path: tensors[path] for path in specs.keys() - self.arrays.keys()}
@@ -94,14 +95,6 @@ def feature_paths(site: SiteSpec) -> list[str]:
 def is_sum(path: str, spec: ArraySpec) -> bool:
     """Whether an array has one row per slab that the observer sums on the device."""
     return spec.per == "slab" and path.startswith(("attention/", "grams/"))
-
-
-def _shape(spec: ArraySpec, slab: int) -> tuple[int, ...]:
-    return (slab, *spec.shape[1:]) if spec.per == "image" else spec.shape[1:]
-
-
-def _dtype(spec: ArraySpec) -> torch.dtype:
-    return getattr(torch, np.dtype(spec.dtype).name)
 
 
 def to_store(
@@ -164,7 +157,7 @@ class HostMemory:
 
     def __init__(
         self,
-        shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        shapes: Mapping[str, Shape],
         *,
         pinned: bool = False,
         block: Tensor | None = None,
@@ -194,7 +187,7 @@ class HostMemory:
             _cudart().cudaHostUnregister(self._block.data_ptr())
 
 
-def block_bytes(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
+def block_bytes(shapes: Mapping[str, Shape]) -> int:
     return sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in shapes.values())
 
 

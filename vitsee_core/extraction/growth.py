@@ -107,89 +107,76 @@ def grow_store(writer: StoreWriter, request: Request, progress: Progress = SILEN
     )
     if added is None:
         if unfinished is not None and unfinished.published:
-            raise VitseeError(damaged(unfinished))
+            lost = unfinished.manifest.plan.n_slabs - len(unfinished.markers)
+            raise VitseeError(
+                f"{unfinished.files} was complete and lacks {counted(lost, 'slabs')}: repeat the "
+                f"command that made it ({unfinished.manifest.info.get('command')})"
+            )
         return prepared
     check_reproduced(store, model, table, first, device, asked.precision)
-    choices = {} if added.n_images > plan.n_images else own_choices(asked, added)
-    return _growing(prepared, store, layout, choices, added, unfinished, request)
-
-
-def _growing(
-    prepared: Prepared,
-    store: Store,
-    layout: ImageLayout,
-    choices: dict[str, Any],
-    added: Addition,
-    unfinished: Generation | None,
-    request: Request,
-) -> Prepared:
-    """The extraction into the next generation, which is joined if it was begun."""
-    files = files_of(store.files, store.generation + 1)
-    rows = added.rows(store.plan)
-    selection = dataclasses.replace(
-        prepared.selection, samples=prepared.selection.samples.part(rows)
-    )
-    fingerprint = prepared.selection.samples.fingerprint()
+    number, rows = store.generation + 1, added.rows(plan)
+    fingerprint = selection.samples.fingerprint()
     identity = {
-        **store.manifest.identity,
+        **stored,
         "n_images": added.n_images,
         "samples_fingerprint": fingerprint,
         "sites": [site.name for site in added.stored],
-        **choices,
-        "generation": store.generation + 1,
     }
-    writer = None
+    more_sites = added.n_images == plan.n_images
+    for key in ("tokens", "dtype") if more_sites else ():
+        identity[key] = {site.name: getattr(site, key) for site in added.stored}
+    identity["generation"] = number
+    joined = None
     if unfinished is not None:
-        writer = StoreWriter(unfinished.files, unfinished.manifest)
+        joined = StoreWriter(unfinished.files, unfinished.manifest)
         check_same_addition(unfinished, identity)
-    plan = plan_of(store, layout, added) if writer is None else writer.plan
-    first, device, precision = prepared.first, prepared.device, prepared.precision
-    check = run_self_check(prepared.model, prepared.table, plan, first.pixels, device, precision)
+    own = plan_of(store, layout, added) if joined is None else joined.plan
+    check = run_self_check(model, table, own, first.pixels, device, asked.precision)
     erf, without_erf = None, dict[str, str]()
-    if plan.erf is not None:
-        model, table = prepared.model, prepared.table
-        planned, erf, without_erf = prepare_erf(model, table, plan, plan.erf, first.pixels, device)
-        plan = planned if writer is None else plan
-    if writer is not None:
-        manifest = writer.manifest
+    if own.erf is not None:
+        planned, erf, without_erf = prepare_erf(model, table, own, own.erf, first.pixels, device)
+        own = planned if joined is None else own
+    part = dataclasses.replace(selection, samples=selection.samples.part(rows))
+    if joined is not None:
+        manifest = joined.manifest
     else:
         # Types of stored sites are those of the images before, whatever this device rounds to.
-        plan = with_dtypes(plan, check.dtypes) if choices else plan
+        own = with_dtypes(own, check.dtypes) if more_sites else own
+        before = [one.manifest.store_id for one in generations]
+        sites = {site.name: site for site in (*plan.sites, *added.sites)}
         manifest = new_manifest(
             identity,
-            plan,
-            selection.samples,
+            own,
+            part.samples,
             model=store.manifest.model,
             transform=store.manifest.transform,
             class_names=store.manifest.class_names,
             selfcheck=check.figures,
             left_out=without_erf,
             info={
-                "data": request.data.record(),
+                "data": data.record(),
                 "data_folder": os.getcwd(),
                 "command": request.run.command,
                 "versions": store_versions(),
             },
             splits=store.manifest.splits,
             growth=Growth(
-                after=tuple(one.manifest.store_id for one in store.generations),
+                after=tuple(before),
                 first_slab=added.first_slab,
-                sites=tuple(site.name for site in sites_of(store, layout, added)),
+                sites=tuple(site.name for site in in_order(sites.values(), layout.kept)),
                 samples_fingerprint=fingerprint,
             ),
         )
-        before = [one.manifest.store_id for one in store.generations]
         grown(before, store.manifest, manifest)  # raises here what every reader would refuse
-    hashes = store.samples.hash[rows.start :]
     return dataclasses.replace(
         prepared,
-        selection=selection,
+        selection=part,
         manifest=manifest,
-        writer=writer,
+        writer=joined,
         notes=(*prepared.notes, *check.notes),
         erf=erf,
-        files=files,
-        known=Known(hashes, store.place),
+        files=files_of(store.files, number),
+        known=Known(store.samples.hash[rows.start :], store.place),
         adds=describe(store, added),
     )
 
@@ -278,13 +265,6 @@ def check_sites(stored: Choices, asked: Choices, keep: KeepOptions) -> None:
             )
 
 
-def own_choices(choices: Choices, added: Addition) -> dict[str, Any]:
-    """The choices of each added site, by name."""
-    names = {site.name for site in added.stored}
-    sites = [site for site in choices.sites if site.name in names]
-    return {key: {site.name: getattr(site, key) for site in sites} for key in ("tokens", "dtype")}
-
-
 def check_same_addition(unfinished: Generation, identity: dict[str, Any]) -> None:
     """Refuse to add something else while a generation is unfinished. Raises IdentityMismatch: names
     the command that goes on."""
@@ -297,21 +277,6 @@ def check_same_addition(unfinished: Generation, identity: dict[str, Any]) -> Non
             f"{counted(unfinished.manifest.plan.n_slabs, 'slabs')}), and this asks for something "
             f"else: repeat its own command first ({info.get('command')}), or remove that folder"
         ) from None
-
-
-def damaged(generation: Generation) -> str:
-    """A line on a generation that was complete and lacks slabs now."""
-    lost = generation.manifest.plan.n_slabs - len(generation.markers)
-    return (
-        f"{generation.files} was complete and lacks {counted(lost, 'slabs')}: repeat the command "
-        f"that made it ({generation.manifest.info.get('command')})"
-    )
-
-
-def sites_of(store: Store, layout: ImageLayout, added: Addition) -> tuple[SiteSpec, ...]:
-    """All sites of the grown store, in the model's order."""
-    sites = {site.name: site for site in (*store.plan.sites, *added.sites)}
-    return in_order(sites.values(), layout.kept)
 
 
 def plan_of(store: Store, layout: ImageLayout, added: Addition) -> StorePlan:

@@ -112,13 +112,9 @@ def check_choices(
         told = [_options_of(weights) for weights in (made.model.get("weights"), model.weights)]
         if told[0] != told[1]:
             stored["weights"], given["weights"] = told
-        elif _arguments(stored) != _arguments(given):
+        elif jsonable(stored.get("model")) != jsonable(given.get("model")):
             del given["weights"]  # they follow from arguments, which are named
     check_identity(stored, given, instead)
-
-
-def _arguments(identity: Mapping[str, Any]) -> Any:
-    return jsonable(identity.get("model"))
 
 
 def _options_of(record: object) -> str:

@@ -158,7 +158,14 @@ def _name_of(data: object) -> str:
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options in the form of their fields, without those that are None. Raises OptionError: an
     unknown option, or a value that it does not take."""
-    return {key: _checked(key, value) for key, value in _known(options).items()}
+    kinds = (ModelOptions, DataOptions, KeepOptions, RunOptions)
+    names = [f.name for kind in kinds for f in fields(kind) if f.name not in _PLACED]
+    for key in options:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, n=2)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"options: {', '.join(names)}"
+            raise OptionError(f"no option {key!r} of extract; {hint}")
+    return {key: _checked(key, value) for key, value in options.items() if value is not None}
 
 
 def loaded(
@@ -189,18 +196,6 @@ def loaded(
         frames=values.get("frames"),
         copied=copied,
     )
-
-
-def _known(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The given options (those that are not None). Raises OptionError: an unknown one."""
-    kinds = (ModelOptions, DataOptions, KeepOptions, RunOptions)
-    names = [f.name for kind in kinds for f in fields(kind) if f.name not in _PLACED]
-    for key in options:
-        if key not in names:
-            near = difflib.get_close_matches(key, names, n=2)
-            hint = f"did you mean {' or '.join(near)}?" if near else f"options: {', '.join(names)}"
-            raise OptionError(f"no option {key!r} of extract; {hint}")
-    return {key: value for key, value in options.items() if value is not None}
 
 
 def _checked(key: str, value: Any) -> Any:

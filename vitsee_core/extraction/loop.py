@@ -23,7 +23,7 @@ from vitsee_core.extraction.native import NativeCapture, NativeObserver
 from vitsee_core.extraction.outcome import Clock, StopRequest
 from vitsee_core.extraction.plan import hook_points
 from vitsee_core.extraction.prepare import Prepared
-from vitsee_core.extraction.sharding import only_writer
+from vitsee_core.extraction.sharding import locked
 from vitsee_core.extraction.slab import SlabObserver, check_peaks
 from vitsee_core.extraction.slab_grams import GramStrategy, SlabGrams
 from vitsee_core.extraction.tiles import TiledObserver
@@ -235,7 +235,7 @@ class SlabLoop:
             slab = to_store(buffers, sums, n, plan) | fields
             if (known := self.prepared.known) is not None:
                 known.check(rows.start, slab["hash"], self.prepared.selection.samples.ids)
-            with only_writer(self.writer.place, k):
+            with locked(self.writer.place, [k], wait=True):
                 size = self.writer.write_slab(k, slab, self.provenance)
         if not size:
             self.overtaken.append(k)

@@ -170,12 +170,6 @@ class NativeObserver(SlabObserver):
         received = self._sums[folder + "received"][row, heads].unflatten(1, group.layout.grid)
         received[:, :rows, :cols] += summary.received.unflatten(1, layout.grid)
 
-    def _stage(self, path: str, value: Tensor, *place: int | slice) -> None:
-        if path not in self._staged:
-            out = self._buffers.arrays[path][self._rows]
-            self._staged[path] = torch.empty(out.shape, dtype=out.dtype, device=self._device)
-        self._staged[path][(self._images, *place)] = value.to(self._staged[path].dtype)
-
     def _keep_each(self, path: str, values: Tensor) -> None:
         """Store the values of the part's images, each at its place in the batch."""
         for k, image in enumerate(self._images):

@@ -238,14 +238,6 @@ def _size(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2] or match[1])
 
 
-def _floats(text: str) -> tuple[float, ...]:
-    return tuple(map(float, text.split(",")))
-
-
-def _flag(text: str) -> bool:
-    return {"true": True, "false": False}[text]
-
-
 def _argument(text: str) -> tuple[str, Any]:
     key, sign, value = text.partition("=")
     if not sign or not key.isidentifier():
@@ -262,14 +254,14 @@ _READ: dict[str, tuple[str, Callable[[str], Any]]] = {
     "checkpoint-key": ("checkpoint_key", str),
     "random-init": ("random_init", int),
     "img-size": ("img_size", _size),
-    "img-mean": ("img_mean", _floats),
-    "img-std": ("img_std", _floats),
+    "img-mean": ("img_mean", lambda text: tuple(map(float, text.split(",")))),
+    "img-std": ("img_std", lambda text: tuple(map(float, text.split(",")))),
     "crop-pct": ("crop_pct", float),
     "crop-mode": ("crop_mode", str),
     "fill": ("fill", str),
     "transform": ("transform", str),
     "processor": ("processor", str),
-    "trust-remote-code": ("trust_remote_code", _flag),
+    "trust-remote-code": ("trust_remote_code", {"true": True, "false": False}.__getitem__),
     "model-arg": ("model_args", _argument),
     "ablate-skip": ("ablate_skip", str),
     **{name.replace("_", "-"): (name, str) for name in INTERVENTIONS},

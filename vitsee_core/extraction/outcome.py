@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from vitsee_core.runtime.machine import counted
@@ -93,17 +93,12 @@ class Clock:
 
     def limit(self) -> str:
         """The part that the run mostly waited for, in words: images, the disk, or the model."""
-        waited = {
-            "loading (more --workers, smaller files)": self.seconds.get("loading", 0.0),
-            "writing (a faster disk, --tokens pooled)": self.seconds.get(
-                "waiting for the writer", 0.0
-            ),
+        stages = {
+            "loading (more --workers, smaller files)": ("loading",),
+            "writing (a faster disk, --tokens pooled)": ("waiting for the writer",),
+            "the model and its summaries": ("model", "reductions", "grams", "erf"),
         }
-        rest = sum(
-            self.seconds.get(stage, 0.0) for stage in ("model", "reductions", "grams", "erf")
-        )
-        waited["the model and its summaries"] = rest
-        return max(waited, key=lambda stage: waited[stage])
+        return max(stages, key=lambda part: sum(self.seconds.get(s, 0.0) for s in stages[part]))
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
@@ -167,12 +162,7 @@ class StopRequest:
             self._before = {s: signal.signal(s, self._note) for s in self.CAUGHT}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:

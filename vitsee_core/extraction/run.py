@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from vitsee_core.extraction.options import Request, RunOptions
 from vitsee_core.extraction.outcome import REST, Interrupted, Outcome, StopRequest
 from vitsee_core.extraction.plan import folder_sizes, slab_bytes, times_of
 from vitsee_core.extraction.prepare import Prepared, check_output, join_store, plan_store
-from vitsee_core.extraction.sharding import Shard, claimed_rounds, without_writer
+from vitsee_core.extraction.sharding import Shard, claimed_rounds, locked
 from vitsee_core.extraction.slab_grams import GramStrategy, choose_strategy
 from vitsee_core.extraction.tiles import n_tiles
 from vitsee_core.images import batches
@@ -44,7 +43,7 @@ from vitsee_core.runtime.versions import store_versions
 from vitsee_stores import StoreWriter, remove_store
 from vitsee_stores.creation import max_disk_bytes
 from vitsee_stores.errors import IdentityMismatch, StoreError, VitseeError
-from vitsee_stores.layout import StorePlan, n_bytes
+from vitsee_stores.layout import n_bytes
 from vitsee_stores.manifest import by_reason
 from vitsee_stores.writer import tidy
 
@@ -62,10 +61,20 @@ def extract(asked: Request, shard: Shard, progress: Progress = SILENT) -> Outcom
     """
     if asked.run.force and (shard.claims or shard.count > 1):
         raise VitseeError("--force with --shard would delete other shards' work: delete it first")
-    prepared = prepare(asked, progress)
+    prepared, run = prepare(asked, progress), asked.run
     with StopRequest() as stop:
         prepared, writer = made_or_joined(prepared, asked)
-        return fill_all(prepared, writer, asked.run, shard, progress, stop)
+        if announce(prepared, writer, run):
+            return Outcome(complete=True)
+        if shard.claims:
+            outcome = fill_claimed(prepared, writer, run, shard, progress, stop)
+        else:
+            mine = shard.slabs(writer.n_slabs)
+            outcome = fill(prepared, writer, run, shard, mine, progress, stop)
+        outcome.complete = writer.finish()
+        if shard.claims and stop and not outcome.complete:
+            raise stopped(stop, writer, shard.others)
+        return outcome
 
 
 def prepare(asked: Request, progress: Progress = SILENT) -> Prepared:
@@ -106,29 +115,6 @@ def made_or_joined(prepared: Prepared, asked: Request) -> tuple[Prepared, StoreW
         run = dataclasses.replace(asked.run, force=False)
         prepared = prepare(dataclasses.replace(asked, run=run))
         return prepared, open_writer(prepared, asked.run)
-
-
-def fill_all(
-    prepared: Prepared,
-    writer: StoreWriter,
-    run: RunOptions,
-    shard: Shard,
-    progress: Progress,
-    stop: StopRequest,
-) -> Outcome:
-    """Log remarks, make what is missing, and mark a finished store as complete. Raises Interrupted:
-    a signal; exit code 75."""
-    if announce(prepared, writer, run):
-        return Outcome(complete=True)
-    if shard.claims:
-        outcome = fill_claimed(prepared, writer, run, shard, progress, stop)
-    else:
-        mine = shard.slabs(writer.n_slabs)
-        outcome = fill(prepared, writer, run, shard, mine, progress, stop)
-    outcome.complete = writer.finish()
-    if shard.claims and stop and not outcome.complete:
-        raise stopped(stop, writer, shard.others)
-    return outcome
 
 
 def announce(prepared: Prepared, writer: StoreWriter, run: RunOptions) -> bool:
@@ -224,7 +210,7 @@ def fill(
     level = logging.INFO if remarks else logging.DEBUG
     committed = writer.committed()
     todo = [k for k in mine if not committed[k]]
-    with without_writer(writer.place, todo) as free:
+    with locked(writer.place, todo, wait=False) as free:
         writer.sweep(free)
     spans = [plan.rows(k) for k in todo]
     total = sum(span.stop - span.start for span in spans)
@@ -251,10 +237,21 @@ def fill(
         erf = ErfSums(passes, plan.erf.size, cost.batch_size(device, batch_size))
         if line := erf_cost(prepared, batch_size, spans):
             log.log(level, "%s", line)
-    job = SlabLoop(
-        prepared, writer, _provenance(run, shard, device, strategy, workers), strategy, erf
-    )
-    at_once = images_at_once(plan, batch_size)
+    provenance = {
+        "command": run.command,
+        "shard": str(shard),
+        "host": socket.gethostname(),
+        "device": device_name(device),
+        "batch_size": batch_size,
+        **strategy.record(),
+        "workers": workers,
+        "versions": store_versions(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    job = SlabLoop(prepared, writer, provenance, strategy, erf)
+    at_once = batch_size  # with tiles, about as many images as give a batch of tiles
+    if plan.canvas is not None and plan.canvas.tiles is not None:
+        at_once = max(1, batch_size // n_tiles(plan.canvas.size, plan.canvas.tiles))
     ranges = [
         slice(first, min(first + at_once, span.stop))
         for span in spans
@@ -280,16 +277,8 @@ def fill(
             "%s of %d had been committed by another process meanwhile (give each its own --shard)",
             *(counted(len(job.overtaken), "slabs"), len(todo)),
         )
-    return Outcome(
-        False,
-        total,
-        job.written,
-        seconds,
-        job.clock.seconds,
-        job.clock.beside,
-        job.unreadable,
-        plan.examples,
-    )
+    clocks = job.clock.seconds, job.clock.beside
+    return Outcome(False, total, job.written, seconds, *clocks, job.unreadable, plan.examples)
 
 
 def stopped(stop: StopRequest, writer: StoreWriter, others: str = "") -> Interrupted:
@@ -300,13 +289,6 @@ def stopped(stop: StopRequest, writer: StoreWriter, others: str = "") -> Interru
         f"{counted(writer.n_slabs, 'slabs')} committed{until_now}; repeat the command to resume",
         stop.signal_name or "",
     )
-
-
-def images_at_once(plan: StorePlan, batch_size: int) -> int:
-    """Images per batch; with tiles, about as many as give a batch of tiles."""
-    if plan.canvas is None or plan.canvas.tiles is None:
-        return batch_size
-    return max(1, batch_size // n_tiles(plan.canvas.size, plan.canvas.tiles))
 
 
 def erf_cost(prepared: Prepared, batch_size: int, spans: Sequence[slice]) -> str:
@@ -342,19 +324,3 @@ def default_workers(device: torch.device) -> int:
     if device.type == "cpu":
         return 0
     return min(MOST_WORKERS, max(1, n_cores() - 2))
-
-
-def _provenance(
-    run: RunOptions, shard: Shard, device: torch.device, strategy: GramStrategy, workers: int
-) -> dict[str, Any]:
-    return {
-        "command": run.command,
-        "shard": str(shard),
-        "host": socket.gethostname(),
-        "device": device_name(device),
-        "batch_size": strategy.batch_size,
-        **strategy.record(),
-        "workers": workers,
-        "versions": store_versions(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }

@@ -1,5 +1,6 @@
-"""Which process makes which slab: `--shard i/n`, the numbers of a SLURM job's tasks, or claims; and
-locks against two processes writing one.
+"""Which process makes which slab: `--shard i/n`, the numbers of a SLURM job's tasks, or claims;
+locks against two processes writing one; and whether a repeated command has nothing to do, which is
+seen without model, images and torch.
 
 Without --shard, or with a requeued job beside its dying predecessor, two processes may want one
 slab. Its chunks must all come from one, since another batch size or device rounds otherwise, and
@@ -13,21 +14,27 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import socket
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from vitsee_core.extraction.options import OptionError
 from vitsee_core.extraction.outcome import StopRequest
+from vitsee_core.runtime.command_lines import without_options
 from vitsee_core.runtime.machine import counted
-from vitsee_stores import StoreWriter
+from vitsee_stores import StorePlan, StoreWriter
 from vitsee_stores.errors import VitseeError
+from vitsee_stores.generations import Generation, read_generations
 from vitsee_stores.leases import Claims
+from vitsee_stores.metadata import ZARR_JSON
 from vitsee_stores.url import Place, Url
+from vitsee_stores.writer import tidy
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +145,9 @@ def claimed_rounds(writer: StoreWriter, stop: StopRequest) -> Generator[list[int
     pause: Iterator[float] | None = None
     with claims.beating():
         while not stop and len(missing := np.flatnonzero(~writer.committed())):
-            mine = claims.take(missing.tolist(), _at_once(len(missing)))
+            # Few, so that all processes end at about the same time; each round loads anew.
+            at_once = max(1, min(MOST_AT_ONCE, len(missing) // 32))
+            mine = claims.take(missing.tolist(), at_once)
             if mine:
                 pause = None
                 yield mine
@@ -148,11 +157,6 @@ def claimed_rounds(writer: StoreWriter, stop: StopRequest) -> Generator[list[int
                 log.info("waiting for %s that others have claimed", counted(len(missing), "slabs"))
                 pause = pauses()
             _sleep(next(pause), stop)
-
-
-def _at_once(n_missing: int) -> int:
-    """Few enough that all processes end at about the same time; each round restarts the loading."""
-    return max(1, min(MOST_AT_ONCE, n_missing // 32))
 
 
 def pauses() -> Iterator[float]:
@@ -170,25 +174,11 @@ def _sleep(seconds: float, stop: StopRequest) -> None:
 
 
 @contextmanager
-def only_writer(store: Place, slab: int) -> Iterator[None]:
-    """Context in which no other process writes this slab; waits for one that does. Threads of one
-    process do not exclude each other."""
-    with _locked(store, [slab], wait=True):
-        yield
-
-
-@contextmanager
-def without_writer(store: Place, slabs: Sequence[int]) -> Iterator[list[int]]:
-    """Context with those of the slabs that no other process writes, before or during it: their
-    partial files are from processes that ended."""
-    with _locked(store, slabs, wait=False) as free:
-        yield free
-
-
-@contextmanager
-def _locked(store: Place, slabs: Sequence[int], wait: bool) -> Iterator[list[int]]:
-    """Locks on one byte per slab of an existing file; yields the slabs that no other process has
-    locked. Object stores have no locks."""
+def locked(store: Place, slabs: Sequence[int], *, wait: bool) -> Iterator[list[int]]:
+    """Context with those of the slabs that no other process writes, which none begins to write
+    during it: partial files of theirs are from processes that ended. wait: for those that are being
+    written. The locks are on one byte per slab of an existing file; threads of one process do not
+    exclude each other, and object stores have no locks."""
     if isinstance(store, Url):
         yield list(slabs)
         return
@@ -209,8 +199,43 @@ def _lock(descriptor: int, byte: int, wait: bool) -> bool:
         return True
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, byte)
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError:  # no locks here
-        return True
+    except OSError as error:  # others: no locks here
+        return not isinstance(error, BlockingIOError | PermissionError)
     return True
+
+
+# ---------------- a repeated command with nothing to do
+
+# Options that do not affect a store.
+_HOW = ("--shard", "--dask", "--device", "--workers", "--batch-size")
+
+
+def complete_plan(command: str, output: Place) -> StorePlan | None:
+    """What the store at `output` holds, if it is complete, it or one of its generations was made by
+    this command in this folder, and no file that it names (a list, a checkpoint) is newer; else
+    None. Raises StoreError: not a store, or damaged."""
+    writer = StoreWriter.join(output)
+    if writer is None or not writer.complete:
+        return None
+    generations = [one for one in read_generations(writer.files) if one.published]
+    if not all(one.complete for one in generations):
+        return None
+    if not any(_was_made_by(command, one) for one in generations):
+        return None
+    tidy(writer.files)
+    return generations[-1].whole.plan
+
+
+def _was_made_by(command: str, generation: Generation) -> bool:
+    info, place = generation.manifest.info, generation.files.place
+    try:
+        made = shlex.split(str(info.get("command", "")))
+    except ValueError:
+        return False
+    same = without_options(made, _HOW) == without_options(shlex.split(command), _HOW)
+    if not same or info.get("data_folder") != os.getcwd():
+        return False
+    if not isinstance(place, Path):
+        return True
+    finished = (place / ZARR_JSON).stat().st_mtime
+    return not any(os.path.isfile(word) and os.path.getmtime(word) > finished for word in made)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -108,6 +108,7 @@ class SlabObserver:
     def begin_batch(self, first: int, batch: Batch) -> None:
         """`first`: the batch's first row within the slab."""
         self._rows = slice(first, first + len(batch.valid))
+        self._images: Any = slice(None)  # of the batch, that values are staged for
         self._batch, self._valid = batch, torch.from_numpy(batch.valid)
         # Where all images count the mask stays on the host and nothing waits for the device; else
         # it is copied there once, and not once per block.
@@ -259,7 +260,7 @@ class SlabObserver:
         if path not in self._staged:
             out = self._buffers.arrays[path][self._rows]
             self._staged[path] = torch.empty(out.shape, dtype=out.dtype, device=self._device)
-        self._staged[path][(slice(None), *place)] = value
+        self._staged[path][(self._images, *place)] = value.to(self._staged[path].dtype)
 
     def _keep(self, path: str, value: Tensor, images: slice = slice(None)) -> None:
         """Copy the values of some of the batch's images to their place."""

@@ -35,7 +35,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitsee_core.extraction.buffers import HostMemory, SlabBuffers, block_bytes, feature_paths
+from vitsee_core.extraction.buffers import (
+    HostMemory,
+    Shape,
+    SlabBuffers,
+    block_bytes,
+    feature_paths,
+)
 from vitsee_core.extraction.outcome import Clock
 from vitsee_core.extraction.plan import slab_bytes
 from vitsee_core.extraction.transfer import HostCopies
@@ -412,7 +418,7 @@ def _forward_fits(plan: StorePlan, table: SiteTable, device: torch.device) -> bo
     return need <= memory_bytes() // 4
 
 
-def _shapes(plan: StorePlan) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _shapes(plan: StorePlan) -> dict[str, Shape]:
     return {
         path: ((plan.slab, *spec.shape[1:]), getattr(torch, spec.dtype))
         for path, spec in unstored_arrays(plan).items()

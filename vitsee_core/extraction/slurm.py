@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from vitsee_core.extraction.options import DEFAULT_SLAB, OptionError, Request
 from vitsee_core.extraction.prepare import chosen_images
@@ -76,11 +75,19 @@ echo "submitted: array $array, then validation ${{check%%;*}}"
 """
 
 
-@dataclass(frozen=True)
-class ArrayPlan:
-    """A job array that fills one store.
+def array_script(
+    words: Sequence[str],
+    store: str,
+    folder: str,
+    n_slabs: int,
+    *,
+    workers: int | None = None,
+    gpu: bool = True,
+    shard: str = "slurm",
+) -> str:
+    """The text for bash of a job array that fills one store.
 
-    Attributes:
+    Args:
         words: the extraction's command line, without shards.
         store: its store, as the user names it.
         folder: base of relative paths.
@@ -88,46 +95,37 @@ class ArrayPlan:
         workers: loading processes, None for the default.
         gpu: whether tasks need one.
         shard: how they divide the slabs, "slurm" or "claims".
+
+    Raises:
+        OptionError: a word with a line break.
     """
-
-    words: tuple[str, ...]
-    store: str
-    folder: str
-    n_slabs: int
-    workers: int | None = None
-    gpu: bool = True
-    shard: str = "slurm"
-
-    def script(self) -> str:
-        """The text of the script for bash. Raises OptionError: a word with a line break."""
-        for text in (*self.words, self.store, self.folder):
-            if not text.isprintable():
-                raise OptionError(f"--plan: {text!r} cannot stand in a script; choose another name")
-        end = self.words.index("--") if "--" in self.words else len(self.words)
-        extract = (*self.words[:end], "--shard", self.shard, *self.words[end:])
-        cores = (WORKERS_GPU if self.workers is None else self.workers) + 2
-        if not self.gpu:
-            cores = max(cores, CORES_CPU) if self.workers else CORES_CPU
-        name = re.sub(r"[^\w.-]+", "-", re.split(r"[/\\]", self.store.rstrip("/"))[-1])
-        return _SCRIPT.format(
-            command=shlex.join(self.words),
-            folder=shlex.quote(self.folder),
-            name=f"vitsee-{name.removesuffix('.zarr')}",
-            last=min(MOST_TASKS, self.n_slabs) - 1,
-            cores=cores,
-            gpus="#SBATCH --gpus=1\n" if self.gpu else "",
-            extract=shlex.join(extract),
-            restarts=MOST_RESTARTS,
-            check_cores=CORES_VALIDATE,
-            store=shlex.quote(self.store),
-        )
+    for text in (*words, store, folder):
+        if not text.isprintable():
+            raise OptionError(f"--plan: {text!r} cannot stand in a script; choose another name")
+    end = words.index("--") if "--" in words else len(words)
+    cores = (WORKERS_GPU if workers is None else workers) + 2
+    if not gpu:
+        cores = max(cores, CORES_CPU) if workers else CORES_CPU
+    name = re.sub(r"[^\w.-]+", "-", re.split(r"[/\\]", store.rstrip("/"))[-1])
+    return _SCRIPT.format(
+        command=shlex.join(words),
+        folder=shlex.quote(folder),
+        name=f"vitsee-{name.removesuffix('.zarr')}",
+        last=min(MOST_TASKS, n_slabs) - 1,
+        cores=cores,
+        gpus="#SBATCH --gpus=1\n" if gpu else "",
+        extract=shlex.join((*words[:end], "--shard", shard, *words[end:])),
+        restarts=MOST_RESTARTS,
+        check_cores=CORES_VALIDATE,
+        store=shlex.quote(store),
+    )
 
 
-def plan_array(words: Sequence[str], asked: Request, shard: str = "slurm") -> ArrayPlan:
-    """The array for an extraction with the command line `words`. The images are counted and the
-    model's name is looked up, so that mistakes are found before they wait in a queue; no model is
-    built, and nothing is written. Raises VitseeError: no such model or images; the store is
-    complete; --force."""
+def plan_array(words: Sequence[str], asked: Request, shard: str = "slurm") -> str:
+    """The script of the array for an extraction with the command line `words`. The images are
+    counted and the model's name is looked up, so that mistakes are found before they wait in a
+    queue; no model is built, and nothing is written. Raises VitseeError: no such model or images;
+    the store is complete; --force."""
     data, keep, run = asked.data, asked.keep, asked.run
     if run.force:
         raise VitseeError(
@@ -147,12 +145,5 @@ def plan_array(words: Sequence[str], asked: Request, shard: str = "slurm") -> Ar
         n_slabs = -(-n_images // plan.slab)
         if grows:
             n_slabs -= plan.n_images // plan.slab
-    return ArrayPlan(
-        tuple(words),
-        str(run.output),
-        os.getcwd(),
-        n_slabs=n_slabs,
-        workers=run.workers,
-        gpu=not run.device.startswith("cpu"),
-        shard=shard,
-    )
+    place, gpu = (str(run.output), os.getcwd()), not run.device.startswith("cpu")
+    return array_script(words, *place, n_slabs, workers=run.workers, gpu=gpu, shard=shard)

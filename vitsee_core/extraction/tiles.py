@@ -87,7 +87,7 @@ class TiledObserver(SlabObserver):
         assert canvas is not None and canvas.tiles is not None
         tiles, (height, width) = tiles_of(sizes, canvas), canvas.tiles
         self._grids: dict[str, Tensor] = {}
-        self._images = [canvas.image(size) if min(size) > 0 else (0, 0) for size in sizes]
+        self._sizes = [canvas.image(size) if min(size) > 0 else (0, 0) for size in sizes]
         self._n_cells: dict[Size, Tensor] = {}
         for first in range(0, len(tiles), most):
             self._tiles = tiles[first : first + most]
@@ -99,7 +99,7 @@ class TiledObserver(SlabObserver):
 
     def end_batch(self) -> None:
         """Images without tiles have grids of zeros."""
-        if not any(min(size) for size in self._images):
+        if not any(min(size) for size in self._sizes):
             with self._exactly():
                 for site in self._plan.stored:
                     self._lay_out(site.name, self._empty(site))
@@ -122,7 +122,7 @@ class TiledObserver(SlabObserver):
 
     def _empty(self, site: SiteSpec, like: Tensor | None = None) -> Tensor:
         assert site.layout is not None and site.layout.grid is not None
-        shape = (len(self._images), *site.layout.grid, site.dim)
+        shape = (len(self._sizes), *site.layout.grid, site.dim)
         dtype = torch.float32 if like is None else like.dtype
         spare = self._spare.get((shape, dtype))
         if spare:  # new memory costs ten times as much as zeroing old memory
@@ -141,7 +141,7 @@ class TiledObserver(SlabObserver):
     def _cells(self, step: Size) -> Tensor:
         """(images, 1) cells on each image, sent to the device once per batch."""
         if step not in self._n_cells:
-            n = [max(1, (h // step[0]) * (w // step[1])) for h, w in self._images]
+            n = [max(1, (h // step[0]) * (w // step[1])) for h, w in self._sizes]
             self._n_cells[step] = to_device(np.array(n, np.float32), self._device)[:, None]
         return self._n_cells[step]
 

@@ -64,8 +64,7 @@ def command(model: ModelOptions, **given: Any) -> None:
       vitsee extract demo:vit --data demo:test -o vit.zarr --dry-run
       vitsee extract resnet50 --data imagenet/val -o r50.zarr --plan slurm > r50.sh; bash r50.sh
     """
-    from vitsee_core.extraction.repeated import complete_plan
-    from vitsee_core.extraction.sharding import parse_shard
+    from vitsee_core.extraction.sharding import complete_plan, parse_shard
 
     def take(cls: Any) -> Any:
         names = [n for n in cls.__dataclass_fields__ if n in given]
@@ -123,7 +122,7 @@ def show_script(asked: Request, shard: str | None) -> None:
     if shard not in (None, "slurm", "claims") or asked.run.dry_run:
         raise click.UsageError("--plan numbers the shards itself: leave out --shard and --dry-run")
     words = without_options(console.command_line(), ["--plan", "--shard"])
-    console.out(plan_array(words, asked, shard or "slurm").script().rstrip())
+    console.out(plan_array(words, asked, shard or "slurm").rstrip())
 
 
 class SlabReporter(console.Reporter):
