@@ -12,14 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vitsee_stores.plan import (
-    CODECS,
-    AttentionGroup,
-    ErfPlan,
-    SiteSpec,
-    StorePlan,
-    TokenLayout,
-)
+from vitsee_stores.plan import CODECS, AttentionGroup, ErfPlan, SiteSpec, StorePlan, TokenLayout
 from vitsee_stores.selectors import GROUPS, select_names
 
 __all__ = [

@@ -133,11 +133,7 @@ def remedy(damage: Sequence[str]) -> str:
 
 
 def _problems(
-    files: Files,
-    manifest: Manifest,
-    complete: bool,
-    deep: bool,
-    report: Callable[[int, int], None],
+    files: Files, manifest: Manifest, complete: bool, deep: bool, report: Callable[[int, int], None]
 ) -> Iterator[str]:
     chunks = VerifiedChunks(files, manifest)
     committed = list(metadata.read_markers(files, manifest))

@@ -156,11 +156,7 @@ class HostMemory:
     """
 
     def __init__(
-        self,
-        shapes: Mapping[str, Shape],
-        *,
-        pinned: bool = False,
-        block: Tensor | None = None,
+        self, shapes: Mapping[str, Shape], *, pinned: bool = False, block: Tensor | None = None
     ) -> None:
         size = block_bytes(shapes)
         self._block = torch.empty(size, dtype=torch.uint8) if block is None else block

@@ -35,13 +35,7 @@ from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.runtime.versions import store_versions
 from vitsee_stores import Store, StoreWriter
 from vitsee_stores.errors import IdentityMismatch, VitseeError
-from vitsee_stores.generations import (
-    Generation,
-    committed,
-    files_of,
-    grown,
-    read_generations,
-)
+from vitsee_stores.generations import Generation, committed, files_of, grown, read_generations
 from vitsee_stores.layout import SiteSpec, StorePlan
 from vitsee_stores.manifest import Growth, check_identity, few, new_manifest
 

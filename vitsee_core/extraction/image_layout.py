@@ -21,13 +21,7 @@ from PIL import Image
 
 from vitsee_core.extraction.by_frame import check_by_frame, clip_table
 from vitsee_core.extraction.native import OWN_GRIDS, table_on_canvas
-from vitsee_core.extraction.options import (
-    OF_CLIPS,
-    DataOptions,
-    ModelOptions,
-    OptionError,
-    Request,
-)
+from vitsee_core.extraction.options import OF_CLIPS, DataOptions, ModelOptions, OptionError, Request
 from vitsee_core.extraction.tiles import TILED, n_tiles
 from vitsee_core.images import ImageError, Selection
 from vitsee_core.images.transform import MOST_PIXELS

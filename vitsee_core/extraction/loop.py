@@ -218,11 +218,7 @@ class SlabLoop:
             return self.erf.finish(f"slab {k}")
 
     def _write(
-        self,
-        k: int,
-        buffers: SlabBuffers,
-        grams: SlabGrams,
-        fields: dict[str, NDArray[Any]],
+        self, k: int, buffers: SlabBuffers, grams: SlabGrams, fields: dict[str, NDArray[Any]]
     ) -> None:
         plan = self.prepared.plan
         rows = plan.rows(k)

@@ -54,10 +54,7 @@ class Choices:
 
 
 def choose(
-    keep: KeepOptions,
-    stored: Mapping[str, Any],
-    table: SiteTable,
-    input_size: tuple[int, int, int],
+    keep: KeepOptions, stored: Mapping[str, Any], table: SiteTable, input_size: tuple[int, int, int]
 ) -> Choices:
     """Resolve `keep` against an existing store's identity (`stored`, {} for a new one) and what the
     model supports. An unsupported default is left out with its reason. Raises VitseeError: an
@@ -225,10 +222,7 @@ def places(table: SiteTable) -> tuple[tuple[str, int, float], ...]:
     last_block = max((site.depth - 1 for site in table.sites if site.part == "out"), default=0)
     last_sublayer = max((sublayer.index for sublayer in table.sublayers), default=0)
     blocks = [(b.name, b.index, b.index / max(last_block, 1)) for b in table.attention]
-    return (
-        *blocks,
-        *((s.name, s.index, s.index / max(last_sublayer, 1)) for s in table.sublayers),
-    )
+    return (*blocks, *((s.name, s.index, s.index / max(last_sublayer, 1)) for s in table.sublayers))
 
 
 def hook_points(table: SiteTable, plan: StorePlan) -> dict[str, Any]:

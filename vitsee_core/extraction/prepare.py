@@ -26,14 +26,7 @@ from vitsee_core.extraction.image_layout import ImageLayout, lay_out
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, Request
 from vitsee_core.extraction.plan import Choices, build_plan, choose, fit_slab, hook_points
 from vitsee_core.extraction.slab_grams import gram_notes
-from vitsee_core.images import (
-    DataError,
-    ImageSource,
-    Selection,
-    normalise,
-    open_source,
-    select,
-)
+from vitsee_core.images import DataError, ImageSource, Selection, normalise, open_source, select
 from vitsee_core.images.clips import has_clips
 from vitsee_core.models.intervention_spec import ZERO
 from vitsee_core.models.interventions.changes import Changes, prove
@@ -270,10 +263,7 @@ def as_model_takes(
 
 
 def chosen_images(
-    data: DataOptions,
-    stored: Mapping[str, Any],
-    progress: Progress = SILENT,
-    clips: bool = False,
+    data: DataOptions, stored: Mapping[str, Any], progress: Progress = SILENT, clips: bool = False
 ) -> Selection:
     """The images, with an existing store's (`stored`: its identity) seed and order by default;
     clips where they are asked for, or where there are no images."""
