@@ -16,7 +16,7 @@ from vitsee_stores.errors import StoreError, Unreachable
 from vitsee_stores.files import Files
 from vitsee_stores.folder import files_at
 from vitsee_stores.generations import Generation, GrownChunks, committed, read_generations
-from vitsee_stores.layout import ArraySpec, n_bytes
+from vitsee_stores.layout import n_bytes
 from vitsee_stores.leases import claims_of
 from vitsee_stores.manifest import weights_name
 from vitsee_stores.plan import SiteSpec, StorePlan, TokenLayout
@@ -82,7 +82,15 @@ def describe(
         "samples_fingerprint": text["samples_fingerprint"],
         "identity": text["identity"],
         "info": text["info"],
-        "arrays": {path: _array(spec, sizes[path]) for path, spec in chunks.specs.items()},
+        "arrays": {
+            path: {
+                "shape": list(spec.shape),
+                "chunks": list(spec.chunks),
+                "dtype": spec.dtype,
+                "size_bytes": sizes[path],
+            }
+            for path, spec in chunks.specs.items()
+        },
         "made_by": _makers(marker for one in every for marker in one.markers.values()),
     }
 
@@ -175,15 +183,6 @@ def _attention(plan: StorePlan) -> dict[str, Any]:
         for group in plan.attention
     ]
     return {"level": plan.attention_level, "rollout": plan.rollout, "groups": groups}
-
-
-def _array(spec: ArraySpec, size: int) -> dict[str, Any]:
-    return {
-        "shape": list(spec.shape),
-        "chunks": list(spec.chunks),
-        "dtype": spec.dtype,
-        "size_bytes": size,
-    }
 
 
 def _n_valid(

@@ -117,7 +117,8 @@ class VerifiedChunks:
         if marker is None:
             marker = metadata.read_marker(self.files, slab, self.specs["commits"], self.manifest)
         if marker is None:
-            self._check_not_replaced()
+            if metadata.read_root(self.files)[0].store_id != self.manifest.store_id:
+                raise StoreMismatch(f"{self.files} was replaced by another store during the work")
             what = "is no sound marker of this slab"
             raise damage(self.files, self.specs["commits"], index, what)
         name = chunk_name(spec, index)
@@ -131,11 +132,6 @@ class VerifiedChunks:
                 return row
             what = "is not the row that the slab's marker seals"
         raise damage(self.files, spec, index, what)
-
-    def _check_not_replaced(self) -> None:
-        manifest, _ = metadata.read_root(self.files)
-        if manifest.store_id != self.manifest.store_id:
-            raise StoreMismatch(f"{self.files} was replaced by another store during the work")
 
     def samples(self) -> dict[str, NDArray[Any]]:
         """The arrays below `samples/`, by path. Raises StoreError: an array below `samples/` is
@@ -224,7 +220,11 @@ class SlabChecks:
         ends = dict(
             zip(chunks, self.chunks.files.each(partial(self._end, row), chunks), strict=True)
         )
-        sound = [chunk for chunk, what in ends.items() if not what and self._is_read(chunk[0])]
+        sound = [
+            chunk
+            for chunk, what in ends.items()
+            if not what and (self.deep or chunk[0].path in ALWAYS_READ)
+        ]
         read = self.chunks.files.each(partial(self._contents, valid), sound)
         contents = dict(zip(sound, read, strict=True))
         for spec, of_array in itertools.groupby(chunks, key=lambda chunk: chunk[0]):
@@ -248,9 +248,6 @@ class SlabChecks:
     def _chunks(self, slab: int) -> list[Chunk]:
         specs = [spec for spec in self.chunks.specs.values() if spec.has_slab(slab)]
         return [(spec, index) for spec in specs for index, _ in boxes(spec, slab)]
-
-    def _is_read(self, spec: ArraySpec) -> bool:
-        return self.deep or spec.path in ALWAYS_READ
 
     def _missing(self, spec: ArraySpec, ends: Mapping[tuple[int, ...], str]) -> Iterator[str]:
         """A line for each damaged end of an array's chunks, and one for all missing chunks."""

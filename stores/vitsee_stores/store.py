@@ -38,7 +38,6 @@ from vitsee_stores.errors import IncompleteStore, MissingInput, SiteError, Store
 from vitsee_stores.folder import files_at
 from vitsee_stores.generations import committed, read_generations
 from vitsee_stores.lazy import LazyArray, NormalisedInputs
-from vitsee_stores.manifest import Manifest
 from vitsee_stores.plan import AttentionGroup
 from vitsee_stores.selectors import describe_layout
 from vitsee_stores.store_contents import StoreContents, Tokens, token_array
@@ -80,8 +79,7 @@ class Store(StoreContents):
                 f"--tokens {spec.name}=all {ELSEWHERE} (every site: --tokens all)"
             )
         if not partial and not self.fills.all():
-            n = int((~self.fills).sum())
-            raise SiteError(no_whole_grid(self.label, self.manifest, n, self.n_images))
+            raise no_whole_grid(self)
         if spec.layout is None:
             if tokens not in ("all", "each"):
                 raise SiteError(
@@ -141,7 +139,9 @@ class Store(StoreContents):
             MissingInput: not stored, or not for this site.
         """
         name = self.site(site).name
-        missing = no_field(self.label, self.manifest, name)
+        reason = None if self.plan.erf is None else self.manifest.left_out.get(f"{name} erf")
+        why = _left_out_or(reason, "--erf 256")
+        missing = f"{self.label} has no receptive field of {name} ({why})"
         return self.array(f"erf/{name}", missing=missing)
 
     def erf_counts(self) -> LazyArray:
@@ -160,7 +160,10 @@ class Store(StoreContents):
         Raises:
             MissingInput: not stored; with the reason, if extract recorded one.
         """
-        missing = no_weights(self.label, self.manifest, name)
+        head = "head_weights" if name.startswith("head_") else "input_weights"
+        absent = (self.manifest.info.get(head) or {}).get("absent")
+        reason = absent.get(name) if isinstance(absent, dict) else absent
+        missing = f"{self.label} has no weights {name}{f': {reason}' if reason else ''}"
         return self.array(f"weights/{name}", missing=missing)[:]
 
     @property
@@ -181,12 +184,18 @@ class Store(StoreContents):
             SiteError: images do not fill their canvas, and the array is one over cells.
         """
         path = f"attention/{group}/{name}" if group else f"attention/{name}"
-        missing = no_attention(self.label, self.manifest, name, path)
+        left_out = self.manifest.left_out
+        if reason := left_out.get("attention") or left_out.get(name):
+            missing = f"{self.label} has no {path}: it was left out: {reason}"
+        else:
+            level = {"cls_rows": "rows", "received_rows": "rows"}.get(name, "summary")
+            level = "full" if name.startswith("full/") else level
+            how = f"extract it with --attention {level} {ELSEWHERE}"
+            missing = f"{self.label} has no {path} ({how})"
         found = self.array(path, missing=missing)
         canvas = self.plan.canvas
         if canvas is not None and canvas.own_grids and name not in BY_IMAGE:
-            n = int((~self.fills).sum())
-            raise SiteError(no_whole_grid(self.label, self.manifest, n, self.n_images))
+            raise no_whole_grid(self)
         return found
 
     def attention_sums(self, name: str, group: str = "") -> LazyArray:
@@ -204,7 +213,10 @@ class Store(StoreContents):
         Raises:
             MissingInput: not stored.
         """
-        missing = no_residual(self.label, self.manifest, sublayer)
+        why = _left_out_or(self.manifest.left_out.get("residual"), "--residual")
+        if names := [name for name, _ in self.plan.sublayers]:
+            why = f"it has: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
+        missing = f"{self.label} has no residual summary of {sublayer} ({why})"
         return self.array(f"residual/{sublayer}", missing=missing)
 
     def inputs(self) -> LazyArray:
@@ -233,7 +245,8 @@ class Store(StoreContents):
 
 @dataclass(frozen=True)
 class Slab:
-    """Consecutive rows of a store, the unit of reading, with arrays in memory.
+    """Consecutive rows of a store, the unit of reading, with arrays in memory: the methods of
+    `Store` for these rows, `grams` (rows, rows), `attention_sums` of the whole slab.
 
     Attributes:
         rows: the slab's place in the store.
@@ -253,35 +266,27 @@ class Slab:
         return self.store.valid[self.rows]
 
     def acts(self, site: str, tokens: Tokens = "all", *, partial: bool = False) -> NDArray[Any]:
-        """The values of `Store.acts`, for these rows."""
         return self.store.acts(site, tokens, partial=partial)[self.rows]
 
     def pooled(self, site: str, kind: str = "mean") -> NDArray[Any]:
-        """The values of `Store.pooled`, for these rows."""
         return self.store.pooled(site, kind)[self.rows]
 
     def vectors(self, name: str) -> NDArray[Any]:
-        """The values of `Store.vectors`, for these rows."""
         return self.store.vectors(name)[self.rows]
 
     def attention(self, name: str, group: str = "") -> NDArray[Any]:
-        """The values of `Store.attention`, for these rows."""
         return self.store.attention(name, group)[self.rows]
 
     def attention_sums(self, name: str, group: str = "") -> NDArray[Any]:
-        """The values of `Store.attention_sums`, for the whole slab: (blocks, heads, ...)."""
         return self.store.attention_sums(name, group)[self.k]
 
     def grams(self, site: str) -> NDArray[Any]:
-        """The values of `Store.grams`, for these rows: (rows, rows)."""
         return self.store.grams(site)[self.k, : len(self), : len(self)]
 
     def residual(self, sublayer: str) -> NDArray[Any]:
-        """The values of `Store.residual`, for these rows."""
         return self.store.residual(sublayer)[self.rows]
 
     def inputs(self) -> NDArray[Any]:
-        """The values of `Store.inputs`, for these rows."""
         return self.store.inputs()[self.rows]
 
 
@@ -296,49 +301,19 @@ BY_IMAGE = (
 ELSEWHERE = "-o NEW.zarr"
 
 
-def no_weights(label: str, manifest: Manifest, name: str) -> str:
-    head = "head_weights" if name.startswith("head_") else "input_weights"
-    absent = (manifest.info.get(head) or {}).get("absent")
-    reason = absent.get(name) if isinstance(absent, dict) else absent
-    return f"{label} has no weights {name}{f': {reason}' if reason else ''}"
-
-
-def no_attention(label: str, manifest: Manifest, name: str, path: str) -> str:
-    reason = manifest.left_out.get("attention") or manifest.left_out.get(name)
-    if reason:
-        return f"{label} has no {path}: it was left out: {reason}"
-    level = {"cls_rows": "rows", "received_rows": "rows"}.get(name, "summary")
-    level = "full" if name.startswith("full/") else level
-    return f"{label} has no {path} (extract it with --attention {level} {ELSEWHERE})"
-
-
-def no_residual(label: str, manifest: Manifest, sublayer: str) -> str:
-    names = [name for name, _ in manifest.plan.sublayers]
-    if names:
-        why = f"it has: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
-    else:
-        why = _left_out_or(manifest.left_out.get("residual"), "--residual")
-    return f"{label} has no residual summary of {sublayer} ({why})"
-
-
-def no_field(label: str, manifest: Manifest, site: str) -> str:
-    reason = None if manifest.plan.erf is None else manifest.left_out.get(f"{site} erf")
-    return f"{label} has no receptive field of {site} ({_left_out_or(reason, '--erf 256')})"
-
-
 def _left_out_or(reason: str | None, option: str) -> str:
     return f"left out: {reason}" if reason else f"extract it with {option} {ELSEWHERE}"
 
 
-def no_whole_grid(label: str, manifest: Manifest, n: int, n_images: int) -> str:
+def no_whole_grid(store: StoreContents) -> SiteError:
     """Refusal to read tokens of images that do not fill the canvas."""
-    canvas = manifest.plan.canvas
-    assert canvas is not None
-    height, width = canvas.size
-    return (
-        f"{label} has {n} of {n_images} images that do not fill its canvas of {width} x {height} "
-        "pixels, and what is asked for reads tokens beside them too; expected images of one size, "
-        "or, of commands that take it, --tokens mean, which leaves these out"
+    assert store.plan.canvas is not None
+    height, width = store.plan.canvas.size
+    return SiteError(
+        f"{store.label} has {(~store.fills).sum()} of {store.n_images} images that do not fill its "
+        f"canvas of {width} x {height} pixels, and what is asked for reads tokens beside them too; "
+        "expected images of one size, or, of commands that take it, --tokens mean, which leaves "
+        "these out"
     )
 
 

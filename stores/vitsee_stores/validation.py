@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import PurePosixPath
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -202,7 +201,7 @@ def _differences(found: Mapping[str, Any], document: Mapping[str, Any]) -> Itera
 
 
 def _foreign_files(files: Files, specs: Mapping[str, ArraySpec], complete: bool) -> Iterator[str]:
-    folders = {*_groups(specs), *specs, *({FOLDER} if complete else ())}
+    folders = {*documents(specs), *({FOLDER} if complete else ())}
     unlisted: list[OSError] = []
     for path, below, names in files.walk(unlisted.append):
         if path == FOLDER:
@@ -253,11 +252,6 @@ def _written_once(chunks: VerifiedChunks) -> Iterator[str]:
         return
     if samples.fingerprint() != chunks.manifest.samples_fingerprint:
         yield "samples: ids and labels do not match the manifest's samples_fingerprint"
-
-
-def _groups(specs: Iterable[str]) -> list[str]:
-    parents = {str(parent) for path in specs for parent in PurePosixPath(path).parents}
-    return sorted(parents - {"."})
 
 
 def _text(value: Any) -> str:

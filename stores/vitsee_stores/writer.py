@@ -17,7 +17,7 @@ from vitsee_stores import creation, metadata
 from vitsee_stores.chunks import boxes, checksum, chunk_name, encode, padded
 from vitsee_stores.disk import is_left, is_mine
 from vitsee_stores.errors import StoreError, reason
-from vitsee_stores.files import Files
+from vitsee_stores.files import Files, Pieces
 from vitsee_stores.folder import files_at
 from vitsee_stores.generations import read_generations
 from vitsee_stores.layout import ArraySpec
@@ -83,9 +83,7 @@ class StoreWriter:
         if writer is None:
             files = path if isinstance(path, Files) else files_at(path, durable=durable)
             files.sweep_beside(is_left)
-            own = samples_arrays(samples, manifest.plan.id_bytes, manifest.splits)
-            arrays = {**own, **(once or {})}
-            made, sealed = creation.contents(manifest, arrays)
+            made, sealed = _empty(manifest, samples, once)
             try:
                 files.create(made)
                 return cls(files, sealed)
@@ -120,9 +118,7 @@ class StoreWriter:
         if self.is_made:
             return
         try:
-            own = samples_arrays(samples, self.manifest.plan.id_bytes, self.manifest.splits)
-            arrays = {**own, **(once or {})}
-            files, sealed = creation.contents(self.manifest, arrays)
+            files, sealed = _empty(self.manifest, samples, once)
             if sealed.checksums != self.manifest.checksums:
                 raise StoreError(
                     f"{self.place} was left half made, from other images or weights (start anew "
@@ -184,7 +180,8 @@ class StoreWriter:
                 self.files.remove([marker])  # damaged, or of another slab or store
                 size, row = self._write_chunks(k, jobs)
                 seal = {"store_id": self.manifest.store_id, "slab": k, "checksums": row}
-                record = {"committed": _now(), **jsonable(dict(provenance))}
+                now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+                record = {"committed": now, **jsonable(dict(provenance))}
                 data = metadata.encode_marker(seal, record, commits)
                 put = self.files.put_if_absent(marker, data)
             except FileNotFoundError as error:
@@ -328,5 +325,8 @@ def tidy(files: Files) -> None:
             StoreWriter(one.files, one.manifest).finish()
 
 
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+def _empty(
+    manifest: Manifest, samples: Samples, once: Mapping[str, NDArray[Any]] | None
+) -> tuple[list[tuple[str, Pieces]], Manifest]:
+    own = samples_arrays(samples, manifest.plan.id_bytes, manifest.splits)
+    return creation.contents(manifest, {**own, **(once or {})})

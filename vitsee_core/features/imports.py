@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -271,7 +271,8 @@ def import_arrays(
     values = _named([values for one in found for values in one.values.items()], names)
     n_rows = _one_length(values)
     samples, hashes, sizes, rows, class_names = _images(n_rows, found, ids, like)
-    size = None if like is None else _input_size(like)
+    size = None if like is None else like.manifest.transform.get("input_size")
+    size = (int(size[1]), int(size[2])) if isinstance(size, list) and len(size) == 3 else None
     sites = tuple(
         _site(name, array, place, len(values), tokens or Tokens(), size, dtype)
         for place, (name, array) in enumerate(values.items())
@@ -341,14 +342,8 @@ def _one_length(values: dict[str, Array]) -> int:
     return n
 
 
-class _Images(NamedTuple):
-    """The images of the store: hashes, sizes, and the row of each in the arrays, -1 for none."""
-
-    samples: Samples
-    hashes: NDArray[np.uint64]
-    sizes: NDArray[np.int32]
-    rows: NDArray[np.int64]
-    class_names: list[str] | None
+# The images of a store, their hashes and sizes, the row of each in the arrays (-1: none), classes.
+_Images = tuple[Samples, NDArray[np.uint64], NDArray[np.int32], NDArray[np.int64], list[str] | None]
 
 
 def _images(n_rows: int, found: Sequence[Arrays], path: Path | None, like: Store | None) -> _Images:
@@ -369,7 +364,7 @@ def _images(n_rows: int, found: Sequence[Arrays], path: Path | None, like: Store
     # There are no files to hash: images are the same where their ids are.
     hashes = np.array([hash64(os.fsencode(name)) for name in ids], np.uint64)
     samples = Samples(rows, ids, codes, [""] * n_rows, None)
-    return _Images(samples, hashes, np.zeros((n_rows, 2), np.int32), rows, names)
+    return samples, hashes, np.zeros((n_rows, 2), np.int32), rows, names
 
 
 def _as_in(like: Store, n_rows: int, ids: list[str] | None) -> _Images:
@@ -396,7 +391,7 @@ def _as_in(like: Store, n_rows: int, ids: list[str] | None) -> _Images:
             )
     samples = Samples(theirs.index, theirs.id.tolist(), theirs.label, theirs.split.tolist(),
                       theirs.box)  # fmt: skip
-    return _Images(samples, theirs.hash, theirs.size, rows, like.manifest.class_names)
+    return samples, theirs.hash, theirs.size, rows, like.manifest.class_names
 
 
 def _digest(array: Array) -> str:
@@ -404,11 +399,6 @@ def _digest(array: Array) -> str:
     for start in range(0, len(array), SLAB):
         digest.update(np.ascontiguousarray(array[start : start + SLAB]).data)
     return digest.hexdigest()
-
-
-def _input_size(store: Store) -> tuple[int, int] | None:
-    size = store.manifest.transform.get("input_size")
-    return (int(size[1]), int(size[2])) if isinstance(size, list) and len(size) == 3 else None
 
 
 def _site(

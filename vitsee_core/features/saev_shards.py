@@ -99,6 +99,8 @@ def export_saev(
             "less than one image"
         )
     outputs = all(own.site.part == "out" for own in chosen)
+    data = store.manifest.info.get("data", {}).get("data", "")
+    images = Path(data).expanduser() if isinstance(data, str) and data else None
     about = {
         "family": FAMILY,
         "ckpt": store.manifest.model.get("name", "") or store.label,
@@ -109,7 +111,9 @@ def export_saev(
         "n_examples": n,
         "max_tokens_per_shard": per_shard * n_tokens * len(chosen),
         "data": "",  # a pickle in saev, for its pictures
-        "dataset": _folder_of(store),
+        "dataset": str(images.resolve())
+        if images is not None and images.is_dir()
+        else ".",  # saev reads "" as that
         "pixel_agg": "majority",
         "dtype": "float32",
         "protocol": PROTOCOL,
@@ -178,13 +182,6 @@ def _check_alike(chosen: Sequence[SiteFeatures]) -> bool:
             )
     assert first.site.layout is not None
     return first.site.layout.cls is not None
-
-
-def _folder_of(store: Store) -> str:
-    """The folder of the images, if there is one here; else "." (saev reads "" as that)."""
-    data = store.manifest.info.get("data", {}).get("data", "")
-    folder = Path(data).expanduser() if isinstance(data, str) and data else None
-    return str(folder.resolve()) if folder is not None and folder.is_dir() else "."
 
 
 def _place(folder: Path, about: dict[str, Any]) -> Path:

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,16 +31,6 @@ from vitsee_stores.plan import Size
 _HASH_BYTES = 8
 
 
-class Moving(Protocol):
-    """An open video, or a folder of frames."""
-
-    line: Timeline
-
-    def frames(self, places: Sequence[int]) -> Iterator[Image.Image]: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass
 class OpenClip:
     """A clip whose frames are decoded as they are asked for; height, width and seconds are known
@@ -52,7 +42,7 @@ class OpenClip:
     """
 
     sample: str
-    moving: Moving
+    moving: Video | FrameFolder
     height: int = 0
     width: int = 0
     seconds: float = math.nan

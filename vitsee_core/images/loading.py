@@ -217,9 +217,6 @@ class _Open:
     facts: Facts
     missing: int
 
-    def copy(self) -> Loaded:
-        return self.pixels.copy(), self.facts
-
 
 def load_with_workers(
     opener: Opener,
@@ -286,25 +283,21 @@ def _dispatch(
                 view = ring.array((n, *recipe.shape), slot * slot_bytes)
                 running[number] = _Open(slot, view, Facts.none(n), n)
             offset = running[number].slot * slot_bytes + start * image_bytes
-            _send(worker, (number, start, offset, places[number][start:stop]))
+            try:
+                worker.socket.send((number, start, offset, places[number][start:stop]))
+            except OSError:
+                raise _lost(worker) from None
+            worker.n_tasks += 1
             next_task = next(tasks, None)
         if next_out in running and not running[next_out].missing:
             batch = running.pop(next_out)
             free.append(batch.slot)
             next_out += 1
-            yield batch.copy()
+            yield batch.pixels.copy(), batch.facts
             continue
         _receive(workers, running)
         if stopped.is_set():
             return
-
-
-def _send(worker: _Worker, message: Any) -> None:
-    try:
-        worker.socket.send(message)
-    except OSError:
-        raise _lost(worker) from None
-    worker.n_tasks += 1
 
 
 def _receive(workers: list[_Worker], running: dict[int, _Open]) -> None:
@@ -378,16 +371,12 @@ def serve(fd: int) -> None:
     try:
         opener, recipe, ring = pickle.loads(socket.recv_bytes())
         while True:
-            _load_task(socket, opener, recipe, ring)
+            number, start, offset, locations = socket.recv()
+            out = ring.array((len(locations), *recipe.shape), offset)
+            try:
+                answer: Any = (number, start, load_into(out, opener, locations, recipe))
+            except DataError as error:  # of what the images are read from, not of one of them
+                answer = error
+            socket.send(answer)
     except (EOFError, ConnectionError):
         return
-
-
-def _load_task(socket: Connection, opener: Opener, recipe: AnyRecipe, ring: SharedBlock) -> None:
-    number, start, offset, locations = socket.recv()
-    out = ring.array((len(locations), *recipe.shape), offset)
-    try:
-        answer: Any = (number, start, load_into(out, opener, locations, recipe))
-    except DataError as error:  # of what the images are read from, not of one of them
-        answer = error
-    socket.send(answer)

@@ -71,7 +71,19 @@ def select(
     counts, an unknown order, a negative seed, no labels for `per_class`, no samples, or a line of
     `only` without a match.
     """
-    _check(source, images, per_class, seed, order)
+    if order not in ORDERS:
+        raise DataError(f"unknown order {order!r}; expected one of: {', '.join(ORDERS)}")
+    if seed < 0:
+        raise DataError(f"the seed is {seed}; expected 0 or more")
+    if images is not None and per_class is not None:
+        raise DataError("both a number of images and a number per class; expected one of them")
+    for name, value in (("images", images), ("images per class", per_class)):
+        if value is not None and value < 1:
+            raise DataError(f"{value} {name}; expected 1 or more")
+    if not len(source):
+        raise DataError(f"{source.name} has no images")
+    if per_class is not None and not (source.labels >= 0).any():
+        raise DataError(f"{source.name} has no labels; images per class need them")
     shuffled = random_order(len(source), seed)
     if only is not None:
         shuffled = shuffled[named_only(only, source.ids, source.name)[shuffled]]
@@ -118,24 +130,6 @@ def _balanced(
         shown = ", ".join(small[:_NAMES_SHOWN])
         notes.append(f"fewer than {per_class} images in {len(small)} classes: {shown}{more}")
     return index[(labels >= 0) & (rank < per_class)], notes
-
-
-def _check(
-    source: ImageSource, images: int | None, per_class: int | None, seed: int, order: str
-) -> None:
-    if order not in ORDERS:
-        raise DataError(f"unknown order {order!r}; expected one of: {', '.join(ORDERS)}")
-    if seed < 0:
-        raise DataError(f"the seed is {seed}; expected 0 or more")
-    if images is not None and per_class is not None:
-        raise DataError("both a number of images and a number per class; expected one of them")
-    for name, value in (("images", images), ("images per class", per_class)):
-        if value is not None and value < 1:
-            raise DataError(f"{value} {name}; expected 1 or more")
-    if not len(source):
-        raise DataError(f"{source.name} has no images")
-    if per_class is not None and not (source.labels >= 0).any():
-        raise DataError(f"{source.name} has no labels; images per class need them")
 
 
 def read_only(path: Path, option: str = "--only") -> list[tuple[int, str]]:

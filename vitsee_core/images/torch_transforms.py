@@ -42,7 +42,13 @@ def transform_config(transform: Any) -> dict[str, Any]:
         make_recipe(config)
         return config
     config = _from_steps(_steps(transform))
-    _prove(transform, config)
+    difference, largest = largest_difference(transform, config)
+    if not difference <= TOLERANCE * max(1.0, largest):
+        raise DataError(
+            f"the transform's input differs by up to {difference:.2g} from what its steps say "
+            "(resize before the conversion to a tensor, as Pillow does); or give a mapping as "
+            "timm.data.resolve_model_data_config gives it"
+        )
     return config
 
 
@@ -144,32 +150,16 @@ def _from_steps(steps: _StepValues) -> dict[str, Any]:
     edge = resize if isinstance(resize, int) else resize[0]
     size = crop if crop is not None else resize
     assert isinstance(size, tuple)
+    share = size[0] / edge  # from which timm computes this edge, as floor(size / share)
+    share = share if math.floor(size[0] / share) == edge else size[0] / (edge + 0.5)
     return {
         "input_size": (steps.channels, *size),
         "interpolation": steps.interpolation,
-        "crop_pct": _share(size[0], edge),
+        "crop_pct": share,
         "crop_mode": mode,
         "mean": steps.mean,
         "std": steps.std,
     }
-
-
-def _share(crop: int, edge: int) -> float:
-    """The crop_pct from which timm computes this edge: floor(crop / crop_pct)."""
-    exact = crop / edge
-    return exact if math.floor(crop / exact) == edge else crop / (edge + 0.5)
-
-
-def _prove(transform: Any, config: Mapping[str, Any]) -> None:
-    """Check that the configuration equals the transform. Raises DataError: it does not, or the
-    transform fails."""
-    difference, largest = largest_difference(transform, config)
-    if not difference <= TOLERANCE * max(1.0, largest):
-        raise DataError(
-            f"the transform's input differs by up to {difference:.2g} from what its steps say "
-            "(resize before the conversion to a tensor, as Pillow does); or give a mapping as "
-            "timm.data.resolve_model_data_config gives it"
-        )
 
 
 def largest_difference(transform: Any, config: Mapping[str, Any]) -> tuple[float, float]:

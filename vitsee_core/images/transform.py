@@ -337,15 +337,11 @@ def _corner(
     return whole
 
 
-def _pixels(image: Image.Image) -> Image.Image:
-    return image
-
-
 _STEPS: dict[str, Callable[..., Image.Image]] = {
     "resize": _resize,
     "resize_keep_ratio": _resize_keep_ratio,
     "center_crop": _center_crop,
     "trim": _trim,
     "corner": _corner,
-    "pixels": _pixels,
+    "pixels": lambda image: image,
 }

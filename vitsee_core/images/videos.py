@@ -332,12 +332,8 @@ class Video:
         except av.error.FFmpegError as error:
             if isinstance(error, MemoryError):
                 raise
-            raise ImageError(self.name, _said(error)) from None
+            text = str(error.strerror or one_line(error))  # without FFmpeg's error numbers
+            why = f"not a video that FFmpeg reads ({text[0].lower()}{text[1:]})"
+            raise ImageError(self.name, why) from None
         except OSError as error:
             raise ImageError(self.name, reason(error)) from None
-
-
-def _said(error: Any) -> str:
-    """FFmpeg's message without its error numbers."""
-    text = error.strerror or one_line(error)
-    return f"not a video that FFmpeg reads ({str(text)[0].lower()}{str(text)[1:]})"

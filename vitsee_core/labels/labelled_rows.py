@@ -185,12 +185,14 @@ def labelled_rows(
             "folder per class, or a list with labels)"
         )
     rows = np.flatnonzero(mask)
+    names = list(store.class_names or ())
+    names += [str(i) for i in range(len(names), int(samples.label.max()) + 1)]
     return LabelledRows(
         store=store,
         mask=mask,
         rows=rows,
         labels=samples.label[rows].astype(np.int64),
-        classes=_classes(store),
+        classes=names,
         index=samples.index[rows].astype(np.int64),
         hashes=samples.hash[rows],
         n_invalid=int((wanted & ~samples.valid).sum()),
@@ -209,12 +211,6 @@ def in_split(store: Store, split: str) -> Mask:
         has = f"splits {', '.join(names)}" if names else "no splits"
         raise MissingInput(f"{store.label} has no split {split!r}; its data has {has}")
     return of_row == split
-
-
-def _classes(store: Store) -> list[str]:
-    names = list(store.class_names or ())
-    n = max(len(names), int(store.samples.label.max()) + 1)
-    return names + [str(i) for i in range(len(names), n)]
 
 
 def check_label_spaces(train: LabelledRows, test: LabelledRows) -> list[str]:

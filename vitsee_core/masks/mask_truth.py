@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,7 +85,7 @@ def ground_truth(
 
     read = _TokenLabels(masks, mask_recipe(store.manifest.transform), dict(layouts), foreground)
     items = [
-        _Image(number, ids[row], tuple(sizes[row]), None if boxes is None else boxes[row])
+        (number, ids[row], tuple(sizes[row]), None if boxes is None else boxes[row])
         for row, number in zip(matched.tolist(), numbers.tolist(), strict=True)
     ]
     some_on = some_void = False
@@ -109,44 +109,32 @@ def ground_truth(
         "left_out_without_mask": wanted - len(matched),
         "left_out_without_foreground": len(matched) - int(mask.sum()),
     }
-    _tell(store, wanted, counts)
+    for key, what in (("without_mask", "a mask"), ("without_foreground", "a foreground token")):
+        if n := counts[f"left_out_{key}"]:
+            log.info("%s: %d of %d images are left out: without %s", store.label, n, wanted, what)
     return MaskTruth(labels, mask, counts)
-
-
-class _Image(NamedTuple):
-    """The number of an image's mask; the image's name, (height, width), and part of the file."""
-
-    number: int
-    image: str
-    size: tuple[int, int]
-    box: NDArray[np.float32] | None
 
 
 @dataclass(frozen=True)
 class _TokenLabels:
     """The labels of one image: group -> (tokens,); whether its mask has foreground and void
-    pixels."""
+    pixels. Called with the number of the mask, and the image's name, (height, width), and box."""
 
     masks: MaskSource
     recipe: Recipe
     layouts: dict[str, TokenLayout]
     foreground: str
 
-    def __call__(self, of: _Image) -> tuple[dict[str, Labels], bool, bool]:
-        where, pixels = self.masks.where(of.number), self.masks.read(of.number)
-        pixels = cut_to_image(where, pixels, of.image, of.size, of.box)
+    def __call__(self, of: tuple[Any, ...]) -> tuple[dict[str, Labels], bool, bool]:
+        number, *image = of
+        where, pixels = self.masks.where(number), self.masks.read(number)
+        pixels = cut_to_image(where, pixels, *image)
         seen = as_seen(pixels, self.recipe, where)
         labels = {
             group: token_labels(seen, layout, self.foreground)
             for group, layout in self.layouts.items()
         }
         return labels, bool((pixels == FOREGROUND).any()), bool((pixels == VOID).any())
-
-
-def _tell(store: Store, n: int, counts: Mapping[str, int]) -> None:
-    for key, what in (("without_mask", "a mask"), ("without_foreground", "a foreground token")):
-        if left := counts[f"left_out_{key}"]:
-            log.info("%s: %d of %d images are left out: without %s", store.label, left, n, what)
 
 
 def match_rows(

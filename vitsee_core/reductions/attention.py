@@ -183,23 +183,19 @@ def rollout(head_means: Sequence[Tensor], layout: TokenLayout, residual: bool = 
     """
     if not head_means:
         raise ValueError("rollout needs the head means of at least one block")
-    with no_autocast(head_means[0].device):
-        return _carried(head_means, layout, residual)
-
-
-def _carried(head_means: Sequence[Tensor], layout: TokenLayout, residual: bool) -> Tensor:
     last = head_means[-1]
-    row = torch.zeros(last.shape[0], 1, last.shape[-1], dtype=last.dtype, device=last.device)
-    if layout.cls is not None:
-        row[..., layout.cls] = 1.0
-    else:
-        row[..., layout.n_prefix :] = 1.0 / (layout.n_tokens - layout.n_prefix)
-    for mean in reversed(head_means):
-        total = mean.sum(-1).unsqueeze(1)
-        if residual:
-            # (A + I) / (its row sum): the identity is added to the product, not to the matrix.
-            row = row / (total + 1.0)
-            row = torch.baddbmm(row, row, mean)
+    with no_autocast(last.device):
+        row = torch.zeros(last.shape[0], 1, last.shape[-1], dtype=last.dtype, device=last.device)
+        if layout.cls is not None:
+            row[..., layout.cls] = 1.0
         else:
-            row = torch.bmm(row / total, mean)
-    return row.squeeze(1)
+            row[..., layout.n_prefix :] = 1.0 / (layout.n_tokens - layout.n_prefix)
+        for mean in reversed(head_means):
+            total = mean.sum(-1).unsqueeze(1)
+            if residual:
+                # (A + I) / (its row sum): the identity is added to the product, not to the matrix.
+                row = row / (total + 1.0)
+                row = torch.baddbmm(row, row, mean)
+            else:
+                row = torch.bmm(row / total, mean)
+        return row.squeeze(1)

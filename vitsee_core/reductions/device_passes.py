@@ -39,15 +39,12 @@ class DevicePasses:
         self._unit_per_px = apart.unit_per_px
         self._times, self._stride_frames = layout.frames, layout.stride_frames or 1.0
         times = layout.frames or 1
+        # By spatial query and any key, 0 for prefix keys, so that whole rows are contiguous.
         self._px, self._unit = (
-            self._widened(x.repeat(times, times)).to(device) for x in (apart.px, apart.unit)
+            torch.nn.functional.pad(x.repeat(times, times), (self._n, 0)).float().to(device)
+            for x in (apart.px, apart.unit)
         )
         self._sum_dtype = torch.float32 if device.type == "mps" else torch.float64
-
-    def _widened(self, distance: Tensor) -> Tensor:
-        """Distances by spatial query and any key, 0 for prefix keys, so that whole rows are
-        contiguous."""
-        return torch.nn.functional.pad(distance, (self._n, 0)).float()
 
     def pairs_shape(self, n_heads: int) -> tuple[int, ...]:
         """Shape of the sums over images for `aligned`."""
@@ -80,38 +77,28 @@ class DevicePasses:
                 added to.
             n_threads: how many process parts and how many share an image; ignored by a GPU.
         """
-        for part, (start, stop) in enumerate(itertools.pairwise(bounds)):
-            here = {name: tensor[part] for name, tensor in sums.items()}
-            self._reduce_part(call, range(start, stop), valid, out, here)
-
-    def _reduce_part(
-        self,
-        call: AttentionScores,
-        images: range,
-        valid: Tensor | None,
-        out: Mapping[str, Tensor],
-        sums: Mapping[str, Tensor],
-    ) -> None:
         image_bytes = 4 * call.n_heads * call.n_tokens**2
         block = max(1, self._block_bytes // image_bytes)
-        for first in range(images.start, images.stop, block):
-            some = slice(first, min(first + block, images.stop))
-            shape = (some.stop - first, call.n_heads, call.n_tokens, call.n_tokens)
-            scores = call.scores(some, out=self._buffers.get("scores", *shape))
-            room = self._buffers.get("probabilities", *shape)
-            a = torch.softmax(scores, -1, out=room)
-            kept = None if valid is None else valid[some]
-            self._reduce_block(a, scores, first, kept, out, sums)
-            if "cls_rows" in out:
-                assert self._cls is not None
-                out["cls_rows"][some] = a[:, :, self._cls]
-            if "full" in out:
-                out["full"][some] = a
-        for name in sums.keys() - {"pairs", "in_time"}:
-            rows = out[name][images.start : images.stop]
-            if valid is not None:
-                rows = rows.masked_fill(~valid[images.start : images.stop, None, None], 0.0)
-            sums[name] += rows.sum(0, dtype=self._sum_dtype)
+        for part, (start, stop) in enumerate(itertools.pairwise(bounds)):
+            here = {name: tensor[part] for name, tensor in sums.items()}
+            for first in range(start, stop, block):
+                some = slice(first, min(first + block, stop))
+                shape = (some.stop - first, call.n_heads, call.n_tokens, call.n_tokens)
+                scores = call.scores(some, out=self._buffers.get("scores", *shape))
+                room = self._buffers.get("probabilities", *shape)
+                a = torch.softmax(scores, -1, out=room)
+                kept = None if valid is None else valid[some]
+                self._reduce_block(a, scores, first, kept, out, here)
+                if "cls_rows" in out:
+                    assert self._cls is not None
+                    out["cls_rows"][some] = a[:, :, self._cls]
+                if "full" in out:
+                    out["full"][some] = a
+            for name in here.keys() - {"pairs", "in_time"}:
+                rows = out[name][start:stop]
+                if valid is not None:
+                    rows = rows.masked_fill(~valid[start:stop, None, None], 0.0)
+                here[name] += rows.sum(0, dtype=self._sum_dtype)
 
     def _reduce_block(
         self,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitsee_core.images.decoding import ArrayOpener, FileOpener, RowOpener
 from vitsee_core.images.errors import DataError
@@ -77,9 +75,9 @@ def _load_torch(data: str, name: str, root: str, split: str) -> ImageSource:
         raise DataError(f"{data} has no split {split!r}; its splits: train, test")
     images = np.asarray(pixels)
     ids = [f"{split}/{row}" for row in range(len(images))]
-    classes = getattr(dataset, "classes", None)
-    labels = np.asarray(dataset.targets, np.int64)
-    return _source(data, ArrayOpener(images), range(len(ids)), ids, labels, split, classes)
+    classes = list(getattr(dataset, "classes", None) or ()) or None
+    labels, splits = np.asarray(dataset.targets, np.int64), [split] * len(ids)
+    return ImageSource(data, ArrayOpener(images), range(len(ids)), ids, labels, splits, classes)
 
 
 def _from_files(data: str, dataset: Any, split: str) -> ImageSource:
@@ -100,7 +98,8 @@ def _from_files(data: str, dataset: Any, split: str) -> ImageSource:
     paths = [os.path.abspath(path) for path, _ in files]
     ids = [f"{split}/{Path(os.path.relpath(path, root)).as_posix()}" for path in paths]
     labels = np.array([label for _, label in files], np.int64)
-    return _source(data, FileOpener(root), paths, ids, labels, split, classes)
+    splits = [split] * len(ids)
+    return ImageSource(data, FileOpener(root), paths, ids, labels, splits, classes or None)
 
 
 def _load_hugging_face(data: str, name: str, root: str, split: str) -> ImageSource:
@@ -130,22 +129,9 @@ def _load_hugging_face(data: str, name: str, root: str, split: str) -> ImageSour
             labels = np.array([-1 if v is None else int(v) for v in rows[key]], np.int64)
         except (TypeError, ValueError):
             raise DataError(f"the column {key!r} of {data} has no class numbers") from None
-    classes = getattr(rows.features[key], "names", None) if key else None
+    classes = list((getattr(rows.features[key], "names", None) if key else None) or ()) or None
     ids = [f"{split}/{row}" for row in range(n)]
-    return _source(data, opener, range(n), ids, labels, split, classes)
-
-
-def _source(
-    data: str,
-    opener: ArrayOpener | FileOpener | RowOpener,
-    locations: Sequence[Any],
-    ids: list[str],
-    labels: NDArray[np.int64],
-    split: str,
-    classes: Sequence[str] | None,
-) -> ImageSource:
-    names = list(classes) if classes else None
-    return ImageSource(data, opener, locations, ids, labels, [split] * len(ids), names)
+    return ImageSource(data, opener, range(n), ids, labels, [split] * n, classes)
 
 
 def _first_line(error: BaseException) -> str:

@@ -127,7 +127,12 @@ def _source(path: Path, name: str, fields: dict[str, list[str]], lines: list[int
     for key, values in (("path", paths), ("id", ids)):
         if "" in values:
             raise DataError(f"line {lines[values.index('')]} of {name} has an empty {key}")
-    boxes = _boxes(fields.get("box", [""] * n), lines, name)
+    boxes: list[Box | None] = []
+    for line, text in zip(lines, fields.get("box", [""] * n), strict=True):
+        try:
+            boxes.append(parse_box(text) if text else None)
+        except DataError as error:
+            raise DataError(f"line {line} of {name}: {error}") from None
     ids = [
         i if box is None else f"{i}#{box_text(box, ',')}" for i, box in zip(ids, boxes, strict=True)
     ]
@@ -155,16 +160,6 @@ def _source(path: Path, name: str, fields: dict[str, list[str]], lines: list[int
     splits = fields.get("split", [""] * n)
     whole = ImageSource(name, FileOpener(folder), paths, ids, labels, splits, class_names)
     return _cut(whole, boxes, lines) if any(box is not None for box in boxes) else whole
-
-
-def _boxes(texts: Sequence[str], lines: Sequence[int], name: str) -> list[Box | None]:
-    boxes: list[Box | None] = []
-    for line, text in zip(lines, texts, strict=True):
-        try:
-            boxes.append(parse_box(text) if text else None)
-        except DataError as error:
-            raise DataError(f"line {line} of {name}: {error}") from None
-    return boxes
 
 
 def _cut(whole: ImageSource, boxes: Sequence[Box | None], lines: Sequence[int]) -> ImageSource:
