@@ -587,7 +587,7 @@ def test_the_example_imports_nothing_else_of_ours() -> None:
 @pytest.mark.slow
 def test_the_public_names_are_light() -> None:
     code = "import sys, vitsee.api; print([m for m in sys.modules if m in HEAVY])"
-    code = f"HEAVY = ('torch', 'matplotlib', 'timm', 'zarr', 'sklearn', 'scipy'); {code}"
+    code = f"HEAVY = ('torch', 'matplotlib', 'timm', 'zarr', 'sklearn', 'scipy', 'polars'); {code}"
     paths = os.pathsep.join(p for p in sys.path if p)
     shown = subprocess.run(
         [sys.executable, "-c", code],

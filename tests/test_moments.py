@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from scipy.special import stdtrit
 
 from vitsee_core.statistics.moments import Moments, t_quantile
 
@@ -38,6 +39,11 @@ def test_interval_is_the_delete_one_jackknifes() -> None:
     summary = moments_of(x).summary()
     half = float(summary.high - summary.mean)
     assert half == pytest.approx(t_quantile(16) * error, rel=1e-12)
+
+
+def test_the_quantile_that_needs_no_scipy_is_scipys() -> None:
+    assert t_quantile(19) == pytest.approx(stdtrit(19, 0.975), rel=1e-15)
+    assert round(t_quantile(19), 3) == 2.093  # of printed tables
 
 
 def test_nan_entries_are_left_out_one_by_one() -> None:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 from vitsee_core.attention.head_maps import chosen_blocks
@@ -45,6 +44,7 @@ from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import block_words, site_words
+from vitsee_core.types import pl
 from vitsee_stores import require_paired
 from vitsee_stores.errors import MissingInput, VitseeError
 

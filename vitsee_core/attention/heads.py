@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 from vitsee_core.tables.columns import StoredPart
-from vitsee_core.types import Float
+from vitsee_core.types import Float, pl
 from vitsee_stores.errors import MissingInput
 from vitsee_stores.layout import TokenLayout, select_names
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import polars as pl
-
 from vitsee_core.figures.panels import evenly, medium, room
 from vitsee_core.figures.patch_sheets import (
     BAR,
@@ -25,7 +23,7 @@ from vitsee_core.figures.patch_sheets import (
 from vitsee_core.figures.plotting import GREY
 from vitsee_core.patch_maps.photos import evenly_with
 from vitsee_core.tables.text import shorten
-from vitsee_core.types import Float
+from vitsee_core.types import Float, pl
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

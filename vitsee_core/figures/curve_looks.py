@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.figures.plotting import colour, marker, store_order
 from vitsee_core.tables.groups import SIGN, groups_of, split_label
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import PARTS, token_words
+from vitsee_core.types import pl
 
 FIRST = ("embed", "stem")  # belong to the curve of the blocks' outputs
 DASHES = ((0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)), (0, (3, 1)))

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import polars as pl
-
 from vitsee_core.figures.curve_looks import site_kind
 from vitsee_core.figures.depth_curves import (
     INTERVAL,
@@ -18,14 +16,14 @@ from vitsee_core.figures.depth_curves import (
 from vitsee_core.figures.panels import Grid, stack
 from vitsee_core.tables.groups import groups_of, split_label
 from vitsee_core.tables.text import shorten
+from vitsee_core.types import pl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Panel = tuple[
-    "Axes", str, pl.DataFrame
-]  # of a metric: its rows, of one group where there are several
+# Of a metric: its rows, of one group where there are several.
+Panel = tuple["Axes", str, "pl.DataFrame"]
 GROUP_LETTERS = 24
 
 
@@ -48,7 +46,6 @@ class CurveGrid:
     def of(cls, n: int, rows: pl.DataFrame) -> CurveGrid:
         """The grid for n metrics of these rows: panels are taller where sites outside the blocks
         are named below the axis."""
-        rows = rows
         outside = (site for site in rows["site"].unique() if site_kind(site) == "head")
         names = max((len(head_words(site)) for site in outside), default=0)
         return cls(n, groups_of(rows["store"].unique(maintain_order=True)), 14 + 0.5 * names)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.figures.curve_looks import (
     Curve,
@@ -25,6 +24,7 @@ from vitsee_core.figures.plotting import GREY
 from vitsee_core.tables.groups import by_group
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import baseline_words, metric_words, site_words
+from vitsee_core.types import pl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.figures.panels import Grid, colour_bar, count, name_part, room, stack
 from vitsee_core.tables.columns import window_of
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import site_words
-from vitsee_core.types import Float
+from vitsee_core.types import Float, pl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

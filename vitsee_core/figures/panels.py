@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.tables.text import shorten
+from vitsee_core.types import pl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,6 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 from vitsee_core.figures.panels import em, evenly, medium, new_figure, room, small
@@ -18,7 +17,7 @@ from vitsee_core.figures.plotting import GREY
 from vitsee_core.images.embedded_pictures import decode
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import site_words
-from vitsee_core.types import Float
+from vitsee_core.types import Float, pl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

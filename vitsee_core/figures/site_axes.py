@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-import polars as pl
-
 from vitsee_core.figures.plotting import integer_ticks
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import PARTS, site_words
+from vitsee_core.types import pl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

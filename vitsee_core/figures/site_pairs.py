@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.figures.heatmaps import MOST_LABELS, Panel, describe_scope
 from vitsee_core.figures.plotting import GREY, colour, marker
 from vitsee_core.figures.site_axes import SiteAxis
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import PARTS
+from vitsee_core.types import pl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

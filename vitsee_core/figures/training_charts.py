@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.figures.curve_looks import site_kind
 from vitsee_core.figures.heatmaps import COLOUR_MAP, NO_VALUE, data_limits
@@ -29,7 +28,7 @@ from vitsee_core.figures.training_layers import INTERVAL, RUNS, layer_words, lay
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words
-from vitsee_core.types import Float
+from vitsee_core.types import Float, pl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.tables.columns import BASELINE
@@ -15,6 +14,7 @@ from vitsee_core.tables.results import Table
 from vitsee_core.tables.steps import numbers_in_name
 from vitsee_core.tables.table_sites import block_part
 from vitsee_core.tables.words import PARTS, metric_words, site_words, token_words
+from vitsee_core.types import pl
 from vitsee_stores.errors import VitseeError
 
 # Columns of parts of an image or a model, and their plural; a layer's value is that of the whole,

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
-import polars as pl
-
 from vitsee_core.figures.heatmaps import data_limits
 from vitsee_core.figures.plotting import store_order
 from vitsee_core.figures.training_charts import MOST_PANELS
@@ -23,6 +21,7 @@ from vitsee_core.tables.table_sites import block_part
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import PARTS as WORDS
 from vitsee_core.tables.words import baseline_words, metric_words, site_words, token_words
+from vitsee_core.types import pl
 from vitsee_stores.errors import VitseeError
 
 MOST_MARKS = 6000  # of one table: more than that no browser shows at once without delay

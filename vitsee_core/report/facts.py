@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import polars as pl
-
 from vitsee_core.report.materials import FoundStore, Materials
 from vitsee_core.report.redrawing import Result
 from vitsee_core.runtime.machine import counted, human_bytes
 from vitsee_core.tables.results import ResultFile
 from vitsee_core.tables.words import examples_of
+from vitsee_core.types import pl
 from vitsee_stores.manifest import by_reason
 from vitsee_stores.plan import CLIPS
 

@@ -9,7 +9,6 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.figures.curve_looks import of_models
 from vitsee_core.report.materials import FoundStore, Materials
@@ -18,6 +17,7 @@ from vitsee_core.report.study_record import Section, StudyRecord, read_study
 from vitsee_core.runtime.machine import counted, human_bytes
 from vitsee_core.tables.text import visible
 from vitsee_core.tables.words import examples_of
+from vitsee_core.types import pl
 
 SHOWN_MODELS = 6  # in a title
 

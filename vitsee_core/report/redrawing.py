@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import polars as pl
-
 from vitsee_core.figures.attribute_charts import draw_attribute_chart
 from vitsee_core.figures.looks import Look
 from vitsee_core.figures.panels import Medium, drawn_for
@@ -21,6 +19,7 @@ from vitsee_core.tables.attributes import in_groups, with_attribute
 from vitsee_core.tables.results import ResultFile, Table, read_result
 from vitsee_core.tables.same_labels import tell_apart
 from vitsee_core.tables.table_sites import rows_of_sites
+from vitsee_core.types import pl
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:

@@ -3,14 +3,13 @@ that requests the same sizes again and again. Standard library only."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,23 +169,25 @@ def freed_memory_kept() -> Iterator[None]:
 
     Does nothing without glibc, or if the user set its parameters in the environment.
     """
-    if OF_THE_USER & os.environ.keys() or (choose := _mallopt()) is None:
+    if OF_THE_USER & os.environ.keys() or (glibc := _glibc()) is None:
         yield
         return
-    choose(M_MMAP_MAX, 0)
-    choose(M_TRIM_THRESHOLD, -1)  # never
+    glibc.mallopt(M_MMAP_MAX, 0)
+    glibc.mallopt(M_TRIM_THRESHOLD, -1)  # never
     try:
         yield
     finally:
-        choose(M_MMAP_MAX, MMAP_MAX)
-        choose(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
-        choose(M_TRIM_THRESHOLD, TRIM_THRESHOLD)
-        ctypes.CDLL(None).malloc_trim(0)
+        glibc.mallopt(M_MMAP_MAX, MMAP_MAX)
+        glibc.mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
+        glibc.mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD)
+        glibc.malloc_trim(0)
 
 
 @functools.cache
-def _mallopt() -> Callable[[int, int], int] | None:
+def _glibc() -> Any:
+    """The C library of this process, None if it is another."""
+    import ctypes
+
     library: Any = ctypes.CDLL(None) if os.name == "posix" else None
-    if not (hasattr(library, "gnu_get_libc_version") and hasattr(library, "mallopt")):
-        return None
-    return library.mallopt
+    glibc = hasattr(library, "gnu_get_libc_version") and hasattr(library, "mallopt")
+    return library if glibc else None

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib
 import importlib.util
 import keyword
@@ -213,6 +212,8 @@ def check_table(guest: Guest, table: Any) -> None:
 def code_digest(module: str) -> str:
     """SHA-256, shortened, of the source files of the package that a module is in, found without
     importing it; "missing" where there is none. Files are read once a process."""
+    import hashlib  # OpenSSL is loaded where something is digested, not for --help
+
     code = hashlib.sha256()
     try:
         for file, name in _files_of(module):

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import polars as pl
-
 from vitsee_core.tables.columns import column_of, is_given
 from vitsee_core.tables.groups import SIGN, groups_of, split_label
 from vitsee_core.tables.results import Table
+from vitsee_core.types import pl
 from vitsee_stores.errors import VitseeError
 
 GROUP = "group"

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.tables.text import visible
-from vitsee_core.types import Integers
+from vitsee_core.types import Integers, pl
 from vitsee_stores.manifest import weights_name
 from vitsee_stores.plan import SiteSpec
 

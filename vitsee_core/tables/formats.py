@@ -25,18 +25,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import polars as pl
-
 from vitsee_core.tables.columns import declared_type, typed
 from vitsee_core.tables.files import MOST_BYTES, TABLE_ENDINGS
 from vitsee_core.tables.text import FORMULA, QUOTED, STEERING, spreadsheet_cell, visible
+from vitsee_core.types import pl
 from vitsee_stores.errors import VitseeError
 
 FIGURE_ENDINGS = (".png", ".svg", ".pdf")
 WRITTEN = "expected a table that a vitsee command wrote with -o"
-# The types of the columns that a sidecar names.
-DAMAGED = (pl.exceptions.PolarsError, ValueError, OSError, EOFError, zlib.error)
-TYPES: dict[str, Any] = {"text": pl.String, "number": pl.Float64, "integer": pl.Int64}
 
 
 def ending_of(path: Path, known: Sequence[str], what: str) -> str:
@@ -140,7 +136,7 @@ def read_table(
             frame = _from_records(data)
         else:
             frame = _from_csv(path, data, ending, kinds, as_written)
-    except DAMAGED:
+    except (pl.exceptions.PolarsError, ValueError, OSError, EOFError, zlib.error):
         raise VitseeError(f"{path} is no {kind}; {WRITTEN}") from None
     if nested := [n for n, t in frame.schema.items() if t.is_nested() or t == pl.Binary]:
         raise VitseeError(f"{path}: column {nested[0]} holds lists or bytes; {WRITTEN}")
@@ -225,7 +221,8 @@ def _check_lengths(path: Path, data: bytes, header: Sequence[str], separator: st
 
 def _type_of(name: str, kinds: Mapping[str, str]) -> Any:
     """The type of a column by the sidecar, else as every table has it; None if neither says."""
-    told = TYPES.get(str(kinds.get(name, "")))
+    types = {"text": pl.String, "number": pl.Float64, "integer": pl.Int64}
+    told = types.get(str(kinds.get(name, "")))
     return declared_type(name) if told is None else told()
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.tables.results import Table
+from vitsee_core.types import pl
 
 
 def some_of(table: Table, **most: int) -> Table:

@@ -13,12 +13,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import polars as pl
-
 from vitsee_core.runtime.machine import counted
 from vitsee_core.tables.columns import PARTS
 from vitsee_core.tables.metrics import depends_on_size, direction
 from vitsee_core.tables.results import Table
+from vitsee_core.types import pl
 
 Answer = tuple[str, str]
 LIMITS = ("low", "high")

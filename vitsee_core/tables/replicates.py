@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.tables.columns import REPLICATES, column_of
-from vitsee_core.types import Float
+from vitsee_core.types import Float, pl
 
 WORD = REPLICATES
 PREFIX = "without_"

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 from vitsee_core.runtime import registry
@@ -23,7 +22,7 @@ from vitsee_core.tables.columns import REPLICATES, column_of, typed
 from vitsee_core.tables.files import TABLE_ENDINGS, read_file, write_files
 from vitsee_core.tables.formats import WRITTEN, ending_of, read_table, table_bytes
 from vitsee_core.tables.sidecars import describe_call, digest_of, sidecar_bytes
-from vitsee_core.types import Float
+from vitsee_core.types import Float, pl
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.metadata import parse
 from vitsee_stores.notebook import html_table, shown_cell, to_frame

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import polars as pl
-
 from vitsee_core.tables.results import ResultFile, Table
+from vitsee_core.types import pl
 
 SIDES = ("", "_a", "_b")
 Model = tuple[str, str]  # its name and that of its weights

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-import polars as pl
-
 from vitsee_core.tables.results import Table
+from vitsee_core.types import pl
 from vitsee_stores.errors import VitseeError
 
 # Words before a number in names of files and stores, or keys of a file's fields, by unit.

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-import polars as pl
-
 from vitsee_core.runtime.store_selection import select_each
 from vitsee_core.tables.results import Table
+from vitsee_core.types import pl
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.selectors import ENDS, NOT, select_names
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import polars as pl
 from torch import nn
 
 from vitsee_core.extraction.keywords import extract
@@ -32,6 +31,7 @@ from vitsee_core.tables.headlines import SETTINGS
 from vitsee_core.tables.results import Table, read_result
 from vitsee_core.tables.sidecars import describe_call, sidecar_bytes
 from vitsee_core.tables.steps import RECORD
+from vitsee_core.types import pl
 from vitsee_stores import Store, open_store, remove_store
 from vitsee_stores.errors import IdentityMismatch, VitseeError, reason
 from vitsee_stores.manifest import few, jsonable

@@ -42,7 +42,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.analyses.attn_dist.figure import IN_TIME, METRICS, SECONDS, plot
 from vitsee_core.attention.head_maps import blocks_of_each
@@ -62,7 +61,7 @@ from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, extremes, margin, number, picked
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.results import Table
-from vitsee_core.types import Float
+from vitsee_core.types import Float, pl
 from vitsee_stores.errors import MissingInput
 
 if TYPE_CHECKING:

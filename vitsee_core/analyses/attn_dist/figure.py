@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.figures.curve_looks import store_looks
 from vitsee_core.figures.panels import Grid, em, handles_of, legend_below, note_count, stack
@@ -24,6 +23,7 @@ from vitsee_core.tables.groups import by_group, groups_of, split_label
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words
+from vitsee_core.types import pl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

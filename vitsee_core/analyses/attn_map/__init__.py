@@ -36,7 +36,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 from vitsee_core.analyses.attn_map import sinks
@@ -71,7 +70,7 @@ from vitsee_core.tables.columns import SITE, in_time, site_columns
 from vitsee_core.tables.glances import some_of
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured, number, picked
 from vitsee_core.tables.results import Table
-from vitsee_core.types import Float
+from vitsee_core.types import Float, pl
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 from vitsee_core.figures.clip_strips import ClipLine, ClipSheet, Strip
@@ -50,7 +49,7 @@ from vitsee_core.tables.groups import by_group
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import site_words, token_words
-from vitsee_core.types import Float
+from vitsee_core.types import Float, pl
 from vitsee_stores.selectors import parse_cell, parse_place
 
 if TYPE_CHECKING:

@@ -32,7 +32,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 from vitsee_core.attention.heads import StoredAttention, even_shares
@@ -48,7 +47,7 @@ from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.groups import groups_of
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words
-from vitsee_core.types import Float
+from vitsee_core.types import Float, pl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

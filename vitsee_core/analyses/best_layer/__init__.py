@@ -30,18 +30,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.analyses.best_layer.best_table import CONTROLS
 from vitsee_core.analyses.best_layer.figures import draw_best_layers, draw_differences
 from vitsee_core.analyses.best_layer.layer_tasks import (
-    ABOUT_PATCHES,
     BEST,
     COLUMNS,
     METHOD,
     OPTIONAL,
     PAIRS,
     PENALTIES,
+    about_patches,
     differences,
     known_metrics,
     tasks,
@@ -57,6 +56,7 @@ from vitsee_core.tables.headlines import Answer, picked
 from vitsee_core.tables.metrics import direction
 from vitsee_core.tables.results import ResultFile, Table, read_result
 from vitsee_core.tables.same_labels import tell_apart
+from vitsee_core.types import pl
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def run(
     files = tell_apart(_opened(files))
     remarks = []
     found = tasks(files, metrics, best_token)
-    single = [f.table.frame.filter(ABOUT_PATCHES) for f in files if f.has(TOKENS)]
+    single = [f.table.frame.filter(about_patches()) for f in files if f.has(TOKENS)]
     left = sum(map(len, single))
     if left and not best_token:
         remarks.append(

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.figures.curve_looks import baselines_of, of_models, site_kind
 from vitsee_core.figures.panels import Grid, room, small, stack
@@ -26,6 +25,7 @@ from vitsee_core.tables.metrics import direction
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import figure_text, shorten, visible
 from vitsee_core.tables.words import task_words
+from vitsee_core.types import pl
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

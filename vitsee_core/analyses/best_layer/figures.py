@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import polars as pl
-
 from vitsee_core.analyses.best_layer.best_table import BestTable
 from vitsee_core.figures.curve_looks import curve_looks, of_models, site_kind
 from vitsee_core.figures.curve_panels import CurveGrid
@@ -23,6 +21,7 @@ from vitsee_core.tables.metrics import direction
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words, site_words, task_words
+from vitsee_core.types import pl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,7 +21,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.figures.curve_looks import site_kind
 from vitsee_core.statistics.jackknife import SIMULTANEOUS, largest_t, standard_error
@@ -29,6 +28,7 @@ from vitsee_core.tables.columns import PAIR, PARTS, SITE, VALUES
 from vitsee_core.tables.metrics import direction
 from vitsee_core.tables.replicates import array_of
 from vitsee_core.tables.results import ResultFile, Table, read_replicates
+from vitsee_core.types import pl
 from vitsee_stores.errors import StoreMismatch, VitseeError
 
 SETTINGS = ("k", "shots", "class")
@@ -48,9 +48,6 @@ MEANS = ("each", "patches")  # tokens of rows about the mean over a site's token
 BEST = "best"
 NAMED = (*SETTINGS, "token", *PENALTIES)  # with the metric they make the task
 TOLD_APART = ("metric", *SETTINGS, *PENALTIES)
-# Rows about one token of a site that also has a row for the mean over tokens.
-AVERAGED = pl.col("token").is_in(MEANS).any().over("store", "site")
-ABOUT_PATCHES = pl.col("row").is_not_null() & AVERAGED
 MADE = frozenset(("task", "ties", "n_layers", "n_overlap"))
 PAIRS = ("store_a", "site_a", "depth_a", "store_b", "site_b", "depth_b", "metric", "value")
 PLACE = ("token", "row", "col", "head")
@@ -82,7 +79,7 @@ def tasks(
         files: result files; CKA's are passed over.
         metrics: as for `best_layer.run`.
         best_token: a task of its own for rows about single tokens, which are left out otherwise
-            where their site has a row for the mean over tokens (see `ABOUT_PATCHES`).
+            where their site has a row for the mean over tokens (see `about_patches`).
 
     Raises:
         VitseeError: none of the files has such a metric, the metric has no direction, or no rows
@@ -107,7 +104,7 @@ def tasks(
             continue
         rows = _uniform(file)
         if not best_token:
-            rows = rows.filter(~ABOUT_PATCHES)
+            rows = rows.filter(~about_patches())
         keys = _keys(rows)
         for key in keys.filter(~pl.col("of_all")).unique(maintain_order=True).rows(named=True):
             metric, settings = key["metric"], {name: key[name] for name in NAMED}
@@ -129,6 +126,12 @@ def tasks(
             "no result has rows about whole layers: all are about parts of the images"
         )
     return {task: Table.concat(some).frame for task, some in parts.items()}
+
+
+def about_patches() -> pl.Expr:
+    """Which rows are about one token of a site that also has a row for the mean over tokens."""
+    averaged = pl.col("token").is_in(MEANS).any().over("store", "site")
+    return pl.col("row").is_not_null() & averaged
 
 
 def _uniform(file: ResultFile) -> pl.DataFrame:
@@ -157,9 +160,9 @@ def _keys(rows: pl.DataFrame) -> pl.DataFrame:
 def _poolings(rows: pl.DataFrame) -> pl.Series:
     """(rows,) the word for what stands for an image (`cls`, `each`, `0,4`), null unless the file
     compares several or a site is measured by a token and without; `best` in all rows of
-    `ABOUT_PATCHES`."""
+    `about_patches`."""
     word = pl.coalesce(pl.col("token").cast(pl.String), pl.format("{},{}", "row", "col"))
-    word = pl.when(ABOUT_PATCHES).then(pl.lit(BEST)).otherwise(word)
+    word = pl.when(about_patches()).then(pl.lit(BEST)).otherwise(word)
     words = rows.select(word.alias("token")).to_series()
     if words.drop_nulls().n_unique() > 1 or MEANS[0] in words:
         return words

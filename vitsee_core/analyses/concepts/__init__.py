@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 from vitsee_core.analyses.concepts.fitting import (
@@ -74,7 +73,7 @@ from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
-from vitsee_core.types import Integers
+from vitsee_core.types import Integers, pl
 from vitsee_stores.errors import SiteError, VitseeError
 
 if TYPE_CHECKING:

@@ -29,7 +29,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.analyses.cosine_map.cosine_sheets import SCALES, draw_cosines
 from vitsee_core.analyses.cosine_map.cosines import (
@@ -54,7 +53,7 @@ from vitsee_core.statistics.moments import INTERVAL_METHOD, SlabMoments, Summary
 from vitsee_core.tables.columns import SITE, cell_columns, in_time, site_columns
 from vitsee_core.tables.glances import most_varied, some_of
 from vitsee_core.tables.results import Table
-from vitsee_core.types import Float
+from vitsee_core.types import Float, pl
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.manifest import few
 

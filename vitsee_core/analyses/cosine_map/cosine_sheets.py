@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.figures.clip_strips import ClipLine, ClipSheet, Strip, of_clips, shown_layers
 from vitsee_core.figures.patch_sheets import (
@@ -22,7 +21,7 @@ from vitsee_core.figures.patch_sheets import (
 from vitsee_core.figures.plotting import styled
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
-from vitsee_core.types import Float
+from vitsee_core.types import Float, pl
 from vitsee_stores.selectors import parse_place
 
 if TYPE_CHECKING:

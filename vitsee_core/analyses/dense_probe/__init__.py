@@ -33,7 +33,6 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.analyses.dense_probe import options
 from vitsee_core.analyses.dense_probe.metrics import METHOD, METRICS, Depth, Segmentation, Task
@@ -64,6 +63,7 @@ from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import site_words
+from vitsee_core.types import pl
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:

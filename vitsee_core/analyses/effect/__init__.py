@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.analyses.effect.changes import (
     COSINE,
@@ -70,6 +69,7 @@ from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words
+from vitsee_core.types import pl
 from vitsee_stores import require_paired
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.manifest import weights_name

@@ -24,7 +24,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.analyses.head_importance.ablated_runs import AblatedRuns, Head, batches
 from vitsee_core.attention.heads import StoredAttention, attention_blocks
@@ -64,7 +63,7 @@ from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words
-from vitsee_core.types import Float, Integers
+from vitsee_core.types import Float, Integers, pl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.analyses.head_types.head_geometry import (
     TIME_AGREEMENT,
@@ -23,6 +22,7 @@ from vitsee_core.tables.columns import window_of
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import site_words
+from vitsee_core.types import pl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

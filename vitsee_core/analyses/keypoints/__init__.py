@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.analyses.keypoints.places import Located, locate
 from vitsee_core.analyses.keypoints.scoring import (
@@ -67,7 +66,7 @@ from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import baseline_words
-from vitsee_core.types import Float, Mask
+from vitsee_core.types import Float, Mask, pl
 from vitsee_stores.errors import SiteError, VitseeError
 
 if TYPE_CHECKING:

@@ -26,7 +26,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
@@ -61,7 +60,7 @@ from vitsee_core.tables.headlines import Answer, by_store, first_and_last
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words, site_words
-from vitsee_core.types import Float, Float32, Integers
+from vitsee_core.types import Float, Float32, Integers, pl
 from vitsee_stores.errors import NotOffered, SiteError, VitseeError
 from vitsee_stores.manifest import few
 

@@ -48,7 +48,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 from vitsee_core.analyses.localize.localisation import (
@@ -87,7 +86,7 @@ from vitsee_core.tables.columns import SITE, VALUES, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, measured, number, picked
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.results import Table
-from vitsee_core.types import Integers
+from vitsee_core.types import Integers, pl
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:

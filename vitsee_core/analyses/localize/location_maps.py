@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.analyses.localize.localisation import (
     OWN_METRICS,
@@ -38,7 +37,7 @@ from vitsee_core.figures.token_maps import value_ticks
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import METRICS, site_words, token_words
-from vitsee_core.types import Float
+from vitsee_core.types import Float, pl
 from vitsee_stores.selectors import parse_cell
 
 if TYPE_CHECKING:

@@ -36,8 +36,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-import polars as pl
-
 from vitsee_core.analyses.logit_attribution.contributions import (
     BIAS,
     HEAD,
@@ -68,6 +66,7 @@ from vitsee_core.statistics.moments import INTERVAL_METHOD
 from vitsee_core.tables.columns import SITE
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured
 from vitsee_core.tables.results import Table
+from vitsee_core.types import pl
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.figures.curve_looks import with_kinds
 from vitsee_core.figures.curve_panels import CurveGrid
@@ -38,7 +37,7 @@ from vitsee_core.tables.groups import groups_of
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import PARTS, metric_words, token_words
-from vitsee_core.types import Float
+from vitsee_core.types import Float, pl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

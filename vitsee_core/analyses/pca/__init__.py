@@ -27,7 +27,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.analyses.pca.colour_sheets import draw_colours
 from vitsee_core.analyses.pca.projection import (
@@ -66,7 +65,7 @@ from vitsee_core.tables.columns import SITE, cell_columns, in_time, site_columns
 from vitsee_core.tables.glances import most_varied, some_of
 from vitsee_core.tables.headlines import Answer, by_store, first_and_last
 from vitsee_core.tables.results import Table
-from vitsee_core.types import Integers
+from vitsee_core.types import Integers, pl
 from vitsee_stores.errors import SiteError, VitseeError
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.figures.clip_strips import ClipLine, ClipSheet, Strip, of_clips, shown_layers
 from vitsee_core.figures.patch_sheets import (
@@ -24,7 +23,7 @@ from vitsee_core.figures.plotting import styled
 from vitsee_core.patch_maps.colours import Colours
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
-from vitsee_core.types import Float
+from vitsee_core.types import Float, pl
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.figures.curve_looks import of_models
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
@@ -26,6 +25,7 @@ from vitsee_core.figures.plotting import marker, styled
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import CEILING, baseline_words, metric_words, site_words
+from vitsee_core.types import pl
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

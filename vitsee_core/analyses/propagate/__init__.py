@@ -34,8 +34,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import polars as pl
-
 from vitsee_core.analyses.propagate.propagation_settings import PRESETS, choose_settings
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.plotting import styled
@@ -50,6 +48,7 @@ from vitsee_core.tables.headlines import best_layers
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
+from vitsee_core.types import pl
 from vitsee_stores.errors import SiteError, VitseeError, reason
 
 if TYPE_CHECKING:

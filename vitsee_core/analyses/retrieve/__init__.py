@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.analyses.retrieve.scoring import Plan, Scores, ranked
 from vitsee_core.analyses.retrieve.search import Features, by_labels, by_truth, check_search
@@ -52,7 +51,7 @@ from vitsee_core.tables.headlines import best_layers
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
-from vitsee_core.types import Float
+from vitsee_core.types import Float, pl
 from vitsee_stores.errors import StoreMismatch, VitseeError
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 from vitsee_core.analyses.spatial.structure import (
@@ -63,7 +62,7 @@ from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words
-from vitsee_core.types import Float, Integers
+from vitsee_core.types import Float, Integers, pl
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 from vitsee_stores.manifest import few
 

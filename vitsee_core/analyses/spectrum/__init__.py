@@ -24,7 +24,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.analyses.spectrum import measures
 from vitsee_core.analyses.spectrum.measures import TwoNearest
@@ -49,7 +48,7 @@ from vitsee_core.tables.columns import SITE, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured, picked
 from vitsee_core.tables.metrics import OF_THIS_SIZE, asked_for, depends_on_size
 from vitsee_core.tables.results import Table
-from vitsee_core.types import Float, Float32, Integers, Mask
+from vitsee_core.types import Float, Float32, Integers, Mask, pl
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:

@@ -18,10 +18,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
-from vitsee_core.analyses.weights.weights_figure import LABEL, draw_weights, labels
+from vitsee_core.analyses.weights.weights_figure import draw_weights, labels, named_by
 from vitsee_core.figures.plotting import styled
 from vitsee_core.models.weights import (
     FILTERS,
@@ -34,7 +33,7 @@ from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.machine import counted
 from vitsee_core.tables.headlines import Answer, number, picked
 from vitsee_core.tables.results import Table
-from vitsee_core.types import Float
+from vitsee_core.types import Float, pl
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
@@ -168,7 +167,7 @@ def _of(
 def at_a_glance(table: Table) -> Table:
     """One panel of the first model: its first components, else filters or positions."""
     name = labels(table)[0]
-    rows = table.frame.filter(name == LABEL)
+    rows = table.frame.filter(name == named_by())
     panels = ("component", "filter", "cosine")
     shown = next((metric for metric in panels if metric in rows["metric"]), "")
     sources = {n: about for n, about in table.notes.get("sources", {}).items() if n == name}

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.figures.head_tiles import Tiles, draw_tiles
 from vitsee_core.figures.panels import Grid, colour_bar, map_axes, name_part, room, small, stack
 from vitsee_core.tables.text import shorten
-from vitsee_core.types import Float
+from vitsee_core.types import Float, pl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +25,6 @@ ACROSS = 7  # components in a line, as in the paper
 MOST_QUERIES = 16  # tiles of cosines in a line
 GAP = 0.12  # of a tile
 LABEL_ROOM = 0.3  # of a tile, above each component
-LABEL = pl.coalesce(pl.col("store", "model").cast(pl.String))  # the store's, else the model's name
 
 
 @dataclass(frozen=True)
@@ -93,15 +91,20 @@ def draw_weights(table: Table, scale: str) -> Figure:
     return figure
 
 
+def named_by() -> pl.Expr:
+    """The store's name of each row, else the model's."""
+    return pl.coalesce(pl.col("store", "model").cast(pl.String))
+
+
 def labels(table: Table) -> list[str]:
     """The stores and models of a table, in its order, with those without rows, which its notes
     name."""
-    named = table.frame.select(LABEL).to_series().unique(maintain_order=True)
+    named = table.frame.select(named_by()).to_series().unique(maintain_order=True)
     return list(dict.fromkeys([*map(str, table.notes.get("sources", {})), *named]))
 
 
 def _band(table: Table, label: str) -> _Band:
-    cut = table.frame.filter(label == LABEL)
+    cut = table.frame.filter(label == named_by())
     notes = table.notes.get("sources", {}).get(label, {})
     found = [m for m in ("component", "filter", "cosine") if m in cut["metric"]]
     panels = [_panel(metric, cut.filter(metric=metric)) for metric in found]

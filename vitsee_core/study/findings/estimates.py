@@ -11,13 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 from vitsee_core.statistics.jackknife import interval
 from vitsee_core.tables.replicates import array_of
 from vitsee_core.tables.results import Table
-from vitsee_core.types import Float
+from vitsee_core.types import Float, pl
 
 Rows = pl.Expr | NDArray[np.bool_]  # which rows
 EVERY = pl.lit(True)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import polars as pl
 from numpy.typing import NDArray
 
 from vitsee_core.analyses import (
@@ -27,7 +26,7 @@ from vitsee_core.statistics.jackknife import Blocks, means_without
 from vitsee_core.study.findings.estimates import Estimate, mean
 from vitsee_core.tables.columns import REPLICATES, column_of
 from vitsee_core.tables.results import Table
-from vitsee_core.types import Float, Mask
+from vitsee_core.types import Float, Mask, pl
 from vitsee_stores import SiteSpec, Store
 from vitsee_stores.errors import MissingInput
 

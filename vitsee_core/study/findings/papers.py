@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import polars as pl
 
 from vitsee_core.study.findings import estimates as of
 from vitsee_core.study.findings.estimates import Estimate
+from vitsee_core.types import pl
 
 if TYPE_CHECKING:
     from vitsee_core.study.findings.model_tables import ModelTables
