@@ -25,11 +25,11 @@ from tests.manifests import edited
 from vitsee_core.extraction import run, slab_grams
 from vitsee_core.extraction.buffers import as_block
 from vitsee_core.extraction.slab_grams import (
+    FILE,
+    FORWARD,
+    MEMORY,
     GramProducts,
     GramStrategy,
-    InHostMemory,
-    InScratchFile,
-    WholeSlabs,
     choose_strategy,
 )
 from vitsee_core.models.load import load_model
@@ -233,19 +233,19 @@ def test_the_way_follows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         plan = StorePlan(4 * slab, slab, "none", sites, grams=True)
         return choose_strategy(plan, table, cpu, batch, 32)
 
-    assert way(32, None, 1e12) == WholeSlabs(32)  # the default batch is the slab
-    assert way(256, None, 1e12) == WholeSlabs(256)
+    assert way(32, None, 1e12) == GramStrategy(32, FORWARD)  # the default batch is the slab
+    assert way(256, None, 1e12) == GramStrategy(256, FORWARD)
     assert way(256, None, 1e5).name == "file"  # no room for 256 images at once
-    assert way(256, 256, 1e5) == WholeSlabs(256)  # as asked
+    assert way(256, 256, 1e5) == GramStrategy(256, FORWARD)  # as asked
     large = way(256, 32, 1e12)
-    assert isinstance(large, InHostMemory)
+    assert large.name == MEMORY
     size = large.set_bytes
-    assert large == InHostMemory(32, 2, size)
-    assert way(256, 32, 4 * 2.0 * size) == InHostMemory(32, 1, size)
+    assert large == GramStrategy(32, MEMORY, 2, size)
+    assert way(256, 32, 4 * 2.0 * size) == GramStrategy(32, MEMORY, 1, size)
     short = way(256, 32, 4 * 0.9 * size)
-    assert short == InScratchFile(32, 1, size)
+    assert short == GramStrategy(32, FILE, 1, size)
     assert (short.scratch_bytes, large.scratch_bytes) == (size, 0)
-    assert way(256, None, 1e5, "all") == InHostMemory(32, 2, 0)  # the buffers are enough
+    assert way(256, None, 1e5, "all") == GramStrategy(32, MEMORY, 2, 0)  # the buffers are enough
     plain = StorePlan(512, 256, "none", table.sites)
     assert choose_strategy(plain, table, cpu, None, 32) == GramStrategy(32)
 

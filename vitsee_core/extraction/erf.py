@@ -113,23 +113,19 @@ class ErfPasses:
     def probe(self, pixels: Tensor) -> ErfCost:
         """Fields of a few images: which sites have one, and the cost. Raises VitseeError: the model
         has no backward pass."""
-        try:
-            return self._probe(pixels)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            # Not every fused kernel has a backward pass on every device.
-            log.debug("receptive fields with plain attention: %s", error)
-        self.plain_attention = True
-        try:
-            return self._probe(pixels)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            text = " ".join(str(error).split()).rstrip(".")[:300]
-            raise VitseeError(
-                f"--erf is not supported: {self._model.name} has no backward pass here: {text}"
-            ) from None
+        for plain in (False, True):
+            self.plain_attention = plain
+            try:
+                return self._probe(pixels)
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
+                # Not every fused kernel has a backward pass on every device.
+                log.debug("receptive fields need plain attention, or fail with it: %s", error)
+                text = " ".join(str(error).split()).rstrip(".")[:300]
+        raise VitseeError(
+            f"--erf is not supported: {self._model.name} has no backward pass here: {text}"
+        )
 
     def _probe(self, pixels: Tensor) -> ErfCost:
         # The first pass on a GPU loads its libraries, which takes longer than a pass.

@@ -56,9 +56,6 @@ _COUNTS = (
     *("images", "per_class", "slab", "batch_size", "erf", "short_side", "multiple"),
     *("frames", "every", "min_pixels", "max_pixels"),
 )
-_PATHS = ("checkpoint", "only")
-_PAIRS = ("img_size",)
-_TRIPLES = ("img_mean", "img_std")
 _OF_ANY = ("name", "ablate_skip", *INTERVENTIONS)
 _OF_A_NAME = tuple(f.name for f in fields(ModelOptions) if f.name not in _OF_ANY)
 _PLACED = ("name", "data", "output", "command", "dry_run")
@@ -209,11 +206,11 @@ def _checked(key: str, value: Any) -> Any:
         expected = None if all(isinstance(text, str) for text in value) else "texts"
     elif key in _COUNTS and (type(value) is not int or value < 1):
         expected = "a whole number above 0"
-    elif key in _PATHS:
+    elif key in ("checkpoint", "only"):
         value = Path(value)
-    elif key in _PAIRS:
+    elif key == "img_size":
         value = (value, value) if isinstance(value, int) else tuple(value)
-    elif key in _TRIPLES:
+    elif key in ("img_mean", "img_std"):
         value = (value,) if isinstance(value, float | int) else tuple(value)
     if expected is not None:
         raise OptionError(f"{key} is {value!r}; expected {expected}")

@@ -92,7 +92,10 @@ class SlabLoop:
                     break
                 with self.clock("reductions"):
                     observer.finish()
-                fields = self._finish_erf(k)
+                fields: dict[str, NDArray[Any]] = {}
+                if self.erf is not None and k < plan.n_erf_slabs:
+                    with self.clock("erf"):
+                        fields = self.erf.finish(f"slab {k}")
                 self._pending.append(pool.submit(self._write, k, buffers, grams, fields))
             with self.clock("waiting for the writer"):
                 wait(self._pending)
@@ -210,12 +213,6 @@ class SlabLoop:
         valid = torch.from_numpy(batch.valid[: plan.erf.n_images - row])
         with self.clock("erf"), capture.paused():
             return self.erf.add(pixels[: len(valid)][valid.to(pixels.device)], lambda: bool(stop))
-
-    def _finish_erf(self, k: int) -> dict[str, NDArray[Any]]:
-        if self.erf is None or k >= self.prepared.plan.n_erf_slabs:
-            return {}
-        with self.clock("erf"):
-            return self.erf.finish(f"slab {k}")
 
     def _write(
         self, k: int, buffers: SlabBuffers, grams: SlabGrams, fields: dict[str, NDArray[Any]]

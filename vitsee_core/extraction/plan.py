@@ -63,7 +63,10 @@ def choose(
     left_out: dict[str, str] = {}
     patterns = keep.sites if keep.sites is not None else asked.get("sites")
     if patterns is None:
-        patterns = default_sites(table, left_out)
+        there = {group for site in table.sites for group in site.groups}
+        patterns = [group for group in DEFAULT_SITES if group in there] or DEFAULT_SITES
+        reason = "the model has none of these sites"
+        left_out |= {group: reason for group in DEFAULT_SITES if group not in there}
     tokens_default, tokens_by = (
         parse_tokens(keep.tokens) if keep.tokens is not None else asked.get("tokens", ("all", {}))
     )
@@ -115,15 +118,6 @@ def choose(
             "dtype": {"default": dtype_default, **dtype_by},
         },
     )
-
-
-def default_sites(table: SiteTable, left_out: dict[str, str]) -> list[str]:
-    """Those of `DEFAULT_SITES` that the model has; the others go into `left_out`."""
-    there = {group for site in table.sites for group in site.groups}
-    for group in DEFAULT_SITES:
-        if group not in there:
-            left_out[group] = "the model has none of these sites"
-    return [group for group in DEFAULT_SITES if group in there] or list(DEFAULT_SITES)
 
 
 def choose_erf(

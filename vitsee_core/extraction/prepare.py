@@ -140,8 +140,7 @@ def join_store(writer: StoreWriter, asked: Request, progress: Progress = SILENT)
     model, table = layout.model, layout.table
     choices = choose_of(layout, keep, stored)
     given = given_identity(keep, asked.data, choices, plan)
-    switch = switch_of(layout, keep, selection, stored.get("seed", 0))
-    changes = switch.changes(model.module)
+    changes = changes_of(layout, keep, selection, stored.get("seed", 0))
     absent: dict[str, Any] = {"interventions": []} if stored.get("interventions") else {}
     fixed = {**fixed_identity(model, selection, layout.canvas), **changed_identity(changes)}
     check_choices(writer.manifest, model, {**absent, **fixed, **given})
@@ -151,8 +150,7 @@ def join_store(writer: StoreWriter, asked: Request, progress: Progress = SILENT)
     model.module.to(device)
     first = first_images(selection, model.transform, writer.manifest.info)
     check_same_images(writer, selection, first)
-    check = run_self_check(model, table, plan, first.pixels, device, choices.precision)
-    prove_changes(layout, changes, first.pixels, device, choices.precision)
+    check = run_self_check(model, table, plan, first.pixels, device, choices.precision, changes)
     erf = None
     if plan.erf is not None and not writer.complete:
         _, erf, _ = prepare_erf(model, table, plan, plan.erf, first.pixels, device)
@@ -177,12 +175,10 @@ def plan_store(asked: Request, progress: Progress = SILENT) -> Prepared:
     model, table = layout.model, layout.table
     choices, plan, weights, notes = plan_contents(layout, keep, len(selection.samples))
     notes += [*model.notes(), *cut_sides(asked.model, model), *unseen_pixels(model, table)]
-    switch = switch_of(layout, keep, selection, data.seed or 0)
-    changes = switch.changes(model.module)
+    changes = changes_of(layout, keep, selection, data.seed or 0)
     model.module.to(device)
     first = first_images(selection, model.transform, {})
-    check = run_self_check(model, table, plan, first.pixels, device, choices.precision)
-    prove_changes(layout, changes, first.pixels, device, choices.precision)
+    check = run_self_check(model, table, plan, first.pixels, device, choices.precision, changes)
     erf, without_erf = None, dict[str, str]()
     if plan.erf is not None:
         plan, erf, without_erf = prepare_erf(model, table, plan, plan.erf, first.pixels, device)
@@ -308,9 +304,11 @@ def run_self_check(
     pixels: torch.Tensor,
     device: torch.device,
     precision: str,
+    changes: Changes | None = None,
 ) -> SelfCheck:
-    """The self-check on these images, which fixes the stored types for every process. Raises
-    NotFinite: activations are NaN or inf; VitseeError: the check failed otherwise."""
+    """The self-check on these images, which fixes the stored types for every process, and the proof
+    that interventions have their effect and no other. Raises NotFinite: activations are NaN or inf;
+    VitseeError: the check or the proof failed otherwise."""
     _, height, width = model.input_size  # of the first tile, where there are several
     pixels = pixels[..., :height, :width]
     if plan.clip is not None and plan.clip.by_frame:
@@ -330,35 +328,25 @@ def run_self_check(
     if not check.ok:
         kind = VitseeError if check.finite else NotFinite
         raise kind(f"the self-check of {model.name} failed: {'; '.join(check.failures)}")
+    if changes is not None and changes.lines:
+        with precision_context(device, precision):
+            prove(model, table, changes, normalise(pixels, model.transform, device))
     return check
 
 
-def switch_of(layout: ImageLayout, keep: KeepOptions, selection: Selection, seed: int) -> Switch:
-    """The switch of the model's interventions for a store of these images. Raises VitseeError: they
-    exclude --erf, --tiles and images with grids of their own."""
+def changes_of(layout: ImageLayout, keep: KeepOptions, selection: Selection, seed: int) -> Changes:
+    """The model's interventions for a store of these images. Raises VitseeError: they exclude
+    --erf, --tiles and images with grids of their own."""
     model, canvas = layout.model, layout.canvas
     tiles, grids = canvas is not None and canvas.tiles, canvas is not None and canvas.own_grids
     for option, asked in (("erf", keep.erf), ("tiles", tiles), ("native", grids)):
         if asked and model.interventions:
             raise VitseeError(f"--{option} is not supported with {model.interventions[0].text}")
     identity = fixed_identity(model, selection, canvas)
-    return Switch(
+    switch = Switch(
         model.name, layout.table, model.interventions, identity, seed, selection.samples.index
     )
-
-
-def prove_changes(
-    layout: ImageLayout,
-    changes: Changes,
-    pixels: torch.Tensor,
-    device: torch.device,
-    precision: str,
-) -> None:
-    """Prove the effect of interventions on these images. Raises ModelError: it is another one."""
-    if changes.lines:
-        with precision_context(device, precision):
-            x = normalise(pixels, layout.model.transform, device)
-            prove(layout.model, layout.table, changes, x)
+    return switch.changes(model.module)
 
 
 def change_notes(model: LoadedModel, changes: Changes) -> list[str]:

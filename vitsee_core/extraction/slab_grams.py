@@ -10,9 +10,9 @@ TF32, no autocast.
 An entry needs both of its images, so either one forward pass takes a whole slab, or activations are
 kept until the slab is full:
 
-    WholeSlabs       each site's matrix is computed from the live tensor, in full precision
-    InHostMemory     activations wait in host memory, in the type they would be stored in
-    InScratchFile    the same in an unnamed scratch file beside the store
+    forward    each site's matrix is computed from the live tensor, in full precision
+    memory     activations wait in host memory, in the type they would be stored in
+    file       the same in an unnamed scratch file beside the store
 
 Rounding to float16 moves entries by 1e-5 of the mean diagonal (rms; 2e-4 at worst, measured on a
 small ViT); nothing else differs. On a CPU one strategy and batch size give the same bytes whatever
@@ -29,7 +29,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -228,112 +227,53 @@ def _flat(x: Tensor) -> Tensor:
 # Largest memory of a forward pass over that of its largest activation in float32: 3.5 to 6 for
 # ViT, ResNet, Swin and Mixer on the CPU; the rest for what is reduced beside it.
 FORWARD_FACTOR = 8
+FORWARD, MEMORY, FILE = "forward", "memory", "file"
 FEWEST_SLABS = 10  # of a leave-one-slab-out spread
 
 
 @dataclass(frozen=True)
 class GramStrategy:
-    """How this process computes Gram matrices; this base class: not at all, none are requested.
+    """How this process computes Gram matrices.
 
     Attributes:
         batch_size: images per forward pass.
-        name: in the provenance of slabs.
+        name: one of the three above, in the provenance of slabs; "" where none are requested.
+        n_sets: slabs whose activations wait at once.
+        set_bytes: of one of them, beside its buffers.
     """
 
     batch_size: int
-    name: ClassVar[str] = ""
+    name: str = ""
+    n_sets: int = 0
+    set_bytes: int = 0
 
     @property
     def scratch_bytes(self) -> int:
-        return 0
+        return self.n_sets * self.set_bytes if self.name == FILE else 0
 
     def record(self) -> dict[str, str]:
         return {"grams": self.name} if self.name else {}
 
     def describe(self, plan: StorePlan) -> str:
         """The strategy in words, with its bytes; "" without Gram matrices."""
-        return ""
-
-    def check_room(self, free: int, slab: int) -> None:
-        """Raises:
-        VitseeError: the scratch file needs more than the `free` bytes beside the store.
-        """
-
-    @contextmanager
-    def open(
-        self, plan: StorePlan, device: torch.device, clock: Clock, output: Place
-    ) -> Iterator[SlabGrams]:
-        """Context with the object that computes the Gram matrices of slabs, and its memory. Raises
-        VitseeError: no room for the scratch file, or it cannot be created."""
-        yield SlabGrams(plan)
-
-
-@dataclass(frozen=True)
-class WholeSlabs(GramStrategy):
-    """Each from one forward pass over its slab."""
-
-    name: ClassVar[str] = "forward"
-
-    def describe(self, plan: StorePlan) -> str:
-        return f"{_of_sites(plan)}: each from one forward pass over its slab"
-
-    @contextmanager
-    def open(
-        self, plan: StorePlan, device: torch.device, clock: Clock, output: Place
-    ) -> Iterator[SlabGrams]:
-        yield LiveGrams(plan, device, clock)
-
-
-@dataclass(frozen=True)
-class InHostMemory(GramStrategy):
-    """Gram matrices from activations in host memory. n_sets: slabs kept at once; set_bytes: memory
-    of one, beside its buffers."""
-
-    n_sets: int
-    set_bytes: int
-    name: ClassVar[str] = "memory"
-
-    def describe(self, plan: StorePlan) -> str:
+        if not self.name:
+            return ""
+        of = f"Gram matrices of {len(plan.gram_sites)} sites"
+        size = human_bytes(self.n_sets * self.set_bytes)
+        if self.name == FORWARD:
+            return f"{of}: each from one forward pass over its slab"
+        if self.name == FILE:
+            return (
+                f"{of}: activations of a slab wait in a scratch file of {size} beside the store "
+                f"(none with --batch-size {plan.slab}, or a smaller --slab)"
+            )
         if not self.set_bytes:
-            return f"{_of_sites(plan)}: from the slab buffers"
-        slabs, size = counted(self.n_sets, "slabs"), human_bytes(self.n_sets * self.set_bytes)
-        return f"{_of_sites(plan)}: activations of {slabs} wait in {size} of host memory"
-
-    @contextmanager
-    def open(
-        self, plan: StorePlan, device: torch.device, clock: Clock, output: Place
-    ) -> Iterator[SlabGrams]:
-        with ExitStack() as stack:
-            sets = []
-            for memory in self._memory(plan, device, output):
-                stack.callback(memory.release)
-                sets.append(memory.tensors)
-            yield BufferedGrams(plan, device, clock, sets)
-
-    def _memory(self, plan: StorePlan, device: torch.device, output: Place) -> Iterator[HostMemory]:
-        """Sets of tensors (slab, ...) for the arrays of `unstored_arrays`."""
-        for _ in range(self.n_sets):
-            yield HostMemory(_shapes(plan), pinned=device.type == "cuda")
-
-
-@dataclass(frozen=True)
-class InScratchFile(InHostMemory):
-    """Gram matrices from activations in an unnamed scratch file beside the store."""
-
-    name: ClassVar[str] = "file"
-
-    @property
-    def scratch_bytes(self) -> int:
-        return self.n_sets * self.set_bytes
-
-    def describe(self, plan: StorePlan) -> str:
-        return (
-            f"{_of_sites(plan)}: activations of a slab wait in a scratch file of "
-            f"{human_bytes(self.scratch_bytes)} beside the store "
-            f"(none with --batch-size {plan.slab}, or a smaller --slab)"
-        )
+            return f"{of}: from the slab buffers"
+        return f"{of}: activations of {counted(self.n_sets, 'slabs')} wait in {size} of host memory"
 
     def check_room(self, free: int, slab: int) -> None:
+        """Raises VitseeError: the scratch file needs more than the `free` bytes beside the
+        store."""
         if self.scratch_bytes > free:
             raise VitseeError(
                 f"--grams needs a scratch file of {human_bytes(self.scratch_bytes)} beside the "
@@ -341,16 +281,32 @@ class InScratchFile(InHostMemory):
                 "slabs need no file), a smaller --slab or fewer --sites"
             )
 
-    def _memory(self, plan: StorePlan, device: torch.device, output: Place) -> Iterator[HostMemory]:
-        self.check_room(free_disk_bytes(scratch_folder(output)), plan.slab)
-        space = _scratch(self.scratch_bytes, output)
-        for start in range(0, self.scratch_bytes, self.set_bytes):
-            block = torch.frombuffer(space, dtype=torch.uint8, count=self.set_bytes, offset=start)
-            yield HostMemory(_shapes(plan), block=block)
-
-
-def _of_sites(plan: StorePlan) -> str:
-    return f"Gram matrices of {len(plan.gram_sites)} sites"
+    @contextmanager
+    def open(
+        self, plan: StorePlan, device: torch.device, clock: Clock, output: Place
+    ) -> Iterator[SlabGrams]:
+        """Context with the object that computes the Gram matrices of slabs, and its memory. Raises
+        VitseeError: no room for the scratch file, or it cannot be created."""
+        if self.name in ("", FORWARD):
+            yield LiveGrams(plan, device, clock) if self.name else SlabGrams(plan)
+            return
+        shapes = _shapes(plan)
+        blocks: list[Tensor | None] = [None] * self.n_sets
+        if self.name == FILE:
+            self.check_room(free_disk_bytes(scratch_folder(output)), plan.slab)
+            space, size = _scratch(self.scratch_bytes, output), self.set_bytes
+            blocks = [
+                torch.frombuffer(space, dtype=torch.uint8, count=size, offset=k * size)
+                for k in range(self.n_sets)
+            ]
+        with ExitStack() as stack:
+            sets = []
+            for block in blocks:
+                pinned = device.type == "cuda" and block is None
+                memory = HostMemory(shapes, pinned=pinned, block=block)
+                stack.callback(memory.release)
+                sets.append(memory.tensors)
+            yield BufferedGrams(plan, device, clock, sets)
 
 
 def gram_notes(plan: StorePlan) -> list[str]:
@@ -393,15 +349,15 @@ def choose_strategy(
     if not plan.gram_sites:
         return GramStrategy(batch_size)
     if batch_size == plan.slab or (explicit_batch is None and _forward_fits(plan, table, device)):
-        return WholeSlabs(plan.slab)
+        return GramStrategy(plan.slab, FORWARD)
     set_bytes = block_bytes(_shapes(plan))
     room = memory_bytes() // 4 - 2 * slab_bytes(plan)
     # CUDA multiplies in the order of its stream, so that one set is enough.
     sets = 1 if device.type == "cuda" else min(2, plan.n_slabs)
     for n_sets in range(sets, 0, -1):
         if n_sets * set_bytes <= max(0, room):
-            return InHostMemory(batch_size, n_sets, set_bytes)
-    return InScratchFile(batch_size, 1, set_bytes)
+            return GramStrategy(batch_size, MEMORY, n_sets, set_bytes)
+    return GramStrategy(batch_size, FILE, 1, set_bytes)
 
 
 def _forward_fits(plan: StorePlan, table: SiteTable, device: torch.device) -> bool:

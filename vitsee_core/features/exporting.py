@@ -84,7 +84,19 @@ def export(
     kind = features.arrays[0].dtype if dtype == "stored" else np.dtype(dtype)
     inner = (len(features.tokens), features.dim) if features.several else (features.dim,)
     shape = (int(mask.sum()), *inner)
-    about = _describe(store, features, shape, kind) | {"rows": rows.describe()}
+    about = {
+        "store": store.label,
+        "store_id": store.manifest.store_id,
+        "model": store.manifest.model.get("name", ""),
+        "weights": weights_name(store.manifest.model),
+        "site": features.site.name,
+        "tokens": [token.name for token in features.tokens],
+        "selection": str(features.selection),
+        "shape": list(shape),
+        "dtype": kind.name,
+        "order": "the store's, images that could not be read left out",
+        "rows": rows.describe(),
+    }
     companion = path.with_name(path.name + ".json")
     with new_files([companion, path], force=force) as (of_about, of_data):
         with open(of_data, "xb") as file, counting(execution.progress, shape[0]):
@@ -95,24 +107,6 @@ def export(
             sink.close()
         of_about.write_text(json.dumps(plain_json(about), indent=1) + "\n")
     return shape
-
-
-def _describe(
-    store: Store, features: SiteFeatures, shape: tuple[int, ...], kind: np.dtype[Any]
-) -> dict[str, Any]:
-    site = features.site
-    return {
-        "store": store.label,
-        "store_id": store.manifest.store_id,
-        "model": store.manifest.model.get("name", ""),
-        "weights": weights_name(store.manifest.model),
-        "site": site.name,
-        "tokens": [token.name for token in features.tokens],
-        "selection": str(features.selection),
-        "shape": list(shape),
-        "dtype": kind.name,
-        "order": "the store's, images that could not be read left out",
-    }
 
 
 def _samples(store: Store, mask: NDArray[np.bool_]) -> Mapping[str, NDArray[Any]]:

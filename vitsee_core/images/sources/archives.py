@@ -56,7 +56,17 @@ def open_zips(zips: Sequence[Path], asked: Asked) -> ImageSource:
         try:
             with zipfile.ZipFile(path) as file:
                 for member in file.infolist():
-                    _take(found, member, k, prefix, path, asked)
+                    inner = utf8(prefix + member.filename.removeprefix("./"))
+                    if member.is_dir() or not asked.wants(inner):
+                        continue
+                    if member.flag_bits & 1:
+                        raise DataError(f"{path} is encrypted; unpack it to a folder")
+                    deflated = member.compress_type == zipfile.ZIP_DEFLATED
+                    if not deflated and member.compress_type != zipfile.ZIP_STORED:
+                        why = "packed by another method than deflate"
+                        raise DataError(f"{path} is {why}; unpack it to a folder")
+                    sizes = member.compress_size, member.file_size
+                    found[inner] = (k, inner, member.header_offset, *sizes, deflated, member.CRC)
         except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError, ValueError) as error:
             raise DataError(f"{path} cannot be read as a zip file: {one_line(error)}") from None
     opener = ZipOpener(tuple(str(path.absolute()) for path in zips))
@@ -66,26 +76,6 @@ def open_zips(zips: Sequence[Path], asked: Asked) -> ImageSource:
     labels, splits, class_names = classify(paths)
     locations = [found[p] for p in paths]
     return ImageSource(asked.data, opener, locations, paths, labels, splits, class_names)
-
-
-def _take(
-    found: dict[str, ZipMember],
-    member: zipfile.ZipInfo,
-    k: int,
-    prefix: str,
-    path: Path,
-    asked: Asked,
-) -> None:
-    inner = utf8(prefix + member.filename.removeprefix("./"))
-    if member.is_dir() or not asked.wants(inner):
-        return
-    if member.flag_bits & 1:
-        raise DataError(f"{path} is encrypted; unpack it to a folder")
-    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise DataError(f"{path} is packed by another method than deflate; unpack it to a folder")
-    deflated = member.compress_type == zipfile.ZIP_DEFLATED
-    sizes = member.compress_size, member.file_size
-    found[inner] = (k, inner, member.header_offset, *sizes, deflated, member.CRC)
 
 
 def open_tars(asked: Asked, found: Found) -> ImageSource:
@@ -128,7 +118,9 @@ def open_tars(asked: Asked, found: Found) -> ImageSource:
     paths, tar = paths[order], tar[order]
     ids = cast(Sequence[str], paths)  # packed: a list of a million names takes 100 MB
     if labelled:
-        _check_keys(ids)
+        for before, path in pairwise(ids):  # those of one key are neighbours in this order
+            if key_of(path) == key_of(before):
+                raise DataError(f"{before} and {path} are images of one key; expected one")
         labels, class_names = labels_of((own.label, own.label_texts) for own in indexes)
         labels, splits = labels[order], [""] * len(paths)
     else:
@@ -147,13 +139,6 @@ def _in_order(paths: NDArray[Any]) -> NDArray[np.int64] | None:
     order = np.argsort(paths, kind="stable")
     ordered = paths[order]
     return None if (ordered[1:] == ordered[:-1]).any() else order
-
-
-def _check_keys(paths: Sequence[str]) -> None:
-    """Raises DataError: two images of one key, which are neighbours in this order."""
-    for before, path in pairwise(paths):
-        if key_of(path) == key_of(before):
-            raise DataError(f"{before} and {path} are images of one key; expected one")
 
 
 @dataclass(frozen=True)
