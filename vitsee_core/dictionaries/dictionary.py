@@ -142,7 +142,12 @@ class Dictionary:
             return self._nnls(x)
         import torch
 
-        parts = self._tensors(device)
+        names = ("w_dec", "b_dec", "w_enc", "b_enc", "threshold")
+        parts = {
+            name: torch.from_numpy(np.ascontiguousarray(values)).to(device)
+            for name in names
+            if (values := getattr(self, name)) is not None
+        }
         with torch.inference_mode():
             tokens = torch.from_numpy(np.ascontiguousarray(x)).to(device)
             return self._codes(tokens, parts).cpu().numpy()
@@ -179,17 +184,6 @@ class Dictionary:
             values = top.values.relu() if self.positive else top.values
             return torch.zeros_like(h).scatter_(-1, top.indices, values)
         return torch.where(h > parts["threshold"].clamp(min=0), h, 0.0)
-
-    def _tensors(self, device: str) -> dict[str, torch.Tensor]:
-        import torch
-
-        names = ("w_dec", "b_dec", "w_enc", "b_enc", "threshold")
-        given = {name: getattr(self, name) for name in names}
-        return {
-            name: torch.from_numpy(np.ascontiguousarray(values)).to(device)
-            for name, values in given.items()
-            if values is not None
-        }
 
     def _nnls(self, x: Float32) -> Float32:
         """scikit-learn's coordinate descent with fixed directions."""
@@ -425,14 +419,8 @@ def _overcomplete(path: Path, tensors: Tensors) -> Told:
     if weights.ndim != 2:
         raise VitseeError(f"dictionary._weights is {weights.shape}; expected (K, channels)")
     n, dim = weights.shape
-    known = (
-        "encoder.final_block.0.",
-        "encoder.weight",
-        "encoder.bias",
-        "dictionary.",
-        "thresholds",
-    )
-    if other := [name for name in tensors if not name.startswith((*known, "thresholds"))]:
+    layer = ("encoder.final_block.0.", "encoder.weight", "encoder.bias")
+    if other := [x for x in tensors if not x.startswith((*layer, "dictionary.", "thresholds"))]:
         raise VitseeError(f"an encoder with {other[0]} is not supported; expected one linear layer")
     log.info("%s: rows of the dictionary are normalised to length 1, overcomplete's default", path)
     rows = weights / (np.linalg.norm(weights, axis=1, keepdims=True) + 1e-8)

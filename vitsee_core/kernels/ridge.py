@@ -28,6 +28,7 @@ WORTH = 4  # images per channel that make an update of the scatter matrix worthw
 Piece = list[tuple[NDArray[np.float32], Integers]]
 # Of a piece, minus the shift: the scatter matrix (dim, dim), sums over each class (classes, dim).
 TrainingSums = tuple[Float, Float]
+EPSILON = 1e-5  # added to standard deviations, as in big_vision
 
 
 class SufficientStats:
@@ -174,9 +175,6 @@ def n_bytes(n: int, dim: int, n_classes: int) -> int:
     components of the weights at all l2, in float32."""
     small = min(n, dim)
     return 8 * math.ceil(3 * small * dim + small * small + (4 + 12 / 2) * n_classes * dim)
-
-
-EPSILON = 1e-5  # added to standard deviations, as in big_vision
 
 
 @dataclass(frozen=True)

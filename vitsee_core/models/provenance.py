@@ -47,6 +47,7 @@ DATA = Option(
     metavar="DATA",
     default="where extract read them",
 )
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -331,9 +332,6 @@ def source_of(store: Store, data: str | None = None) -> ImageSource:
             f"the images of {store.label} cannot be read again: {error} (name where they are now "
             "with --data)"
         ) from None
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass

@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 CHECK_IMAGES = 4
 CHECK_WITHIN = 64
 COMPARED = 256
+# |here - stored| / |stored| of a pooled vector: summation order in float32, which other batches
+# and devices change; rounded factors in TF32 and half precision.
+TOLERANCE = {"fp32": 1e-3, "tf32": 2e-2, "half": 1e-1}
+MOST_SITES = 4
 
 
 @dataclass(frozen=True)
@@ -174,12 +178,6 @@ def _other_versions(then: Mapping[str, str]) -> str:
     return ", ".join(
         f"{name} {then.get(name, 'unknown')} then, {here[name]} here" for name in names
     )
-
-
-# |here - stored| / |stored| of a pooled vector: summation order in float32, which other batches
-# and devices change; rounded factors in TF32 and half precision.
-TOLERANCE = {"fp32": 1e-3, "tf32": 2e-2, "half": 1e-1}
-MOST_SITES = 4
 
 
 class _Pooled(Observer):

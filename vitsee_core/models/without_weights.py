@@ -22,6 +22,7 @@ from vitsee_core.models.survey.structure import is_leaf
 from vitsee_core.models.tokens.clips import frames_of
 
 INPUT = ("img_mean", "img_std", "crop_pct", "crop_mode", "fill")
+SPREAD = 0.05  # of stand-ins around zero, or around one for the scales of norms
 
 
 @dataclass(frozen=True)
@@ -107,9 +108,6 @@ def flops_of(module: nn.Module, size: tuple[int, int, int]) -> int:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         module(torch.ones(shape, device=device))  # an image of zeros is none to some models
     return int(counter.get_total_flops())
-
-
-SPREAD = 0.05  # of stand-ins around zero, or around one for the scales of norms
 
 
 def stand_in(name: str, options: Mapping[str, Any], table: SiteTable) -> LoadedModel:

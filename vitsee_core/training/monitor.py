@@ -47,6 +47,9 @@ log = logging.getLogger(__name__)
 Log = Callable[[str, float, int], object]
 
 DEFAULT_ANALYSES = ("attn-dist", "normratio", "spectrum")
+# The attributes of a module that hold hooks, by their keys.
+HOOKS = {key for key in vars(nn.Module()) if "_hooks" in key}
+WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def _to_stderr(line: str) -> None:
@@ -278,11 +281,6 @@ class Monitor:
                 self._log(name, value, step)
         self._log("diverged", 0.0 if tables else 1.0, step)
         self._log("monitor_share", self.share, step)
-
-
-# The attributes of a module that hold hooks, by their keys.
-HOOKS = {key for key in vars(nn.Module()) if "_hooks" in key}
-WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -30,6 +30,11 @@ from vitsee_stores.layout import SiteSpec, TokenLayout
 from vitsee_stores.manifest import jsonable, weights_name
 
 Places = NDArray[np.int64]
+ROWS_AT_ONCE = 32
+HELD_SHARE = 8  # a site up to this part of the memory is read once
+Array = NDArray[np.float32]
+N_MAD = 6 * 1.4826  # as of `outlier_share_mad` of vitsee norms
+Neurons = Mapping[str, NDArray[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -110,11 +115,6 @@ def _patches(layout: TokenLayout) -> str:
     if layout.grid is None:
         return f"{layout.n_body} other tokens on no grid"
     return f"{layout.grid[0]}x{layout.grid[1]} patches"
-
-
-ROWS_AT_ONCE = 32
-HELD_SHARE = 8  # a site up to this part of the memory is read once
-Array = NDArray[np.float32]
 
 
 class Reference:
@@ -230,10 +230,6 @@ def check_site(store: Store, site: SiteSpec, what: str) -> str:
     if own.shape != site.shape:
         raise ModelError(f"{what}: {site.name} is {site.shape}, in {store.label} {own.shape}")
     return own.name
-
-
-N_MAD = 6 * 1.4826  # as of `outlier_share_mad` of vitsee norms
-Neurons = Mapping[str, NDArray[np.int64]]
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,15 @@ ROUNDED = (
     "'s image processor resizes floats, which are rounded to 8 bits here: its input differs by up "
     "to half of 1/255 before normalisation"
 )
+# Sides of images in multiples of a group of patches: within the small bounds, with halves, below
+# and above them, thin ones; the last ones are tried with the processor's own bounds, too.
+_SIDES = ((3.3, 5.7), (1.5, 6.5), (2.5, 3.5), (1.2, 1.4), (12.7, 9.1), (1.1, 14.2), (7.3, 4.1))
+_LEAST, _MOST = 6, 36  # small bounds, in groups of patches
+_GRIDS = (*GRIDS, "spatial_shapes")
+_REFUSALS = (
+    *(AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError),
+)
+_VALUES = ("pixel_values", "pixel_values_images")
 
 
 @dataclass(frozen=True)
@@ -276,17 +285,6 @@ def _edges(size: Any) -> tuple[int, int] | None:
     if isinstance(size, Mapping) and size.get("shortest_edge") and not size.get("longest_edge"):
         return int(size["shortest_edge"]), int(size["shortest_edge"])
     return None
-
-
-# Sides of images in multiples of a group of patches: within the small bounds, with halves, below
-# and above them, thin ones; the last ones are tried with the processor's own bounds, too.
-_SIDES = ((3.3, 5.7), (1.5, 6.5), (2.5, 3.5), (1.2, 1.4), (12.7, 9.1), (1.1, 14.2), (7.3, 4.1))
-_LEAST, _MOST = 6, 36  # small bounds, in groups of patches
-_GRIDS = (*GRIDS, "spatial_shapes")
-_REFUSALS = (
-    *(AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError),
-)
-_VALUES = ("pixel_values", "pixel_values_images")
 
 
 @dataclass(frozen=True)

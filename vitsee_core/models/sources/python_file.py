@@ -27,6 +27,8 @@ from vitsee_core.models.sources.transforms import ASSUMED, changed, pair, stated
 
 SIZES = ("img_size", "image_size", "input_size")  # names of a size among a builder's parameters
 WEIGHTS = "pretrained"  # the name of a switch for a model's own weights among them
+PREFIX = "torchhub:"
+CONF = "hubconf.py"
 
 
 class FileSource(Source):
@@ -207,10 +209,6 @@ def importing_from(folder: Path) -> Iterator[None]:
 
 def _is_meta(module: nn.Module) -> bool:
     return any(x.is_meta for x in module.parameters())
-
-
-PREFIX = "torchhub:"
-CONF = "hubconf.py"
 
 
 class TorchhubSource(FileSource):

@@ -66,6 +66,16 @@ from vitsee_core.models.tokens.towers import (
 from vitsee_stores.plan import Canvas
 
 PREFIX = "transformers:"
+_CLASSIFIES = ("ForImageClassification", "ForVideoClassification")
+_PACKED_SIDE = 448
+ASSUMED = (
+    "has no image processor: assumed are ImageNet's mean and standard deviation (for others: "
+    "--img-mean, --img-std)"
+)
+ONE_SIZE = (
+    "gets all images at one size (--img-size, --crop-mode), where its own processor keeps each "
+    "one's proportions"
+)
 
 
 @dataclass(frozen=True)
@@ -550,15 +560,3 @@ class TransformersSource(Source):
                 f"config.json and weights, or a class with --random-init SEED{hint}"
             )
         return ModelError(f"{self.name} cannot be loaded: {type(error).__name__}: {text}")
-
-
-_CLASSIFIES = ("ForImageClassification", "ForVideoClassification")
-_PACKED_SIDE = 448
-ASSUMED = (
-    "has no image processor: assumed are ImageNet's mean and standard deviation (for others: "
-    "--img-mean, --img-std)"
-)
-ONE_SIZE = (
-    "gets all images at one size (--img-size, --crop-mode), where its own processor keeps each "
-    "one's proportions"
-)

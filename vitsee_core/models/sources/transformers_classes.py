@@ -31,6 +31,8 @@ VIDEOS = "pixel_values_videos"
 FRAMES = ("num_frames", "frames_per_clip")
 _OF_VIDEOS = (*FRAMES, "tubelet_size")
 _USUAL_FRAMES = 16
+_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
+_TEXT = "input_ids"
 
 
 def library() -> Any:
@@ -134,11 +136,6 @@ def size_of(config: Any) -> tuple[int, int] | None:
     return None
 
 
-_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
-_PIXELS = "pixel_values"
-_TEXT = "input_ids"
-
-
 def towers(whole: nn.Module) -> list[str]:
     """Paths of the modules of a model that take images and no text, those inside one another left
     out."""
@@ -147,7 +144,7 @@ def towers(whole: nn.Module) -> list[str]:
         inside = any(path.startswith(f"{above}.") for above in found)
         if path and not inside and hasattr(module, "config"):
             taken = inspect.signature(module.forward).parameters
-            if _TEXT not in taken and (_PIXELS in taken or packed_inputs(module)):
+            if _TEXT not in taken and (PIXELS in taken or packed_inputs(module)):
                 found.append(path)
     return found
 

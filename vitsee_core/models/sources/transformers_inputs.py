@@ -38,6 +38,14 @@ OUTPUTS = ("logits", "last_hidden_state", "image_embeds", "feature_maps")
 _INTERPOLATE = "interpolate_pos_encoding"
 # What `adapt` makes of images.
 _MADE = ("pixel_attention_mask", "spatial_shapes")
+# What configurations call the side of a group, and the frames of a patch.
+_UNITS = ("spatial_merge_size", "merge_size", "merge_kernel_size", "spatial_merge_kernel_size")
+_FRAMES = "temporal_patch_size"
+_CHANNELS = ("in_channels", "num_channels", "in_chans")
+_MOST_MERGED = 4
+# Of the positions' largest number: rounding of sines.
+_LEVEL = 1e-5
+_ERRORS = (AssertionError, IndexError, RuntimeError, TypeError, ValueError)
 
 
 def refuse_others(kind: Any, name: str) -> None:
@@ -125,16 +133,6 @@ def as_patches(images: Tensor, sides: tuple[int, int]) -> tuple[Tensor, dict[str
         "pixel_attention_mask": torch.ones(n, rows * cols, dtype=torch.long, device=images.device),
         "spatial_shapes": torch.tensor([[rows, cols]], device=images.device).expand(n, 2),
     }
-
-
-# What configurations call the side of a group, and the frames of a patch.
-_UNITS = ("spatial_merge_size", "merge_size", "merge_kernel_size", "spatial_merge_kernel_size")
-_FRAMES = "temporal_patch_size"
-_CHANNELS = ("in_channels", "num_channels", "in_chans")
-_MOST_MERGED = 4
-# Of the positions' largest number: rounding of sines.
-_LEVEL = 1e-5
-_ERRORS = (AssertionError, IndexError, RuntimeError, TypeError, ValueError)
 
 
 def accept_images(module: nn.Module, name: str) -> Packing:

@@ -28,6 +28,7 @@ ASSUMED = (
     "says no transform: assumed are 224 x 224 pixels and ImageNet's mean and standard deviation "
     "(for others: --img-size, --img-mean, --img-std, or let its function give one)"
 )
+MOST_PIXELS = 1 << 14  # along one side
 
 
 def pair(size: Any) -> tuple[int, int]:
@@ -85,9 +86,6 @@ def changed(
         )
     found["input_size"] = tuple(int(n) for n in found["input_size"])
     return {**found, **({"fill": fill} if fill == "black" else {})}
-
-
-MOST_PIXELS = 1 << 14  # along one side
 
 
 def input_transform(

@@ -24,6 +24,11 @@ from vitsee_core.models.survey.tracing import N_CORNERS, Seen, Trace
 from vitsee_core.models.tokens.towers import Grid
 from vitsee_stores.layout import TokenLayout
 
+MOST_PREFIX = 32
+# What parameters of such tokens are called, by kind; what matches none is a register.
+_KINDS = {"cls": r"(^|_)(cls|class)", "dist": r"(^|_)dist"}
+_OTHERS = r"pos|mask|query|bias|scale|head|norm|weight"
+
 
 @dataclass(frozen=True)
 class Step:
@@ -294,12 +299,6 @@ def in_raster_order(seen: Seen, layout: TokenLayout) -> bool:
         strongest += float(share[k].flatten().topk(rows * cols).values.sum()) / N_CORNERS
     even = rows * cols / math.prod(layout.grid)
     return strongest - even < 0.15 or inside - even >= 0.5 * (strongest - even)
-
-
-MOST_PREFIX = 32
-# What parameters of such tokens are called, by kind; what matches none is a register.
-_KINDS = {"cls": r"(^|_)(cls|class)", "dist": r"(^|_)dist"}
-_OTHERS = r"pos|mask|query|bias|scale|head|norm|weight"
 
 
 def counted(geometry: Geometry, module: nn.Module, trace: Trace, blocks: Sequence[str]) -> Geometry:

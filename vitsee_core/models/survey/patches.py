@@ -22,6 +22,7 @@ Pair = tuple[float, float]  # (y, x) in pixels
 # Of the answer to a change of the whole image: below the smallest weight at a patch's border,
 # above the rounding of a convolution.
 QUIET = 1e-5
+Ends = dict[int, tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -209,9 +210,6 @@ def _clipped(patches: Patches, axis: int, place: int, image: Tensor, slack: int)
     start = first + place * patches.stride_px[axis]
     ends = math.floor(start) - slack, math.ceil(start) + length + slack
     return max(ends[0], 0), min(ends[1], image.shape[axis + 1])
-
-
-Ends = dict[int, tuple[int, int]]
 
 
 def _axis(windows: Ends, step: float) -> tuple[float, float, tuple[int, int]] | None:

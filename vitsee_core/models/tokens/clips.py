@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vitsee_core.models.attention_watch import FirstAttention
-from vitsee_core.models.hook_points import ForwardEnded, ModelError, output_tensor
+from vitsee_core.models.hook_points import ForwardEnded, ModelError, hooked, output_tensor
 
 ATTRIBUTE = "_vitsee_frames"
 Cells = tuple[int, int, int]  # of a grid: times, rows, columns
@@ -84,21 +83,17 @@ def clip_cells(module: nn.Module, frames: int, size: tuple[int, int, int]) -> Ce
     """
     found: list[Cells] = []
 
-    def left(child: nn.Module, _: Any, output: Any) -> None:
-        x = output_tensor(child, output, 1)
+    def left(_: str, child: nn.Module, output: Any) -> None:
+        weight = getattr(child, "weight", None)
+        convolves = isinstance(weight, Tensor) and weight.ndim > 3
+        x = output_tensor(child, output, 1) if convolves else None
         if x is not None and (cells := _of_map(tuple(x.shape), frames, size[1:])):
             found.append(cells)
 
     whole = (frames, *size[1:])
-
     given = probe_clip(frames, size).to(next(module.parameters()).device)
-    with ExitStack() as stack:
-        for child in module.modules():
-            weight = getattr(child, "weight", None)
-            if isinstance(weight, Tensor) and weight.ndim > 3:
-                stack.enter_context(child.register_forward_hook(left))
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(FirstAttention())
+    hooks = hooked(module, lambda *_: None, left)
+    with hooks, torch.no_grad(), FirstAttention():
         try:
             module(given)
         except ForwardEnded:

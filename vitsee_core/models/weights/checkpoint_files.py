@@ -36,6 +36,20 @@ _HARMLESS: list[Any] = [
     type(np.dtype(np.int64)),
     np.core.multiarray.scalar if np.__version__ < "2" else np._core.multiarray.scalar,  # type: ignore[attr-defined]
 ]
+_DTYPES = {
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "DoubleStorage": torch.float64,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+# Functions that give typed lists back as they are: build_intlist, restore_type_tag, ...
+_TAGS = ("torch.jit._pickle", "build_"), ("torch.jit._pickle", "restore_type_tag")
 
 
 def read_file(path: Path) -> Any:
@@ -74,22 +88,6 @@ def read_file(path: Path) -> Any:
             f"{path} is no readable checkpoint ({type(error).__name__}: {text}); expected a whole "
             "file of torch.save or safetensors"
         ) from error
-
-
-_DTYPES = {
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "DoubleStorage": torch.float64,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-}
-# Functions that give typed lists back as they are: build_intlist, restore_type_tag, ...
-_TAGS = ("torch.jit._pickle", "build_"), ("torch.jit._pickle", "restore_type_tag")
 
 
 class _Module:

@@ -33,6 +33,13 @@ KEY_ORDER = ("state_dict", "model", "model_state_dict", "teacher", "student", "e
 COPY_ORDER = ("teacher", "base_encoder", "student", "momentum_encoder")
 
 State = dict[str, Tensor]
+# Mean and standard deviation of RGB from 0 to 1.
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+HALF = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+CLIP_IMAGES = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+WRAPPERS = ("module", "_orig_mod", "model", "backbone")
+CROPPED = 224 / 256  # resize to 256, centre crop of 224: what most publications evaluate with
+MOCO_SMALL, MOCO_HEADS = 384, 12
 
 
 @dataclass(frozen=True)
@@ -230,15 +237,6 @@ def _fit(model: nn.Module, state: State, path: Path) -> tuple[list[str], list[st
     fitting = {name: x for name, x in state.items() if name in own and name not in sizes}
     model.load_state_dict(fitting, strict=False)
     return missing, extra + [f"{name} {size}" for name, size in sizes.items()]
-
-
-# Mean and standard deviation of RGB from 0 to 1.
-IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-HALF = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
-CLIP_IMAGES = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-WRAPPERS = ("module", "_orig_mod", "model", "backbone")
-CROPPED = 224 / 256  # resize to 256, centre crop of 224: what most publications evaluate with
-MOCO_SMALL, MOCO_HEADS = 384, 12
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ TOLERANCE = 1e-5  # of the largest logit less its bias; float32 sums over some t
 CLEARLY = 0.5  # the first of two that are right is taken, unless the other's error is below this
 MOST_NORMS = 4
 MOST_SITES = 3
+POOL = "attention"
+_AT_ONCE = 32  # images whose tokens are pooled together
 
 
 class _Keeper(Observer):
@@ -52,13 +54,12 @@ class LateTokens:
     scale: float
 
 
-def late_tokens(model: LoadedModel, table: SiteTable, dim: int) -> LateTokens | str:
-    """The late tokens of a model on the CPU that are as wide as its classifier, or the reason why
-    there are none."""
-    linear = linear_of(model.module)
-    if isinstance(linear, str):
-        return linear
-    sites = _late_sites(table, dim)
+def late_tokens(
+    model: LoadedModel, table: SiteTable, linear: nn.Linear | nn.Conv2d
+) -> LateTokens | str:
+    """The late tokens of a model on the CPU that are as wide as its classifier's linear layer, or
+    the reason why there are none."""
+    sites = _late_sites(table, linear.weight.shape[1])
     if not sites:
         return "no site after the last block has tokens as wide as the classifier"
     keeper = _Keeper()
@@ -94,7 +95,7 @@ def find_classifier(model: LoadedModel, table: SiteTable) -> HeadWeights | str:
     arrays: dict[str, NDArray[np.float32]] = {"head_kernel": kernel.copy()}
     if linear.bias is not None:
         arrays["head_bias"] = linear.bias.detach().float().numpy().copy()
-    late = late_tokens(model, table, kernel.shape[1])
+    late = late_tokens(model, table, linear)
     if isinstance(late, str):
         return late
     closest = np.inf
@@ -194,10 +195,6 @@ def _readings(norm: nn.Module) -> list[tuple[str, float, dict[str, NDArray[np.fl
     return [(kind, eps, own) for kind in kinds]
 
 
-POOL = "attention"
-_AT_ONCE = 32  # images whose tokens are pooled together
-
-
 @dataclass(frozen=True)
 class AttentionPooled:
     """Such a classifier, on the CPU; see `HeadWeights`.
@@ -251,7 +248,7 @@ def find_attention_pooled(model: LoadedModel, table: SiteTable) -> AttentionPool
     linear = linear_of(module)
     if isinstance(linear, str):
         return linear
-    found = late_tokens(model, table, linear.weight.shape[1])
+    found = late_tokens(model, table, linear)
     if not isinstance(found, LateTokens):
         return found
     rest = [getattr(module, name, None) for name in ("fc_norm", "head")]

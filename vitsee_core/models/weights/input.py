@@ -31,6 +31,9 @@ from vitsee_core.models.survey.structure import CONTAINERS, is_leaf
 
 _LAYERS = (torch.conv2d, nn.functional.linear)
 _ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation")
+SINE_COSINE = "sine-cosine"
+_SINE_COSINE_TOLERANCE = 5e-3  # float16 checkpoints
+LEARNED, FIXED, COMPUTED = "learned", "fixed", "computed"
 
 
 @dataclass(frozen=True)
@@ -137,10 +140,6 @@ def _over_pixels(
     values = np.empty((len(weight), *shape), np.float32)
     values[:, channel, row, col] = weight.float().cpu().numpy()
     return values
-
-
-SINE_COSINE = "sine-cosine"
-_SINE_COSINE_TOLERANCE = 5e-3  # float16 checkpoints
 
 
 def find_positions(model: LoadedModel) -> InputArray | str:
@@ -260,9 +259,6 @@ def _why_none(module: nn.Module) -> str:
             if word in name:
                 return f"{none}: its attention has relative position biases ({name})"
     return none
-
-
-LEARNED, FIXED, COMPUTED = "learned", "fixed", "computed"
 
 
 @dataclass(frozen=True)
