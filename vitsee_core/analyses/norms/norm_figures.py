@@ -61,7 +61,7 @@ def draw_norms(table: Table) -> Figure:
 
     Maps are of `outlier_share` where a store has any, else of `outlier_share_mad`.
     """
-    rows = table.frame
+    rows = table.written
     by_metric = {str(own["metric"][0]): own for own in rows.partition_by("metric")}
     with_histogram = "norm_histogram" in by_metric
     with_maps = any((_cells(rows, metric)["value"] > 0).any() for metric in MAPS)

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.features.matrix import not_finite
+from vitsee_core.features.reader import widened
 from vitsee_core.statistics.skip_branch import ROUNDING
 from vitsee_core.types import Float, Float32, Integers, Mask
 from vitsee_stores.errors import MissingInput
@@ -139,9 +140,7 @@ class ReadTokens:
             acts = slab.acts(self.site)[slab.valid]
             pieces = [acts[i : i + IMAGES_AT_ONCE] for i in range(0, n, IMAGES_AT_ONCE)]
             with np.errstate(invalid="ignore"):  # refused below
-                of_pieces = [
-                    self._of_acts(piece.astype(np.float32, copy=False)) for piece in pieces
-                ]
+                of_pieces = [self._of_acts(piece) for piece in pieces]
             own, *rest = (np.concatenate(part) for part in zip(*of_pieces, strict=True))
             norms = norms if self.source.sublayer else own
             if self.activations:
@@ -151,21 +150,35 @@ class ReadTokens:
             raise not_finite(slab.store, self.site, slab.rows)
         return TokenStatistics(norms, largest, median, channel, token, near)
 
-    def _of_acts(self, acts: Float32) -> tuple[Float, ...]:
+    def _of_acts(self, stored: NDArray[np.floating]) -> tuple[Float, ...]:
         """Norms, largest, median, neighbour_cos, channel, token of (images, tokens, dim)."""
+        acts, _ = widened(stored)
         norms = np.sqrt(np.einsum("itd,itd->it", acts, acts, dtype=np.float64))
         if not self.activations:
             return (norms,)
         size = np.abs(acts).reshape(len(acts), -1)
         at = size.argmax(1)
         largest = np.take_along_axis(size, at[:, np.newaxis], 1)[:, 0].astype(np.float64)
-        median = np.median(size, axis=1, overwrite_input=True).astype(np.float64)
+        median = _medians(stored)
         near = np.full(len(acts), np.nan)
         if self.body is not None:
             cells = acts[:, self.n_prefix :].reshape(len(acts), *self.body, -1)
             near = neighbour_cosines(cells)
         token, channel = np.divmod(at, acts.shape[-1])
         return norms, largest, median, near, channel, token
+
+
+def _medians(acts: NDArray[np.floating]) -> Float:
+    """(images,) the median of |x| over (images, tokens, dim). Of half precision by counting its
+    2^15 values, in a fifth of the time."""
+    flat = acts.reshape(len(acts), -1)
+    if flat.dtype != np.float16:
+        return np.median(np.abs(flat), axis=1).astype(np.float64)
+    middle = [(flat.shape[1] - 1) // 2, flat.shape[1] // 2]
+    sizes = flat.view(np.uint16) & np.uint16(0x7FFF)
+    counts = (np.bincount(of_image, minlength=1 << 15).cumsum() for of_image in sizes)
+    found = np.array([np.searchsorted(below, middle, "right") for below in counts], np.uint16)
+    return found.view(np.float16).astype(np.float32).mean(1).astype(np.float64)
 
 
 def _stored_norms(slab: Slab, source: NormSource) -> Float:
@@ -189,16 +202,16 @@ def neighbour_cosines(cells: Float32) -> Float:
             in one frame.
     """
     x = cells.astype(np.float64)
-    length = np.linalg.norm(x, axis=-1, keepdims=True)
-    there = length[..., 0] > 0
-    x /= np.where(length > 0, length, 1)
+    length = np.sqrt(np.einsum("...d,...d->...", x, x))
+    there = length > 0
+    length[~there] = 1
     total, count = np.zeros(there.shape), np.zeros(there.shape)
     for a, b in (
         ((..., slice(1, None), slice(None)), (..., slice(None, -1), slice(None))),
         ((..., slice(1, None)), (..., slice(None, -1))),
     ):
         both = there[a] & there[b]
-        cosine = np.where(both, np.einsum("...d,...d->...", x[*a, :], x[*b, :]), 0)
+        cosine = np.einsum("...d,...d->...", x[*a, :], x[*b, :]) / (length[a] * length[b])
         for side in (a, b):
             total[side] += cosine
             count[side] += both
