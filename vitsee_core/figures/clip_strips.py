@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vitsee_core.figures.panels import evenly, medium, room
+from vitsee_core.figures.panels import medium, room
 from vitsee_core.figures.patch_sheets import (
     BAR,
     MARGIN,
@@ -33,7 +33,6 @@ SMALLEST, LARGEST = 3.9, 6.5  # ems of a tile's width
 GAP, LINE_GAP = 0.35, 1.2  # ems
 NAMES = 6.2  # ems of the names of layers, at the left
 STORE = 1.5  # ems of the name of a store, where there are several
-MOST_LAYERS = 6  # of a store
 TIMES = {
     "shuffled": "frames in random order, as the model saw them",
     "still": "one frame repeated, as the model saw it",
@@ -207,15 +206,6 @@ class ClipSheet:
     def _lefts(self, columns: Sequence[Moment], start: float, wide: float) -> list[float]:
         each = self._side + GAP
         return [start + k * each + (self._side - wide) / 2 for k in range(len(columns))]
-
-
-def shown_layers(rows: pl.DataFrame, most: int = MOST_LAYERS) -> dict[str, list[str]]:
-    """The sites of each store that are drawn below one another: all, or evenly spaced ones with the
-    first and the last."""
-    return {
-        store: evenly(own["site"].unique(maintain_order=True).to_list(), most)
-        for (store,), own in rows.group_by("store", maintain_order=True)
-    }
 
 
 def of_clips(rows: pl.DataFrame) -> bool:

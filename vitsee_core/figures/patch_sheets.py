@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.patches import Rectangle
 
 MOST_ACROSS = 13
+MOST_LAYERS = 6  # of a store, below one another
 TILE = 6.5  # ems of a map's width, and of a photograph's beside one store's maps
 TALLEST = 1.5  # of a map's height over its width, before it gets narrower
 PHOTO = 8.5  # ems
@@ -300,13 +301,25 @@ def within(width: float, height: float, aspect: float) -> tuple[float, float]:
 
 
 def shown_sites(rows: pl.DataFrame, *, bar: bool = True) -> dict[str, list[str]]:
-    """The sites of each store that are drawn: all, or evenly spaced ones with the first and the
-    last. bar: whether a colour bar stands beside them."""
+    """The sites of each store that are drawn side by side. bar: whether a colour bar stands beside
+    them."""
     most = min(MOST_ACROSS, int((room() - PHOTO - BAR * bar - 5) / (TILE + GAP)))
+    return shown_layers(rows, most)
+
+
+def shown_layers(rows: pl.DataFrame, most: int = MOST_LAYERS) -> dict[str, list[str]]:
+    """The sites of each store that are drawn: all, or evenly spaced ones with the first and the
+    last; by default as many as below one another."""
+    each = rows.select("store", "site").unique(maintain_order=True)
     return {
-        store: evenly(own["site"].unique(maintain_order=True).to_list(), most)
-        for (store,), own in rows.group_by("store", maintain_order=True)
+        store: evenly(own["site"].to_list(), most)
+        for (store,), own in each.group_by("store", maintain_order=True)
     }
+
+
+def of_sites(rows: pl.DataFrame, sites: Mapping[str, Sequence[str]]) -> pl.DataFrame:
+    """The rows about sites that are drawn: fewer to look through."""
+    return rows.filter(pl.col("site").is_in({site for own in sites.values() for site in own}))
 
 
 def grid_of(rows: pl.DataFrame, sheet: Mapping[str, Any], site: str, image: str) -> tuple[Any, Any]:

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.figures.clip_strips import ClipLine, ClipSheet, Strip, of_clips, shown_layers
+from vitsee_core.figures.clip_strips import ClipLine, ClipSheet, Strip, of_clips
 from vitsee_core.figures.patch_sheets import (
     Map,
     Sheet,
     SheetLine,
     grid_of,
     layer_name,
+    of_sites,
     place_values,
+    shown_layers,
     shown_sites,
     thinned,
 )
@@ -43,7 +45,9 @@ def draw_cosines(table: Table, scale: str) -> Figure:
     sheet = table.notes.get("sheet", {})
     places = {(m["query"], m["at"]): m["place"] for m in table.notes.get("marks", ())}
     sites = shown_sites(cosines)
-    cells = cosines.partition_by("query", "at", "image", "store", "site", as_dict=True)
+    cells = of_sites(cosines, sites).partition_by(
+        "query", "at", "image", "store", "site", as_dict=True
+    )
     shown = cosines.select("query", "at", "image").unique(maintain_order=True)
     lines = []
     for query, at in shown.select("query", "at").unique(maintain_order=True).rows():

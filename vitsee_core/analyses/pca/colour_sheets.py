@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.figures.clip_strips import ClipLine, ClipSheet, Strip, of_clips, shown_layers
+from vitsee_core.figures.clip_strips import ClipLine, ClipSheet, Strip, of_clips
 from vitsee_core.figures.patch_sheets import (
     Map,
     Sheet,
     SheetLine,
     grid_of,
     layer_name,
-    place_values,
+    of_sites,
+    places_in,
+    shown_layers,
     shown_sites,
     thinned,
 )
 from vitsee_core.figures.plotting import styled
-from vitsee_core.patch_maps.colours import Colours
+from vitsee_core.patch_maps.colours import CHANNELS, Colours
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.types import Float, pl
@@ -41,26 +43,26 @@ def draw_colours(table: Table) -> Figure:
     explained = _explained(table.frame)
     clips = of_clips(scores)
     sites = shown_layers(scores) if clips else shown_sites(scores, bar=False)
-    by_site = scores.partition_by("store", "site", as_dict=True)
+    shown = of_sites(scores.filter(pl.col("component") <= CHANNELS), sites)
     colours = {
-        (store, site): _colours(table.notes, by_site[store, site], store, site)
+        (store, site): _colours(table.notes, shown, store, site)
         for store in sites
         for site in sites[store]
     }
-    cells = scores.partition_by("store", "site", "image", as_dict=True)
+    cells = shown.partition_by("store", "site", "image", as_dict=True)
     lines, clip_lines = [], []
     for image in scores["image"].unique(maintain_order=True):
         maps = []
         for store in sites:
             tiles = []
             for site in sites[store]:
-                of_site = by_site[store, site]
-                own = cells.get((store, site, image), of_site.clear())
+                own = cells.get((store, site, image), shown.clear())
                 title = layer_name(site)
                 if share := explained.get((store, site)):
                     title += f"\n{100 * share:.0f} %"
                 # An image without a patch of the foreground has an empty tile.
-                shape, edges = grid_of(own if len(own) else of_site, sheet, site, image)
+                known = own if len(own) else shown.filter(store=store, site=site)
+                shape, edges = grid_of(known, sheet, site, image)
                 values = _rgb(own, shape, colours[store, site], of_object)
                 tiles.append(Map(title, values, edges))
             maps.append((store, tiles))
@@ -78,17 +80,20 @@ def draw_colours(table: Table) -> Figure:
 
 def _colours(notes: Mapping[str, Any], rows: pl.DataFrame, store: str, site: str) -> Colours:
     """The colours of a layer: from the notes, else from the scores in the table."""
-    own = notes.get("colours", {}).get(store, {}).get(site)
-    if own is not None:
-        return Colours.read(own)
-    by_channel = [rows.filter(component=c)["value"].to_numpy() for c in (1, 2, 3)]
+    said = notes.get("colours", {}).get(store, {}).get(site)
+    if said is not None:
+        return Colours.read(said)
+    own = rows.filter(store=store, site=site)
+    by_channel = [own.filter(component=c)["value"].to_numpy() for c in (1, 2, 3)]
     return Colours.of(np.stack(by_channel, 1))
 
 
 def _rgb(rows: pl.DataFrame, shape: Sequence[int], colours: Colours, of_object: bool) -> Float:
     """(rows, cols, 4), of clips (frames, rows, cols, 4): what does not count is black, or nothing
     where all patches should."""
-    scores = np.stack([place_values(rows.filter(component=c), shape) for c in (1, 2, 3)], -1)
+    scores = np.full((*shape, CHANNELS), np.nan)
+    at = [rows[name].to_numpy() for name in places_in(rows)]
+    scores[*at, rows["component"].to_numpy() - 1] = rows["value"].to_numpy()
     there = ~np.isnan(scores[..., 0])
     found = np.zeros((*shape, 4))
     found[..., 3] = there | of_object
