@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from sklearn.linear_model import Ridge, RidgeCV
 from threadpoolctl import threadpool_limits
 
-from vitsee_core.analyses.probe.fit import Block, Task
+from vitsee_core.analyses.probe.fit import Task
 from vitsee_core.analyses.probe.score import Prober
-from vitsee_core.analyses.probe.settings import Draw
+from vitsee_core.analyses.probe.settings import Block, Draw
 from vitsee_core.kernels.l2_choice import GRID
 from vitsee_core.kernels.ridge import Algebra
 from vitsee_core.runtime.machine import memory_bytes

@@ -1,23 +1,31 @@
-"""Ridge probes: of a group of tokens, fitted in one pass over the training images, and of all
-tokens side by side.
+"""Probes are fitted by ridge regression of a group of tokens, in one pass over the training images,
+or of all tokens side by side; or by stochastic gradient descent.
 
-Features come from a `Source`: a store, or a random generator. A probe of all tokens side by side
-with more features than images is fitted by inner products: the matrix of those of training images,
-and of test with training images, is a sum over tokens, so tokens are read in groups and each byte
-once; the features (151,296 of a ViT-B/16 layer) are never in memory all together.
+A ridge probe of all tokens side by side with more features than images is fitted by inner products:
+the matrix of those of training images, and of test with training images, is a sum over tokens, so
+tokens are read in groups and each byte once; the features (151,296 of a ViT-B/16 layer) are never
+in memory all together.
+
+By SGD a linear layer is trained, optionally on batch-normalised features. Walmer et al. 2023
+(appendix, Table 6) train for 20 epochs and say no more. The rest is common practice for linear
+probes of self-supervised models (Caron et al. 2021, He et al. 2022): cross-entropy, momentum 0.9,
+no weight decay, learning rate lr x batch / 256 falling to 0 along a cosine, images shuffled every
+epoch (a last, smaller batch left out); batch normalisation without scale and shift of its own,
+tested with the mean and variance of all training images, which do not change while the layer is
+trained. Images are features of a store, so none is augmented.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.analyses.probe.settings import Draw
-from vitsee_core.features import SiteFeatures
+from vitsee_core.analyses.probe.settings import MOMENTUM, Block, Draw, Source, Training
 from vitsee_core.kernels.l2_choice import GRID, HeldOut, LeaveOneOut
 from vitsee_core.kernels.ridge import (
     Algebra,
@@ -33,120 +41,19 @@ from vitsee_core.kernels.ridge import (
     solve,
     targets,
 )
-from vitsee_core.labels.labelled_rows import LabelledRows, random_pieces
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.streaming import thread_map
 from vitsee_core.types import Float, Float32, Integers, Mask
 from vitsee_stores.errors import VitseeError
 
-Block = tuple[Integers, Float32]
+if TYPE_CHECKING:
+    import torch
 
-
-class Source(Protocol):
-    """Features of some labelled images, one vector for each of `n_tokens` tokens."""
-
-    @property
-    def n_tokens(self) -> int:
-        """Number of vectors per image."""
-
-    @property
-    def dim(self) -> int:
-        """Channels of a vector."""
-
-    def groups(self, n_tokens: int) -> list[slice]:
-        """The tokens in groups of about `n_tokens` that are read together."""
-
-    def blocks(self, part: slice, places: Integers) -> Iterator[Block]:
-        """Blocks of places and features (m, tokens of the part, dim), until all `places` are done.
-
-        Args:
-            part: of the tokens.
-            places: which of the labelled images, ascending.
-        """
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A store's features of the labelled rows `data`, read slab by slab, `jobs` at a time."""
-
-    features: SiteFeatures
-    data: LabelledRows
-    jobs: int
-    memory: int
-
-    @property
-    def n_tokens(self) -> int:
-        return len(self.features.tokens)
-
-    @property
-    def dim(self) -> int:
-        return self.features.dim
-
-    def groups(self, n_tokens: int) -> list[slice]:
-        return self.features.groups(n_tokens)
-
-    def blocks(self, part: slice, places: Integers) -> Iterator[Block]:
-        yield from self.data.read(
-            self.features, places, part, jobs=self.jobs, memory=self.memory // 4
-        )
-
-
-@dataclass(frozen=True)
-class Random:
-    """Independent standard normal numbers instead of features: for n images, `n_tokens` vectors of
-    `dim` channels each."""
-
-    n: int
-    n_tokens: int
-    dim: int
-    seed: Sequence[int]
-
-    def groups(self, n_tokens: int) -> list[slice]:
-        step = max(1, n_tokens)
-        return [slice(a, min(a + step, self.n_tokens)) for a in range(0, self.n_tokens, step)]
-
-    def blocks(self, part: slice, places: Integers) -> Iterator[Block]:
-        wanted = np.zeros(self.n, bool)
-        wanted[places] = True
-        tokens = [
-            random_pieces(self.n, self.dim, (*self.seed, token))
-            for token in range(*part.indices(self.n_tokens))
-        ]
-        start = 0
-        for pieces in zip(*tokens, strict=True):
-            stop = start + len(pieces[0])
-            rows = np.flatnonzero(wanted[start:stop])
-            if len(rows):
-                yield rows + start, np.stack([piece[rows] for piece in pieces], axis=1)
-            start = stop
-
-
-@dataclass(frozen=True)
-class ConcatenatedTokens:
-    """All tokens of a source as one vector."""
-
-    source: Source
-    n_tokens: int = 1
-
-    @property
-    def dim(self) -> int:
-        return self.source.n_tokens * self.source.dim
-
-    def groups(self, n_tokens: int) -> list[slice]:
-        del n_tokens
-        return [slice(0, 1)]
-
-    def blocks(self, part: slice, places: Integers) -> Iterator[Block]:
-        del part
-        for where, x in self.source.blocks(slice(0, self.source.n_tokens), places):
-            yield where, x.reshape(len(x), 1, -1)
-
-
-T = TypeVar("T")
 Judges = Mapping[tuple[int, int], HeldOut | LeaveOneOut]  # of draws and tokens
 
 ROWS = 4096
 JUDGED = 1024  # images per thread
+NORM_EPSILON = 1e-6  # of batch normalisation
 
 
 @dataclass(frozen=True)
@@ -473,3 +380,82 @@ def _of_products(
     weights = np.asarray(np.linalg.solve(kernel, targets(labels, task.n_classes)), np.float64)
     mean = mean_target(np.bincount(labels, minlength=task.n_classes))
     return Fitted(l2s, Linear(weights, task.algebra.intercept(mean, len(labels), l2s[0])))
+
+
+def train_linear(
+    x: Float32, labels: Integers, n_classes: int, training: Training, seed: int
+) -> Linear | None:
+    """The layer trained on x (n, dim) with labels (n,), normalisation folded in; None if training
+    diverged. seed: of the order of images and the initial weights."""
+    from vitsee_core.runtime.device import precision_context, resolve_device
+
+    device = resolve_device(training.device)
+    with precision_context(device, "fp32"):
+        return _trained(x, labels, n_classes, training, seed, device)
+
+
+def _trained(
+    x: Float32,
+    labels: Integers,
+    n_classes: int,
+    training: Training,
+    seed: int,
+    device: torch.device,
+) -> Linear | None:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.from_numpy(x).to(device)
+    classes = torch.from_numpy(labels).to(device)
+    n, dim = features.shape
+    batch = min(training.batch, n)
+    weights = 0.01 * torch.randn(dim, n_classes, generator=generator)
+    weights = weights.to(device).requires_grad_()
+    bias = torch.zeros(n_classes, device=device, requires_grad=True)
+    norm = torch.nn.BatchNorm1d(dim, affine=False, eps=NORM_EPSILON).to(device)
+    optimiser = torch.optim.SGD([weights, bias], lr=1.0, momentum=MOMENTUM)
+    n_steps = max(1, n // batch)
+    for epoch in range(training.epochs):
+        order = torch.randperm(n, generator=generator)
+        for step in range(n_steps):
+            done = (epoch + step / n_steps) / training.epochs
+            rate = training.lr * batch / 256 * (1 + math.cos(math.pi * done)) / 2
+            optimiser.param_groups[0]["lr"] = rate
+            rows = order[step * batch : (step + 1) * batch].to(device)
+            inputs = norm(features[rows]) if training.batch_norm else features[rows]
+            loss = torch.nn.functional.cross_entropy(inputs @ weights + bias, classes[rows])
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+    w = weights.detach().cpu().numpy().astype(np.float64)
+    b = bias.detach().cpu().numpy().astype(np.float64)
+    if not (np.isfinite(w).all() and np.isfinite(b).all()):
+        return None
+    if training.batch_norm:
+        w /= np.sqrt(x.var(axis=0, dtype=np.float64) + NORM_EPSILON)[:, np.newaxis]
+        b -= x.mean(axis=0, dtype=np.float64) @ w
+    return Linear(w, b)
+
+
+def fit_sgd(
+    source: Source, part: slice, draws: Sequence[Draw], task: Task, training: Training
+) -> list[list[Fitted | None]]:
+    """A trained layer for each draw and token of the part; None if training diverged. Raises
+    VitseeError: batch normalisation of a single image."""
+    if training.batch_norm and min(map(len, draws)) < 2:
+        raise VitseeError("--batch-norm needs the variance of at least 2 training images; found 1")
+    places = union([draw.places for draw in draws])
+    tokens = range(*part.indices(source.n_tokens))
+    x = np.empty((len(tokens), len(places), source.dim), np.float32)
+    done = 0
+    for _, block in source.blocks(part, places):
+        x[:, done : done + len(block)] = block.swapaxes(0, 1)
+        done += len(block)
+
+    def train(draw: Draw, token: int) -> Fitted | None:
+        rows = np.searchsorted(places, draw.places)
+        labels = task.labels[draw.places]
+        linear = train_linear(x[token][rows], labels, task.n_classes, training, draw.seed)
+        return None if linear is None else Fitted((math.nan,), linear)
+
+    return [[train(draw, token) for token in range(len(tokens))] for draw in draws]

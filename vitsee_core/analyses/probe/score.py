@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.analyses.probe.fit import (
-    ConcatenatedTokens,
     Fitted,
-    Random,
-    Source,
-    Stored,
     Task,
     fit,
+    fit_sgd,
     probe_concatenated,
     token_bytes,
 )
 from vitsee_core.analyses.probe.settings import (
+    ConcatenatedTokens,
     Draw,
+    Random,
     Settings,
+    Source,
+    Stored,
     Training,
 )
-from vitsee_core.analyses.probe.sgd import fit_sgd
 from vitsee_core.features import SiteFeatures, check_alike
 from vitsee_core.kernels.l2_choice import GRID
 from vitsee_core.labels.labelled_rows import LabelledRows
@@ -36,7 +36,6 @@ from vitsee_core.masks.segments import Examples
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.lanes import one_blas_thread
 from vitsee_core.runtime.machine import human_bytes
-from vitsee_core.runtime.progress import Progress
 from vitsee_core.runtime.streaming import thread_map
 from vitsee_core.statistics.jackknife import Blocks, means_without
 from vitsee_core.statistics.moments import Moments
@@ -180,13 +179,6 @@ class Scorer:
         for name in ("value", "std"):
             scores[name] = scores[name] / n if n else math.nan
         return scores
-
-
-def tokens_of(features: SiteFeatures) -> list[Token]:
-    """The tokens that rows name, one for each probed vector of an image."""
-    if features.site.layout is not None and features.selection == "all":
-        return [Token("all")]
-    return features.tokens
 
 
 def _mean_l2(values: Float) -> float | None:
@@ -342,23 +334,19 @@ class SiteProbes:
             )
             random = prober.side_by_side(ours, theirs, "random features")
             return list(self.scorer.rows([Token("")], random, False)), []
-        tally = self._probe(prober, first, second, execution.progress)
-        one_class = len(np.unique(self.train.labels)) == 1
-        rows = self.scorer.rows(tokens_of(first), tally, first.selection == "each")
-        return list(rows), _remarks(first, tally, task, one_class)
-
-    def _probe(
-        self, prober: Prober, features: SiteFeatures, other: SiteFeatures, progress: Progress
-    ) -> Tally:
-        task, what = prober.task, f"{features.site.name} ({features.selection})"
-        ours = Stored(features, self.train, task.jobs, task.memory)
-        theirs = Stored(other, self.test, task.jobs, task.memory)
-        if features.site.layout is not None and features.selection == "all":
-            tally = prober.side_by_side(ours, theirs, what)
+        tokens, each = first.tokens, first.selection == "each"
+        what, progress = f"{first.site.name} ({first.selection})", execution.progress
+        sources = (
+            Stored(features, data, task.jobs, task.memory)
+            for features, data in ((first, self.train), (second, self.test))
+        )
+        if first.site.layout is not None and first.selection == "all":
+            tokens, tally = [Token("all")], prober.side_by_side(*sources, what)
             progress.advance(len(prober.draws))
-            return tally
-        first = features.n_prefix if features.selection == "each" else 0
-        return prober.each(ours, theirs, what, first, progress.advance)
+        else:
+            tally = prober.each(*sources, what, first.n_prefix if each else 0, progress.advance)
+        one_class = len(np.unique(self.train.labels)) == 1
+        return list(self.scorer.rows(tokens, tally, each)), _remarks(first, tally, task, one_class)
 
 
 def shape_of_random(features: SiteFeatures) -> tuple[int, int]:
