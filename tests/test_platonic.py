@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tests.stores import VIT, write_model
 from vitsee_cli.main import main
-from vitsee_core.analyses.similarity import _without_outliers, run
+from vitsee_core.analyses.similarity import run, without_outliers
 from vitsee_core.features.matrix import clamped, quantile_of_sizes
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.similarity import Representation
@@ -134,7 +134,7 @@ def test_the_quantile_is_that_of_sorting(
 def test_clamped_features_are_others_for_the_cache(tmp_path: Path) -> None:
     _, _, (store, _) = two(tmp_path)
     plain = Representation(store, store.sites["blocks.0.out"], "cls")
-    (cut_off,) = _without_outliers([plain], Execution(), "image")
+    (cut_off,) = without_outliers([plain], Execution(), "image")
     assert cut_off.clamp is not None
     assert cut_off.features.identity[:-1] == plain.features.identity
     assert cut_off.features.identity[-1] == f"clamped at {cut_off.clamp!r}"

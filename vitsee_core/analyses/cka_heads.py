@@ -142,7 +142,9 @@ def run(
             f"stores, got {len(stores)}"
         )
     a, b = stores
-    chosen = _block(a, block)
+    chosen, *others = chosen_blocks(a, ("blocks",) if block is None else (block,))
+    if block is not None and others:
+        raise VitseeError(f"--block {block} chooses {1 + len(others)} blocks; expected one")
     heads = _heads(a, chosen)
     distances = _distances(a, b, chosen, execution)
     groups = _groups(distances, window, cumulative)
@@ -172,6 +174,8 @@ def run(
         ),
         progress=execution.progress,
     )
+    size = len(groups[0])
+    of_size = "single heads" if size == 1 else f"windows of {size} heads"
     members = np.zeros((len(groups), len(heads)))
     for row, group in zip(members, groups, strict=True):
         row[group] = 1
@@ -185,7 +189,7 @@ def run(
         log.warning("%s", remark)
     notes = {
         **h.notes,
-        "groups": _describe_groups(groups, cumulative),
+        "groups": "the most local heads, one more each time" if cumulative else of_size,
         **({"preset": f"{preset}: {PRESETS[preset].source}"} if preset else {}),
         "head_distances_px": distances.tolist(),
         "remarks": remarks,
@@ -206,13 +210,6 @@ def run(
         for j, site in enumerate(sites)
     ]
     return Table.from_rows(rows, COLUMNS, notes)
-
-
-def _block(store: Store, block: str | None) -> StoredAttention:
-    blocks = chosen_blocks(store, ("blocks",) if block is None else (block,))
-    if block is not None and len(blocks) > 1:
-        raise VitseeError(f"--block {block} chooses {len(blocks)} blocks; expected one")
-    return blocks[0]
 
 
 def _heads(store: Store, block: StoredAttention) -> list[Representation]:
@@ -266,13 +263,6 @@ def _groups(
         return [order[: k + 1] for k in range(n)]
     size = window or max(1, n // 3)
     return [order[k : k + size] for k in range(n - size + 1)]
-
-
-def _describe_groups(groups: Sequence[NDArray[np.int64]], cumulative: bool) -> str:
-    size = len(groups[0])
-    if cumulative:
-        return "the most local heads, one more each time"
-    return "single heads" if size == 1 else f"windows of {size} heads"
 
 
 def over_groups(h: Hsic, members: NDArray[np.float64]) -> Hsic:

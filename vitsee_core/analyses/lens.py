@@ -362,7 +362,7 @@ def plot(table: Table) -> Figure:
     stores = cells.filter(metric=mapped).partition_by("store", maintain_order=True)
     # A grid of one cell is no map.
     stores = [own for own in stores if own.select("row", "col").n_unique() > 1]
-    shown = [_picked(own) for own in stores]
+    shown = [evenly([*own["site"].unique(maintain_order=True)], TILES) for own in stores]
     curves = CurveGrid.of(len(metrics), rows)
     maps = [small_maps(len(sites), 2) for sites in shown]
     figure, parts = stack(curves, *maps)
@@ -385,11 +385,6 @@ def plot(table: Table) -> Figure:
         name_part(part, f"{who}, by patch (n = {count(own)})")
         _draw_maps(grid, part, own, sites, top)
     return figure
-
-
-def _picked(rows: pl.DataFrame) -> list[str]:
-    """The sites whose maps are drawn, evenly over depth."""
-    return evenly(rows["site"].unique(maintain_order=True).to_list(), TILES)
 
 
 def _draw_patches(axes: Axes, rows: pl.DataFrame, among: pl.DataFrame) -> None:

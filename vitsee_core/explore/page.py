@@ -56,15 +56,22 @@ def render(
         left_out: stores that take no part -> why.
     """
     parts = [one.shown for one in contents]
-    frames, n_times = frames_of(parts), parts[0].times
+    frames, n_times, store = frames_of(parts), parts[0].times, parts[0].store
+    names, labels = store.class_names or [], {*store.samples.label[parts[0].rows].tolist()}
     about: dict[str, Any] = {
         "images": describe_images(parts, frames, data),
         "models": [one.describe(frames) for one in contents],
         "steps": steps_of([one.shown.store.label for one in contents]),
         # The sampled frames of each place in time; the images are those of each clip in a row.
         **({"times": [frames_at(parts[0], k) for k in range(n_times)]} if n_times > 1 else {}),
-        "classes": _classes(contents),
-        "labels": _labels(contents),
+        # Names of the classes that each store's classifier answers, and of the images' labels.
+        "classes": [
+            {str(k): visible(own[k]) for k in one.classes() if k < len(own)}
+            for one, own in ((one, one.shown.store.class_names or []) for one in contents)
+        ],
+        "labels": {
+            str(k): visible(names[k]) if k < len(names) else f"class {k}" for k in labels if k >= 0
+        },
     }
     title = visible(title) or _names(contents)
     about["title"] = title
@@ -125,23 +132,6 @@ def _about(contents: Sequence[StoreContents]) -> list[str]:
         counted(sites, "layers"),
         f"cosines within {worst.p99:.3f} (99 of 100; all: {largest:.2g})",
     ]
-
-
-def _classes(contents: Sequence[StoreContents]) -> list[dict[str, str]]:
-    """Class -> name for each store, for the classes that its classifier answers and that have
-    one."""
-    found = []
-    for one in contents:
-        names = one.shown.store.class_names or []
-        found.append({str(k): visible(names[k]) for k in one.classes() if k < len(names)})
-    return found
-
-
-def _labels(contents: Sequence[StoreContents]) -> dict[str, str]:
-    store, rows = contents[0].shown.store, contents[0].shown.rows
-    names = store.class_names or []
-    own = {int(label) for label in store.samples.label[rows]}
-    return {str(k): visible(names[k]) if k < len(names) else f"class {k}" for k in own if k >= 0}
 
 
 LEAST_PIXELS, MOST_PIXELS = 320, 448  # along the longer side of a photograph

@@ -249,7 +249,10 @@ class GramCache:
         finally:
             if owned is not None:
                 os.close(owned)
-        _remove_older(folder, self._stem(features))
+        for header_path in folder.glob(f"{self._stem(features)}.*.json"):
+            if format_of(read_regular(header_path)) < FORMAT:  # of the same features
+                for old in (header_path, header_path.with_suffix(".tiles")):
+                    old.unlink(missing_ok=True)
         return GramFile(data, header)
 
     def _key(self, features: FeatureMatrix) -> tuple[str, ...]:
@@ -296,14 +299,6 @@ def _revision(features: FeatureMatrix) -> str:
     were committed, in whichever generation."""
     store, site = features.store, features.key[0]
     return f"{store.manifest.store_id}:{store.revision_of(site)}"
-
-
-def _remove_older(folder: Path, stem: str) -> None:
-    """Remove matrices of the same features in earlier formats."""
-    for path in folder.glob(f"{stem}.*.json"):
-        if format_of(read_regular(path)) < FORMAT:
-            for old in (path, path.with_suffix(".tiles")):
-                old.unlink(missing_ok=True)
 
 
 def _sweep(folder: Path) -> None:

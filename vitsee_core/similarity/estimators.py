@@ -354,12 +354,12 @@ def own_grams(comparison: Comparison, batches: Sequence[Integers]) -> list[OfBat
         return comparison.find(r, [comparison.rows_of(r)[places] for places in batches])
 
     size = 4 * len(batches) * max(map(len, batches)) ** 2
+
+    def of_batch(file: GramFile, batch: int) -> Matrix:
+        return InMemory(file.header.batches[batch], partial(file.tile, batch))
+
     files = comparison.grams(made, partial(_batch_grams, batches), lambda _: size)
-    return [partial(_from_file, file) for file in files]
-
-
-def _from_file(file: GramFile, batch: int) -> Matrix:
-    return InMemory(file.header.batches[batch], partial(file.tile, batch))
+    return [partial(of_batch, file) for file in files]
 
 
 def _batch_grams(
@@ -401,17 +401,9 @@ def each_batch(comparison: Comparison, grams: Sequence[OfBatch], n_batches: int)
     for batch in range(n_batches):
         matrices = [of(batch) for of in grams]
         whole = Partition(np.zeros(matrices[0].n, np.int64), 1, crossing=False)
-        work = partial(_one_batch, partition=whole, device=comparison.device)
+
+        def work(rows: Any, cols: Any, tile: int, whole: Partition = whole) -> list[Hsic]:
+            (total,), own = pair_totals(rows, cols, [whole], device=comparison.device, tile=tile)
+            return [as_one_batch(total, own).unbiased()]
+
         yield from in_groups(comparison, matrices, work, [whole])
-
-
-def _one_batch(
-    rows: Sequence[Matrix],
-    cols: Sequence[Matrix] | None,
-    *,
-    tile: int,
-    partition: Partition,
-    device: str,
-) -> list[Hsic]:
-    (total,), diagonals = pair_totals(rows, cols, [partition], device=device, tile=tile)
-    return [as_one_batch(total, diagonals).unbiased()]

@@ -19,8 +19,9 @@ read again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations_with_replacement
 from typing import Any
 
 import numpy as np
@@ -289,7 +290,8 @@ def pair_totals(
     work = n_rows * n_cols * side * side
     lanes = 1 if work < FEW else n_lanes(max(1, side * side // TERMS))
     with lane_pool(lanes) as pool:
-        for i, j in _tiles(n, tile):
+        edges = [slice(at, min(at + tile, n)) for at in range(0, n, tile)]
+        for i, j in combinations_with_replacement(edges, 2):
             cut = [(total, piece) for total in totals for piece in pieces(total.partition, i, j)]
             of_tile, sums = made.sums(i, j, [piece for _, piece in cut], pool)
             if of_tile is not None:
@@ -305,13 +307,6 @@ def bytes_each(n: int, partitions: Sequence[Partition], tile: int) -> int:
     side = min(tile, n)
     sums = sum(n * (p.n_cells if p.crossing else 1) for p in partitions) + 8 * n
     return 2 * side * side * 4 + 8 * sums
-
-
-def _tiles(n: int, tile: int) -> Iterator[tuple[slice, slice]]:
-    edges = [slice(at, min(at + tile, n)) for at in range(0, n, tile)]
-    for a, i in enumerate(edges):
-        for j in edges[a:]:
-            yield i, j
 
 
 class _Running:

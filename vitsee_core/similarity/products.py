@@ -182,7 +182,7 @@ class StripPlan:
         # A lane holds its strip, a slab of it as stored, a stored chunk and a product.
         slab = min(features.store.plan.slab, n)
         groups = (tiles[first : first + at_once] for first in range(0, len(tiles), at_once))
-        used = max(map(_most_rows, groups))
+        used = max(len(_used(n, group)) for group in groups)
         a_column = used * item + slab * features.item_size
         fixed = largest * item + features.chunk_bytes
         p, least = features.n_features, min(FEWEST_COLUMNS, features.n_features)
@@ -261,14 +261,6 @@ def products(
 
 def _length(part: Places) -> int:
     return part.stop - part.start if isinstance(part, slice) else len(part)
-
-
-def _most_rows(tiles: Sequence[GramTile]) -> int:
-    """Number of rows that all these tiles need, counted once."""
-    n = 1 + max(
-        int(p.stop - 1 if isinstance(p, slice) else p.max()) for t in tiles for p in (t.i, t.j)
-    )
-    return len(_used(n, tiles))
 
 
 def _used(n: int, tiles: Sequence[GramTile]) -> Integers:

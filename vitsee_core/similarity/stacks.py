@@ -289,7 +289,12 @@ class Runs:
         jobs = []
         for run in (i, j):
             if run.start not in self._runs:
-                self._make_room(i.start, j.start)
+                # Tiles come row by row of the upper triangle: runs before i are not needed again,
+                # and of the others the last one before j is needed last.
+                while len(self._runs) >= self._kept:
+                    others = sorted(at for at in self._runs if at not in (i.start, j.start))
+                    below = [at for at in others if at < j.start]
+                    del self._runs[others[0] if others[0] < i.start else (below or others)[-1]]
                 self._runs[run.start] = None
                 jobs += self._jobs(run)
         return jobs
@@ -304,14 +309,6 @@ class Runs:
         """(images, features) of one matrix, after reading. name: of the per-thread memory that is
         reused if they have to be computed."""
         return self._runs[run.start][k]
-
-    def _make_room(self, i: int, j: int) -> None:
-        """Tiles come row by row of the upper triangle: runs before i are not needed again, and of
-        the others the last one before j is needed last."""
-        while len(self._runs) >= self._kept:
-            others = sorted(run for run in self._runs if run not in (i, j))
-            below = [run for run in others if run < j]
-            del self._runs[others[0] if others[0] < i else (below or others)[-1]]
 
     def _read(self, run: slice) -> Any:
         x = self._load(run)
@@ -399,7 +396,8 @@ class StoredRuns(Runs):
             if raw.dtype == np.float16:
                 shift_half(raw.view(np.uint16), mean, x[some], 0, NO_SUMS)
             else:
-                shift_bytes(raw, mean, self._scale, x[some])
+                assert isinstance(self.stack, PatchPixels) and self.stack.scale is not None
+                shift_bytes(raw, mean, self.stack.scale, x[some])
         return x
 
     def _mean_of(self, k: int) -> Float32:
@@ -411,12 +409,6 @@ class StoredRuns(Runs):
             mean = x[0] + (x - x[0]).mean(0)
             self._means[k] = mean if isinstance(self.stack, TokenStack) else np.rint(mean)
         return self._means[k]
-
-    @property
-    def _scale(self) -> Float32:
-        """The scale of the pixels of a patch."""
-        assert isinstance(self.stack, PatchPixels) and self.stack.scale is not None
-        return self.stack.scale
 
     def _jobs(self, run: slice) -> list[Callable[[], None]]:
         spans = self.spans(run)

@@ -165,6 +165,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
 
     model, weights = record["model"], record["model"].get("weights", {})
     identity, data = record["identity"], record["info"].get("data", {})
+    transform, erf = record["transform"], record["erf"]
     every = counted(record["n_slabs"], "slabs")
     examples = examples_of(record)
     slabs = f"{record['n_committed']} of {every} of {counted(record['slab'], examples)}"
@@ -191,7 +192,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("no skip in", ", ".join(model.get("ablate_skip", ()))),
         ("changed", "; ".join(model.get("interventions", ()))),
         ("loaded", _listed(weights, LOADED)),
-        ("transform", _listed(record["transform"], _shown_of_transform(record["transform"]))),
+        ("transform", _listed(transform, [key for key in transform if key != "clip"])),
         ("precision", str(identity.get("precision", ""))),
         ("attention", _attention(record["attention"])),
         ("residual", _count(record["residual"], "sublayers")),
@@ -199,7 +200,7 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("frames", _clips(record.get("clip"))),
         ("inputs", "x".join(map(str, record["inputs"] or ()))),
         ("grams", _grams(record)),
-        ("erf", _erf(record)),
+        ("erf", erf and f"{_count(erf['sites'], 'sites')}, first {erf['n_images']} images"),
         ("classes", _count(record["class_names"] or (), "classes")),
         ("labels", _labels(record["labels"] or (), examples)),
     ]
@@ -211,11 +212,6 @@ def _facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
             ("made by", f"{command} ({counted(maker['n_slabs'], 'slabs')}{where and ', ' + where})")
         )
     return [(name, text) for name, text in facts if text]
-
-
-def _shown_of_transform(transform: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields without those of clips, which have a line."""
-    return tuple(key for key in transform if key != "clip")
 
 
 def _clips(clip: Mapping[str, Any] | None) -> str:
@@ -342,12 +338,7 @@ def _grams(record: Mapping[str, Any]) -> str:
     return f"{_count(record['grams'], 'sites')}, within slabs of {slabs}"
 
 
-def _erf(record: Mapping[str, Any]) -> str:
-    erf = record["erf"]
-    return f"{_count(erf['sites'], 'sites')}, first {erf['n_images']} images" if erf else ""
-
-
-def _listed(record: Mapping[str, Any] | None, keys: tuple[str, ...]) -> str:
+def _listed(record: Mapping[str, Any] | None, keys: Sequence[str]) -> str:
     """`key value, key value` of the entries that are not empty; the first without its key."""
     record = record or {}
     kept = [(key, record[key]) for key in keys if record.get(key) not in (None, "", [], {})]

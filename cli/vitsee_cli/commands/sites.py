@@ -88,7 +88,9 @@ def command(
         console.out(json.dumps({**head, "sites": rows, **_availability(table)}, indent=2))
     else:
         n_modules = 0 if sites else len(table.sites) - len(chosen)
-        _show(rows, table, n_modules, renamed=_renamed(chosen))
+        # Whether the model calls its blocks otherwise than sites do.
+        renamed = any(s.block and not (s.site_path or s.block).startswith(s.block) for s in chosen)
+        _show(rows, table, n_modules, renamed=renamed)
     for line in changed:
         console.say(f"extract runs the model with {line}")
     if not found.proven:
@@ -121,11 +123,6 @@ def _availability(table: SiteTable) -> dict[str, Any]:
         "residual": table.residual_refusal or [s.name for s in table.sublayers],
         "left_out": dict(table.left_out),
     }
-
-
-def _renamed(sites: Sequence[SiteSpec]) -> bool:
-    """Whether the model calls its blocks otherwise than sites do."""
-    return any(s.block and s.site_path and not s.site_path.startswith(s.block) for s in sites)
 
 
 def _show(

@@ -84,7 +84,11 @@ def plot(table: Table) -> Figure:
         own[0].set_title(shorten(rows["store"][0], 28))
         note_count(own[-1], drawn)
         own[0].set_ylabel(metric_words(metric))
-    _same_scale(of_store)
+    # All panels on one y axis from 0, unless that would flatten a store below a third of it.
+    tops = [_top(max(axes.dataLim.y1 for axes in pair)) for pair in of_store]
+    for pair, top in zip(of_store, tops, strict=True):
+        for axes in pair:
+            axes.set_ylim(0, max(tops) if min(tops) > max(tops) / 3 else top)
     if several:
         every += grids[1].axes(parts[1])
         _draw_layers(every[-1], every_row, metric, every_row)
@@ -299,12 +303,3 @@ def _draw_layers(axes: Axes, rows: pl.DataFrame, metric: str, among: pl.DataFram
     axes.set_title("mean over heads")
     axes.set_ylim(0, 1.06 * max(axes.dataLim.y1, *uniform, 0))
     note_count(axes, rows)
-
-
-def _same_scale(pairs: Sequence[Sequence[Axes]]) -> None:
-    """All panels on one y axis from 0, unless that would flatten a store below a third of it."""
-    tops = [_top(max(axes.dataLim.y1 for axes in pair)) for pair in pairs]
-    alike = min(tops) > max(tops) / 3
-    for pair, top in zip(pairs, tops, strict=True):
-        for axes in pair:
-            axes.set_ylim(0, max(tops) if alike else top)

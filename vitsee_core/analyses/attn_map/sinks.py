@@ -181,7 +181,10 @@ def sink_rows(
                     "--attention rows)",
                     *(store.label, block.site),
                 )
-    keys = sorted(found, key=lambda key: _order(key, layouts))
+    # By metric, then the whole, then the kinds of token.
+    metrics = ("sink_max", "sink_median", "sink_share", "qk_nmi")
+    kinds = {group: ["", *layout.prefix, PATCHES] for group, layout in layouts.items()}
+    keys = sorted(found, key=lambda key: (metrics.index(key[0]), kinds[key[1]].index(key[2])))
     return [
         site_columns(store, block)
         | {"token": token, "head": head, "metric": metric}
@@ -236,14 +239,6 @@ def _can_sink(layout: TokenLayout) -> bool:
     return layout.n_tokens > THRESHOLD
 
 
-def _order(key: Key, layouts: dict[str, TokenLayout]) -> tuple[int, int]:
-    """The place of a key among the rows: by metric, then the whole, then the kinds of token."""
-    metric, group, token = key
-    kinds = ["", *layouts[group].prefix, PATCHES]
-    metrics = ("sink_max", "sink_median", "sink_share", "qk_nmi")
-    return metrics.index(metric), kinds.index(token)
-
-
 def _within(metric: str, cells: dict[str, float | int]) -> dict[str, float | int]:
     """The cells with their interval inside the metric's limits: a share's by its own method, an
     NMI's clipped to 0 to 1, a score's to 0 and above."""
@@ -270,7 +265,11 @@ def draw_sinks(every_row: pl.DataFrame) -> Figure:
         rows, names = one_place_a_layer(every_layer)
         _draw_scores(line[0], rows, colours)
         _draw_shares(line[1], rows, colours)
-        _draw_information(line[2], rows)
+        own = rows.filter(metric="qk_nmi")
+        look: dict[str, Any] = {"color": GREY, "alpha": 0.6, "linewidth": 0, "label": "head"}
+        line[2].scatter(beside_each_other(own), own["value"], em(72) ** 2 * 0.13, **look)
+        draw_layer_means(line[2], own)
+        line[2].set_ylabel(metric_words("qk_nmi"))
         for axes in line:
             layer_ticks(axes, names)
             axes.set_title(shorten(rows["store"][0], 28))
@@ -351,14 +350,6 @@ def _draw_shares(axes: Axes, rows: pl.DataFrame, colours: dict[str, str]) -> Non
     if not len(shares):
         axes.text(0.5, 0.5, "ten tokens or fewer", transform=axes.transAxes, ha="center")
     axes.set_ylabel(metric_words("sink_share"))
-
-
-def _draw_information(axes: Axes, rows: pl.DataFrame) -> None:
-    own = rows.filter(metric="qk_nmi")
-    look: dict[str, Any] = {"color": GREY, "alpha": 0.6, "linewidth": 0, "label": "head"}
-    axes.scatter(beside_each_other(own), own["value"], em(72) ** 2 * 0.13, **look)
-    draw_layer_means(axes, own)
-    axes.set_ylabel(metric_words("qk_nmi"))
 
 
 def _add_legend(figure: Figure, lines: Any, colours: dict[str, str]) -> None:

@@ -203,7 +203,8 @@ class _Store:
 
     def rows(self, by: str) -> list[Cells]:
         outputs = self._outputs(by)
-        distances = self._distances()
+        make = partial(BlockMeans, partial(_read_distances, self.runs.blocks), self.blocks)
+        distances = self.execution.fold(self.store, make, self.images).result()
         places = {block.site: site_columns(self.store, block) for block in self.runs.blocks}
         found: list[Cells] = []
         for head in self.runs.heads:
@@ -242,11 +243,6 @@ class _Store:
         for (head, metric), mean in means.result().items():
             found.setdefault(head, {})[metric] = mean
         return found
-
-    def _distances(self) -> dict[Head, BlockMean]:
-        read = partial(_read_distances, self.runs.blocks)
-        make = partial(BlockMeans, read, self.blocks)
-        return self.execution.fold(self.store, make, self.images).result()
 
     def _correlations(
         self,

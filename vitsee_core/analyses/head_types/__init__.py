@@ -204,7 +204,11 @@ def run(
             rows += _time_rows(store, example)
         notes["images"][store.label] = chosen.describe()
         notes["blocks"][store.label] = len(sums.n_images)
-        notes["changed"][store.label] = changed = _changed(heads)
+        # Changed threshold -> the share of heads that then have another type.
+        notes["changed"][store.label] = changed = {
+            name: float(np.mean([head.variants[name] != head.type for head in heads]))
+            for name in heads[0].variants
+        }
         log.info("%s: %s", store.label, _sensitivity(heads, changed))
     in_time = any(store.plan.clip is not None for store in selected.stores)
     columns = CLIP_COLUMNS if in_time else COLUMNS
@@ -404,14 +408,6 @@ def _sensitivity(heads: Sequence[Head], changed: dict[str, float]) -> str:
     line = f"{kept:.0f} % of heads keep their type whichever threshold moves by x 0.8 or x 1.25"
     worst = max(changed, key=lambda name: changed[name])
     return f"{line} ({worst}: {100 * changed[worst]:.0f} % change)" if changed[worst] else line
-
-
-def _changed(heads: Sequence[Head]) -> dict[str, float]:
-    """Changed threshold -> the share of heads that then have another type."""
-    return {
-        name: float(np.mean([head.variants[name] != head.type for head in heads]))
-        for name in heads[0].variants
-    }
 
 
 def headline(table: Table) -> list[Answer]:

@@ -336,15 +336,16 @@ class SiteProbes:
             return list(self.scorer.rows([Token("")], random, False)), []
         tokens, each = first.tokens, first.selection == "each"
         what, progress = f"{first.site.name} ({first.selection})", execution.progress
-        sources = (
+        train, test = (
             Stored(features, data, task.jobs, task.memory)
             for features, data in ((first, self.train), (second, self.test))
         )
         if first.site.layout is not None and first.selection == "all":
-            tokens, tally = [Token("all")], prober.side_by_side(*sources, what)
+            tokens, tally = [Token("all")], prober.side_by_side(train, test, what)
             progress.advance(len(prober.draws))
         else:
-            tally = prober.each(*sources, what, first.n_prefix if each else 0, progress.advance)
+            skipped = first.n_prefix if each else 0
+            tally = prober.each(train, test, what, skipped, progress.advance)
         one_class = len(np.unique(self.train.labels)) == 1
         return list(self.scorer.rows(tokens, tally, each)), _remarks(first, tally, task, one_class)
 

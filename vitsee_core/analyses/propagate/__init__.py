@@ -170,6 +170,7 @@ def run(
     remarks = _remarks(work, scores)
     for remark in remarks:
         log.info("%s", remark)
+    clips = {store.label: seen for store in selected.stores if (seen := frames_seen(store))}
     notes = {
         "interval": INTERVAL, "spread": SPREAD,
         "settings": asdict(settings),
@@ -177,7 +178,7 @@ def run(
         "seed": execution.seed,
         "videos": {video.name: len(video.frames) for video in videos},
         "masks": str(files.root),
-        **_clips(selected.stores),
+        **({"clips": clips} if clips else {}),
         **selected.notes(),
         **({"remarks": remarks} if remarks else {}),
         WORD: {store.label: describe_blocks(videos) for store in selected.stores},
@@ -269,12 +270,6 @@ def _saving(
         raise VitseeError(f"cannot write {save}: {reason(error)}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _clips(stores: Sequence[Store]) -> dict[str, dict[str, dict[str, Any]]]:
-    """The way in which the stores of clips took their frames, for the notes."""
-    found = {store.label: seen for store in stores if (seen := frames_seen(store))}
-    return {"clips": found} if found else {}
 
 
 def _remarks(work: VideoWork, found: Found) -> list[str]:

@@ -126,7 +126,8 @@ def overlaps(
         VitseeError: attention must be recomputed, and images or weights are gone.
     """
     make = partial(Overlaps, wanted, labels, mass, blocks.of_rows)
-    if not _has_rows(store, wanted):
+    folders = [(f"attention/{b.group}/" if b.group else "attention/", own) for b, own in wanted]
+    if not all(store.has(f"{f}{ARRAYS[t]}") for f, tokens in folders for t in tokens):
         found = make()
         _compute(store, found, wanted, rows, origin or Provenance(), execution)
         return found
@@ -201,11 +202,6 @@ class Overlaps:
     def result(self) -> Overlaps:
         """The moments themselves: `heads` has entries (heads,), `oracle` scalars."""
         return self
-
-
-def _has_rows(store: Store, wanted: Wanted) -> bool:
-    folders = [(f"{b.group}/" if b.group else "", tokens) for b, tokens in wanted]
-    return all(store.has(f"attention/{f}{ARRAYS[t]}") for f, tokens in folders for t in tokens)
 
 
 def _slab_bytes(store: Store, wanted: Wanted) -> int:

@@ -241,7 +241,7 @@ def run(
         hint = f" (--preset {preset} takes the class token; --tokens mean the rest)"
         raise SiteError(f"{error}{hint if preset and tokens == PLATONIC_TOKENS else ''}") from None
     if preset:
-        compared = _without_outliers(compared, execution, pair_by)
+        compared = without_outliers(compared, execution, pair_by)
     n_rows = len(chosen.rows)
     table_rows: list[dict[str, Any]] = []
     remarks: list[str] = []
@@ -281,7 +281,7 @@ def run(
     return Table.from_rows(table_rows, COLUMNS, notes)
 
 
-def _without_outliers(
+def without_outliers(
     representations: Sequence[Representation], execution: Execution, pair_by: str
 ) -> list[Representation]:
     """The same, clipped at the quantile over all representations of one store, over the compared
