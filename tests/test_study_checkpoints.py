@@ -170,6 +170,19 @@ def test_every_checkpoint_is_a_step_of_every_table(photos: Path, tmp_path: Path)
     assert "5 of 6 checkpoints: done before" in study(run, photos, out, *FEW).stderr
 
 
+@pytest.mark.slow
+def test_a_reason_that_holds_at_every_step_is_said_once(photos: Path, tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    run.mkdir()
+    plant(run, 0, 200, 1000)
+    words = ("--train", photos, "--analyses", "attn-dist", "--analyses", "knn")
+    result = study(run, photos, out, *words)
+    said = [line for line in result.stderr.splitlines() if "knn failed: " in line]
+    assert len(said) == 1 and said[0].startswith("step 0: knn failed: "), result.stderr
+    notes = Table.read(out / "steps.csv")["note"]
+    assert [note.startswith("knn: ") for note in notes] == [True] * 3
+
+
 def test_a_dry_run_lists_the_steps(photos: Path, tmp_path: Path) -> None:
     files(tmp_path, "step_20.pt", "step_3.pt")
     result = study(tmp_path, photos, tmp_path / "out", "--dry-run")

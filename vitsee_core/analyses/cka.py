@@ -138,16 +138,9 @@ def run(
         sites = sites or PRESETS[preset].sites
     chosen = choose_pairs(stores, sites, sites_a, sites_b, pairs)
     how = choose_estimator(
-        stores,
-        preset,
-        estimator,
-        batch=batch,
-        examples=examples,
-        repeats=repeats,
-        images=execution.images,
-        seed=execution.seed,
-        pair_by=pair_by,
-    )
+        stores, preset, estimator, batch=batch, examples=examples, repeats=repeats,
+        images=execution.images, seed=execution.seed, pair_by=pair_by,
+    )  # fmt: skip
     rows, cols = (
         None if side is None else [Representation(store, site, tokens) for store, site in side]
         for side in (chosen.rows, chosen.cols)

@@ -154,15 +154,9 @@ def run(
         else [site for site in b.select("blocks") if site.rel_depth <= 0.5]
     )
     how = choose_estimator(
-        stores,
-        preset,
-        estimator,
-        batch=batch,
-        examples=examples,
-        repeats=repeats,
-        images=execution.images,
-        seed=execution.seed,
-    )
+        stores, preset, estimator, batch=batch, examples=examples, repeats=repeats,
+        images=execution.images, seed=execution.seed,
+    )  # fmt: skip
     h = hsic(
         heads,
         [*heads, *(Representation(b, site) for site in sites)],

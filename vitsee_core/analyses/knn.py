@@ -275,12 +275,9 @@ class _Search:
                 for data, features in ((a, ours), (b, theirs))
             ]
         found = nearest(
-            *(pieces[0], pieces[1], (len(b), len(a), dim)),
-            k=max(self.ks),
-            device=execution.device,
-            memory=3 * budget // 4,
-            progress=execution.progress,
-        )
+            *(pieces[0], pieces[1], (len(b), len(a), dim)), k=max(self.ks), device=execution.device,
+            memory=3 * budget // 4, progress=execution.progress,
+        )  # fmt: skip
         remark = ""
         if found.constant and isinstance(site, str):
             which = f"{selection} " if selection else ""

@@ -155,13 +155,9 @@ def explore(
     write_files({place: page.encode()}, force=force)
     errors = [own.error for one in contents for own in one.packed]
     return Explored(
-        place,
-        len(rows[0]),
-        contents[0].shown.store.plan.examples,
-        len(errors),
-        max(error.p99 for error in errors),
-        max(error.largest for error in errors),
-    )
+        place, len(rows[0]), contents[0].shown.store.plan.examples, len(errors),
+        max(error.p99 for error in errors), max(error.largest for error in errors),
+    )  # fmt: skip
 
 
 def _by_time(part: Shown) -> Shown:

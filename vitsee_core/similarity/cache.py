@@ -233,15 +233,9 @@ class GramCache:
                 origin = FeatureOffset(0 if batches else len(rows))
                 checksums = write_tiles(owned, make(origin), tile)
                 header = Header(
-                    _revision(features),
-                    key,
-                    rows,
-                    batches,
-                    tile,
-                    origin.ratio,
-                    checksums,
+                    _revision(features), key, rows, batches, tile, origin.ratio, checksums,
                     None if batches else origin.shift,
-                )
+                )  # fmt: skip
                 if not batches and (theirs := self.find(features, rows)) is not None:
                     places.clear()  # another process was faster
                     return theirs

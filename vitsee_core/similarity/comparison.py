@@ -189,13 +189,9 @@ class Comparison:
     def alone(self) -> Comparison:
         """The part that another process needs."""
         return replace(
-            self,
-            representations=(),
-            cache=self.cache.absolute(),
-            progress=SILENT,
-            workspace=Workspace(),
-            map=None,
-        )
+            self, representations=(), cache=self.cache.absolute(), progress=SILENT,
+            workspace=Workspace(), map=None,
+        )  # fmt: skip
 
     def _require_disk(self, sizes: Sequence[tuple[Representation, int]]) -> None:
         """Refuse Gram matrices that exceed the disk, before any work; `sizes` in bytes."""

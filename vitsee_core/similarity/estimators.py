@@ -381,14 +381,9 @@ def _rescaled(comparison: Comparison, of: Representation, batches: Sequence[Inte
     """Gram matrices of uncentred features, each minus its smallest entry and over its then largest;
     in memory, and in float64 until scaled, because they contain the features' offset."""
     tiles = products(
-        of.features,
-        comparison.rows_of(of),
-        [GramTile(places, places) for places in batches],
-        device=comparison.device,
-        memory=comparison.memory,
-        centred=False,
-        dtype=np.float64,
-    )
+        of.features, comparison.rows_of(of), [GramTile(places, places) for places in batches],
+        device=comparison.device, memory=comparison.memory, centred=False, dtype=np.float64,
+    )  # fmt: skip
     scaled = []
     for gram in tiles:
         shifted = gram - gram.min()

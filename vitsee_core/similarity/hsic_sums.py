@@ -374,13 +374,9 @@ def without_cell(whole: PairSums, total: Totals, labels: Labels, cell: int) -> P
     for of_cell in sums:
         of_cell *= keep
     return PairSums(
-        whole.products - products,
-        whole.own_rows - own_rows,
-        whole.own_cols - own_cols,
-        *sums,
-        *(whole.diag_rows * keep, whole.diag_cols * keep),
-        int(keep.sum()),
-    )
+        whole.products - products, whole.own_rows - own_rows, whole.own_cols - own_cols, *sums,
+        *(whole.diag_rows * keep, whole.diag_cols * keep), int(keep.sum()),
+    )  # fmt: skip
 
 
 def sum_over_cells(total: Totals, partition: Partition, size: int) -> Hsic:

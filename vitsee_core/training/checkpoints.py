@@ -157,6 +157,7 @@ def run(
     if not todo:
         return []
     failed: dict[int, StepFile] = {}
+    reasons = set[tuple[str, str]]()  # of analyses that failed
     begun: list[StepFile] = []
 
     def loaded(file: StepFile) -> LoadedModel:
@@ -169,7 +170,10 @@ def run(
         cells = about[file.step]
         _, lost = series.measure(loaded(file), file.step, anew=False, cells=lambda: cells)
         for stem, why in lost.items():
-            say(f"{series.unit} {file.step}: {stem} failed: {why}")
+            # Once: what a set of images lacks, it lacks at every step.
+            if (said := (stem, why.replace(series.store(file.step).stem, ""))) not in reasons:
+                reasons.add(said)
+                say(f"{series.unit} {file.step}: {stem} failed: {why}")
 
     def attempt(file: StepFile, work: Callable[[StepFile], None]) -> bool:
         """Do it; a failure is a row, and is not tried again."""

@@ -110,12 +110,9 @@ def compare_all(
         if intervals and not measure.reduces:
             without = np.stack([work.value(places[part], kept) for part in parts])
     return Compared(
-        value[back],
-        without[:, back] if intervals else None,
-        null[:, back] if permutations else None,
-        len(places),
-        remarks,
-    )
+        value[back], without[:, back] if intervals else None,
+        null[:, back] if permutations else None, len(places), remarks,
+    )  # fmt: skip
 
 
 def draw_orders(n: int, permutations: int, seed: int) -> list[Integers]:
