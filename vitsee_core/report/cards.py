@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -145,13 +144,13 @@ def groups_of(
     known: Mapping[str, Any],
     progress: Progress,
     left_out: dict[Path, str],
-    earlier: Mapping[str, str] | None = None,
+    addresses: Addresses | None = None,
     figures: Sections | None = None,
 ) -> dict[str, list[Group]]:
     """Heading -> its analyses: `figures` by the stems of their files, then tables over a training,
     then `sections` in the order of the commands, those of no heading last. `left_out` gets the
-    results that were changed into something that cannot be shown, and why. `earlier`: digest of a
-    PNG -> its address on an earlier page."""
+    results that were changed into something that cannot be shown, and why. `addresses`: of
+    the pictures."""
     figures = figures or {}
     by_file = {stem: heading for heading, stems in figures.items() for stem in stems}
     commands = {name: heading for heading, names in sections.items() for name in names}
@@ -175,9 +174,9 @@ def groups_of(
         for one in results
     ]
     labels = _labels(results, of)
-    addresses = Addresses(earlier or {}, results)
+    addresses = addresses or Addresses({}, ())
     found: dict[str, list[Group]] = {h: [] for h in (*figures, OVER_TRAINING, *sections, OTHER)}
-    with counting(progress, len(results), "results"), closing(addresses):
+    with counting(progress, len(results), "results"):
         for number, result in enumerate(results):
             try:
                 card = _card(result, f"r{number}", labels[number], output, known, addresses)
@@ -242,12 +241,13 @@ def _package(result: Result) -> dict[str, str]:
 
 def _labels(results: Sequence[Result], groups: Sequence[tuple[str, str]]) -> list[str]:
     """A label per result, unique within its group: kind and models, plus the file if needed."""
-    found = [_label(result) for result in results]
-    seen = Counter(zip(groups, found, strict=True))
-    for i, result in enumerate(results):
-        if seen[groups[i], _label(result)] > 1:
-            found[i] = f"{found[i]} ({result.file.path.stem})" if found[i] else found[i]
-        found[i] = visible(found[i] or result.file.path.stem)
+    labels = [*map(_label, results)]
+    seen = Counter(zip(groups, labels, strict=True))
+    found = []
+    for group, label, result in zip(groups, labels, results, strict=True):
+        stem = result.file.path.stem
+        told = f"{label} ({stem})" if label and seen[group, label] > 1 else label
+        found.append(visible(told or stem))
     return found
 
 

@@ -6,7 +6,8 @@ the page's policy allows no script but its own, by its hash, and no request at a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from vitsee_core.report.facts import cautions, steps_without_values, store_facts
 from vitsee_core.report.materials import (
     ExploredPage,
     Materials,
+    candidates,
     explored_pages,
     find_materials,
     relative,
@@ -28,6 +30,7 @@ from vitsee_core.report.overview import (
     paper_numbers,
     stores_by_model,
 )
+from vitsee_core.report.pictures import Addresses
 from vitsee_core.report.study_record import failures, read_study, remarks
 from vitsee_core.report.tables import command_of
 from vitsee_core.runtime.progress import SILENT, Progress
@@ -69,9 +72,10 @@ def write_report(
     inputs = inputs_digest(folder, output, about) if folder.is_dir() else ""
     if earlier.inputs and earlier.inputs == inputs:
         return None
-    materials = find_materials(folder)
     made_of = f"{code_digest()} {inputs} {UNSEALED}"
-    page = render(materials, output, sections, title, made_of, earlier.pictures, pages, progress)
+    with closing(Addresses(earlier.pictures, candidates(folder))) as addresses:
+        materials = find_materials(folder)
+        page = render(materials, output, sections, title, made_of, addresses, pages, progress)
     write_files({output: sealed(page)}, force=force)
     return materials
 
@@ -82,11 +86,11 @@ def render(
     sections: Sections,
     title: str,
     made_of: str,
-    earlier: Mapping[str, str],
+    addresses: Addresses,
     explored: Sequence[ExploredPage],
     progress: Progress = SILENT,
 ) -> str:
-    """The page as text. made_of, earlier: see `report.earlier`; explored: where it leads to."""
+    """The page as text. made_of: see `report.earlier`; explored: where it leads to."""
     study = read_study(materials.folder)
     figures = {
         visible(one.title): msgspec.structs.replace(one, note=visible(one.note))
@@ -99,7 +103,7 @@ def render(
     stores = [s for of in tables if "store" in of.frame.columns for s in of.frame["store"].unique()]
     with stores_in_order(list(dict.fromkeys(map(str, stores)))):
         found = groups_of(
-            materials.results, sections, output, known, progress, left_out, earlier, own
+            materials.results, sections, output, known, progress, left_out, addresses, own
         )
     shown = [r for r in materials.results if r.file.path not in materials.left_out]
     materials = replace(materials, results=tuple(shown))

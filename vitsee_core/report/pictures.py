@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from vitsee_core.figures.panels import Medium
 from vitsee_core.figures.plotting import DPI, figure_bytes, store_order
@@ -44,39 +46,30 @@ class Picture:
 
 class Addresses:
     """Addresses of PNG images: those of an earlier page, others packed by threads at once, while
-    further figures are drawn."""
+    tables are read and further figures drawn."""
 
-    def __init__(self, earlier: Mapping[str, str], results: Sequence[Result]) -> None:
-        """earlier: digest -> address. results: whose pictures will be asked for."""
+    def __init__(self, earlier: Mapping[str, str], tables: Iterable[Path]) -> None:
+        """earlier: digest -> address. tables: whose pictures will be asked for."""
         self.earlier = earlier
-        self._found: dict[str, Future[str]] = {}
-        self._asked: set[str] = set()
+        self._packed: dict[str, Future[str]] = {}
         self._pool = ThreadPoolExecutor(max(1, n_cores() - 1))  # a core draws meanwhile
-        for digest, address in earlier.items():
-            self._found[digest] = Future()
-            self._found[digest].set_result(address)
-        for result in results:
-            place = picture_beside(result.file.path)
+        for place in map(picture_beside, tables):
             if place is not None and place.suffix.lower() == ".png":
-                self._pack(place.read_bytes())
+                with suppress(OSError):  # which the page says
+                    self.of(place.read_bytes())
 
-    def of(self, png: bytes) -> tuple[Future[str], str]:
+    def of(self, png: bytes) -> tuple[str | Future[str], str]:
         """The picture's address and digest."""
-        digest = self._pack(png)
-        self._asked.add(digest)
-        return self._found[digest], digest
+        digest = hashlib.sha256(png).hexdigest()
+        if digest in self.earlier:
+            return self.earlier[digest], digest
+        if digest not in self._packed:
+            self._packed[digest] = self._pool.submit(lambda: carried(*packed(png)))
+        return self._packed[digest], digest
 
     def close(self) -> None:
-        """Wait for what was asked for, and start nothing else."""
-        for digest in self._found.keys() - self._asked:
-            self._found[digest].cancel()
-        self._pool.shutdown()
-
-    def _pack(self, png: bytes) -> str:
-        digest = hashlib.sha256(png).hexdigest()
-        if digest not in self._found:
-            self._found[digest] = self._pool.submit(lambda: carried(*packed(png)))
-        return digest
+        """Pack no more of them."""
+        self._pool.shutdown(cancel_futures=True)
 
 
 def picture(result: Result, addresses: Addresses) -> Picture:
@@ -111,7 +104,7 @@ def tile(result: Result, addresses: Addresses) -> Picture | None:
     try:
         with registry.blamed(result.analysis.__name__):
             chosen = few(result.file.table)
-        png = figure_bytes(result.figure(chosen, medium=TILE), ".png", DPI)
+        png = figure_bytes(result.figure(chosen, medium=TILE), ".png", DPI, quick=True)
     except Exception:
         return None  # its figure stands there
     width, height = _size(png)
