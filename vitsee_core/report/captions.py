@@ -14,7 +14,7 @@ import inspect
 from dataclasses import dataclass
 from types import ModuleType
 
-from vitsee_core.figures.training_layers import answers_over_training
+from vitsee_core.figures.training_charts import answers_over_training
 from vitsee_core.runtime.registry import load, own_names
 from vitsee_core.tables.headlines import Answer
 from vitsee_core.tables.results import Table

@@ -55,8 +55,7 @@ from vitsee_core.attention.head_maps import (
 )
 from vitsee_core.attention.heads import StoredAttention, attention_blocks, read_heads, with_windows
 from vitsee_core.figures.clip_strips import of_clips
-from vitsee_core.figures.head_tiles import draw_grid
-from vitsee_core.figures.model_tiles import draw_models
+from vitsee_core.figures.head_tiles import draw_grid, draw_models
 from vitsee_core.figures.plotting import styled
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.patch_maps.photos import frames_seen

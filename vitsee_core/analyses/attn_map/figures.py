@@ -16,19 +16,22 @@ from numpy.typing import NDArray
 
 from vitsee_core.figures.clip_strips import ClipLine, ClipSheet, Strip
 from vitsee_core.figures.head_tiles import (
+    BAR,
     Tiles,
     add_bar,
     bar_label,
     colour_range,
     cut_maps,
+    draw_side_by_side,
     draw_tiles,
     mark_cell,
+    models_grid,
+    models_of,
     stretched,
     tile_grid,
     tile_table,
     value_range,
 )
-from vitsee_core.figures.model_tiles import BAR, draw_side_by_side, models_grid, models_of
 from vitsee_core.figures.panels import (
     Grid,
     colour_bar,
