@@ -11,7 +11,7 @@ import torch
 
 from tests.extractions import VIT, extract, extracted, plant_images
 from vitsee_core.extraction import dry_run as module
-from vitsee_core.extraction.dry_run import UNCHECKED, dry_run
+from vitsee_core.extraction.ahead import UNCHECKED, dry_run
 from vitsee_core.extraction.options import (
     DataOptions,
     KeepOptions,

@@ -12,7 +12,7 @@ import pytest
 
 from tests.extractions import VIT, extract, extracted, plant_images
 from tests.random_stores import PLANS, write
-from vitsee_core.extraction.slurm import array_script
+from vitsee_core.extraction.ahead import array_script
 
 # Notes its arguments and the script it was given; ids as clusters give them, 41;here and 42;here.
 SBATCH = """#!/bin/bash

@@ -180,7 +180,8 @@ class _Specs:
         names = (axes,) if isinstance(axes, str) else axes
         full, chunks = (self.plan.n_images, *rest), (self.plan.slab, *rest)
         chunks = _chunks(chunks, np.dtype(dtype).itemsize)
-        self._add(path, full, chunks, dtype, "image", ("image", *names), nan_ok)
+        axes, codec = ("image", *names), self.plan.codec
+        self._add(ArraySpec(path, full, chunks, dtype, "image", nan_ok, axes, codec))
 
     def slab(
         self,
@@ -194,31 +195,20 @@ class _Specs:
     ) -> None:
         full = (self.plan.n_slabs if n_slabs is None else n_slabs, *shape)
         chunks = _chunks((1, *shape), np.dtype(dtype).itemsize)
-        self._add(path, full, chunks, dtype, "slab", (axis, *axes), pairs=pairs)
+        axes, codec = (axis, *axes), self.plan.codec
+        self._add(ArraySpec(path, full, chunks, dtype, "slab", False, axes, codec, pairs))
 
     def commit(self, path: str, length: int, axis: str, dtype: str) -> None:
         full, axes = (self.plan.n_slabs, length), ("slab", axis)
-        self._add(path, full, (1, length), dtype, "commit", axes, codec="none")
+        self._add(ArraySpec(path, full, (1, length), dtype, "commit", False, axes, "none"))
 
     def once(self, path: str, shape: tuple[int, ...], dtype: str, axes: Sequence[str]) -> None:
-        self._add(path, shape, shape, dtype, "once", tuple(axes), codec="none")
+        self._add(ArraySpec(path, shape, shape, dtype, "once", False, tuple(axes), "none"))
 
-    def _add(
-        self,
-        path: str,
-        shape: tuple[int, ...],
-        chunks: tuple[int, ...],
-        dtype: str,
-        per: Per,
-        axes: tuple[str, ...],
-        nan_ok: bool = False,
-        codec: str = "",
-        pairs: bool = False,
-    ) -> None:
-        if path in self.specs:
-            raise ValueError(f"two arrays would be {path}")
-        codec = codec or self.plan.codec
-        self.specs[path] = ArraySpec(path, shape, chunks, dtype, per, nan_ok, axes, codec, pairs)
+    def _add(self, spec: ArraySpec) -> None:
+        if spec.path in self.specs:
+            raise ValueError(f"two arrays would be {spec.path}")
+        self.specs[spec.path] = spec
 
 
 def _chunks(shape: tuple[int, ...], item: int) -> tuple[int, ...]:

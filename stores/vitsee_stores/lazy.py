@@ -125,11 +125,7 @@ class LazyArray:
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-
-    @property
-    def rows_per_chunk(self) -> int:
-        """Rows along the first axis that are read together."""
-        raise TypeError(f"{type(self).__name__} does not say how it is chunked")
+    rows_per_chunk: int  # along the first axis, that are read together
 
     @property
     def ndim(self) -> int:
@@ -209,10 +205,8 @@ class StoredArray(LazyArray):
         self.source, self.spec, self.committed, self.fixed = chunks, spec, committed, fixed or {}
         self.shape = tuple(n for axis, n in enumerate(spec.shape) if axis not in self.fixed)
         self.dtype = np.dtype(spec.dtype)
-
-    @property
-    def rows_per_chunk(self) -> int:
-        return next(n for axis, n in enumerate(self.spec.chunks) if axis not in self.fixed)
+        free = (n for axis, n in enumerate(spec.chunks) if axis not in self.fixed)
+        self.rows_per_chunk = next(free)
 
     def load(self, box: Box, out: NDArray[Any] | None = None) -> NDArray[Any]:
         """The part inside `box`; into `out` if given (no fixed axes then)."""
@@ -247,11 +241,7 @@ class TokenArray(LazyArray):
         self.n_prefix = 0 if prefix is None else prefix.shape[1]
         n_body = math.prod(body.shape[1:-1])
         self.shape = (body.shape[0], self.n_prefix + n_body, body.shape[-1])
-        self.dtype = body.dtype
-
-    @property
-    def rows_per_chunk(self) -> int:
-        return self.body.rows_per_chunk
+        self.dtype, self.rows_per_chunk = body.dtype, body.rows_per_chunk
 
     def load(self, box: Box) -> NDArray[Any]:
         """Reads all tokens of the images in `box`."""
@@ -273,11 +263,7 @@ class LazyTokenMean(LazyArray):
     def __init__(self, tokens: TokenArray, first: int):
         self.tokens, self.first = tokens, first
         self.shape = (tokens.shape[0], tokens.shape[2])
-        self.dtype = np.dtype(np.float32)
-
-    @property
-    def rows_per_chunk(self) -> int:
-        return self.tokens.rows_per_chunk
+        self.dtype, self.rows_per_chunk = np.dtype(np.float32), tokens.rows_per_chunk
 
     def load(self, box: Box) -> NDArray[Any]:
         rows, channels = box
@@ -297,11 +283,7 @@ class NormalisedInputs(LazyArray):
     ):
         self.pixels, self.valid, self.shape = pixels, valid, pixels.shape
         self.mean, self.std = np.array(mean, np.float32), np.array(std, np.float32)
-        self.dtype = np.dtype(np.float32)
-
-    @property
-    def rows_per_chunk(self) -> int:
-        return self.pixels.rows_per_chunk
+        self.dtype, self.rows_per_chunk = np.dtype(np.float32), pixels.rows_per_chunk
 
     def load(self, box: Box) -> NDArray[Any]:
         values = self.pixels.load(box).astype(np.float32)

@@ -11,6 +11,6 @@ and the rest, around them:
     what a store will hold    plan, identity (what joining compares), growth (of a complete store)
     images of other shapes    image_layout (which of them), tiles, native, by_frame
     the numbers of a slab     buffers, transfer (to and from a device), slab_grams, erf
-    several processes         sharding (who makes which slab), by_workers (--dask), slurm (--plan)
-    around a run              keywords (`vitsee.extract`), dry_run, outcome (the clock, signals)
+    several processes         sharding (who makes which slab), by_workers (--dask)
+    around a run              keywords (`vitsee.extract`), ahead (--dry-run, --plan), outcome
 """

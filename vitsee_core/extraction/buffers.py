@@ -14,7 +14,7 @@ from torch import Tensor
 from vitsee_core.reductions.summary import PER_CLIP, PER_IMAGE
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_stores.errors import VitseeError
-from vitsee_stores.layout import ArraySpec, AttentionGroup, SiteSpec, StorePlan, arrays
+from vitsee_stores.layout import ArraySpec, SiteSpec, StorePlan, arrays
 
 PER_HEAD = tuple(name for name in PER_IMAGE if name != "head_std")
 # Values for missing heads and invalid images in arrays of integers.
@@ -110,26 +110,18 @@ def to_store(
                 array[invalid] = np.nan
             elif (name := path.rpartition("/")[2]) in MISSING:
                 array[invalid] = MISSING[name]
+    # Beyond a block's own heads, as buffers are reused and initially undefined.
     for group in plan.attention:
-        _blank_missing_heads(out, group)
+        for row, heads in enumerate(group.n_heads):
+            for name in (*PER_HEAD, *PER_CLIP, "cls_rows", "received_rows"):
+                if heads < max(group.n_heads) and (group.folder + name) in out:
+                    out[group.folder + name][:, row, heads:] = MISSING.get(name, np.nan)
     valid = out["valid"] == 1
     for path, value in sums.items():
         array = value.numpy()
         out[path] = as_block(array, valid, plan.slab) if path.startswith("grams/") else array
     out["n_valid"] = np.asarray(int(out["valid"].sum()), np.int64)
     return out
-
-
-def _blank_missing_heads(out: dict[str, NDArray[Any]], group: AttentionGroup) -> None:
-    """Beyond a block's own heads: NaN, or `MISSING` (buffers are reused and initially
-    undefined)."""
-    widest = max(group.n_heads)
-    for row, heads in enumerate(group.n_heads):
-        if heads == widest:
-            continue
-        for name in (*PER_HEAD, *PER_CLIP, "cls_rows", "received_rows"):
-            if (array := out.get(group.folder + name)) is not None:
-                array[:, row, heads:] = MISSING.get(name, np.nan)
 
 
 def as_block(gram: NDArray[Any], valid: NDArray[np.bool_], slab: int) -> NDArray[np.float32]:
@@ -168,7 +160,7 @@ class HostMemory:
             self.tensors[name] = self._block[offset : offset + n].view(dtype).view(shape)
             offset += _aligned(n)
         if self._pinned:
-            code = _cudart().cudaHostRegister(self._block.data_ptr(), size, 0)
+            code = torch.cuda.cudart().cudaHostRegister(self._block.data_ptr(), size, 0)
             if int(code) != 0:
                 self._pinned = False
                 raise VitseeError(
@@ -180,7 +172,7 @@ class HostMemory:
         """Unpin the memory; no copy may be pending. The tensors keep their values."""
         if self._pinned:
             self._pinned = False
-            _cudart().cudaHostUnregister(self._block.data_ptr())
+            torch.cuda.cudart().cudaHostUnregister(self._block.data_ptr())
 
 
 def block_bytes(shapes: Mapping[str, Shape]) -> int:
@@ -189,7 +181,3 @@ def block_bytes(shapes: Mapping[str, Shape]) -> int:
 
 def _aligned(n: int) -> int:
     return -(-n // ALIGNED) * ALIGNED
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()

@@ -9,6 +9,7 @@ every image that is read again must be the stored one.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,7 +77,10 @@ def grow_store(writer: StoreWriter, request: Request, progress: Progress = SILEN
             added.
         IdentityMismatch: another model, other images, or other choices that cannot grow.
     """
-    generations, unfinished = usable(read_generations(writer.files))
+    every = read_generations(writer.files)
+    # Those that are whole, and the next one, which is being added or lacks a slab.
+    generations = [every[0], *itertools.takewhile(lambda one: one.complete, every[1:])]
+    unfinished = every[len(generations)] if len(generations) < len(every) else None
     store = Store(generations, committed(generations), True, "")
     stored, plan = store.manifest.identity, store.plan
     data, keep = request.data, request.keep
@@ -175,17 +179,6 @@ def grow_store(writer: StoreWriter, request: Request, progress: Progress = SILEN
     )
 
 
-def usable(every: Sequence[Generation]) -> tuple[list[Generation], Generation | None]:
-    """The generations of a complete store that are whole, and the next one, which is being added or
-    lacks a slab."""
-    found = [every[0]]
-    for one in every[1:]:
-        if not one.complete:
-            return found, one
-        found.append(one)
-    return found, None
-
-
 def addition(
     store: Store,
     generations: Sequence[Generation],
@@ -247,8 +240,7 @@ def check_sites(stored: Choices, asked: Choices, keep: KeepOptions) -> None:
     """Refuse other tokens or types of stored sites. Raises IdentityMismatch: names them."""
     by_name = {site.name: site for site in stored.sites}
     both = [(by_name[site.name], site) for site in asked.sites if site.name in by_name]
-    compared = [("tokens", keep.tokens), ("dtype", keep.dtype)]
-    for field, explicit in compared:
+    for field, explicit in (("tokens", keep.tokens), ("dtype", keep.dtype)):
         other = [new for old, new in both if getattr(old, field) != getattr(new, field)]
         if explicit is not None and other:
             old, new = by_name[other[0].name], other[0]

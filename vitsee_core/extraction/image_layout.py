@@ -67,13 +67,10 @@ class ImageLayout:
     clip: Clip | None = None
 
     @property
-    def input_size(self) -> Size3:
+    def input_size(self) -> tuple[int, int, int]:
         """(channels, height, width) of the pixels that are loaded."""
         channels, height, width = self.model.transform["input_size"]
         return channels, height, width
-
-
-Size3 = tuple[int, int, int]
 
 
 def lay_out(asked: Request, selection: Selection, stored: StorePlan | None = None) -> ImageLayout:

@@ -269,7 +269,14 @@ def import_arrays(
     """
     found = [read_arrays(path) for path in paths]
     values = _named([values for one in found for values in one.values.items()], names)
-    n_rows = _one_length(values)
+    (first, n_rows), *others = ((name, len(array)) for name, array in values.items())
+    for other, n in others:
+        if n != n_rows:
+            raise VitseeError(
+                f"{first} has {n_rows} rows and {other} {n}; expected one row an image in all"
+            )
+    if not n_rows:
+        raise VitseeError(f"{first} has no rows; expected one an image")
     samples, hashes, sizes, rows, class_names = _images(n_rows, found, ids, like)
     size = None if like is None else like.manifest.transform.get("input_size")
     size = (int(size[1]), int(size[2])) if isinstance(size, list) and len(size) == 3 else None
@@ -330,16 +337,6 @@ def _named(values: Sequence[tuple[str, Array]], names: Sequence[str]) -> dict[st
     if twice:
         raise VitseeError(f"two arrays would be the site {twice[0]}; name each with --as")
     return dict(named)
-
-
-def _one_length(values: dict[str, Array]) -> int:
-    (a, n), *others = ((name, len(array)) for name, array in values.items())
-    for b, m in others:
-        if m != n:
-            raise VitseeError(f"{a} has {n} rows and {b} {m}; expected one row an image in all")
-    if not n:
-        raise VitseeError(f"{a} has no rows; expected one an image")
-    return n
 
 
 # The images of a store, their hashes and sizes, the row of each in the arrays (-1: none), classes.

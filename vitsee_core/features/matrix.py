@@ -187,10 +187,7 @@ class ClampedArray(LazyArray):
     def __init__(self, array: LazyArray, bound: float):
         self.array, self.bound = array, bound
         self.shape, self.dtype = array.shape, array.dtype
-
-    @property
-    def rows_per_chunk(self) -> int:
-        return self.array.rows_per_chunk
+        self.rows_per_chunk = array.rows_per_chunk
 
     def load(self, box: Box) -> NDArray[Any]:
         bound = self.dtype.type(self.bound)

@@ -11,8 +11,13 @@ from vitsee_cli import console, options
 from vitsee_cli.declared import a_file
 from vitsee_cli.sections import STORES
 from vitsee_cli.values import StorePath, parse_path, parse_store
-from vitsee_core.features.exporting import DTYPES, ENDINGS, export, samples_table
-from vitsee_core.features.saev_shards import export_saev
+from vitsee_core.features.exporting import (
+    DTYPES,
+    ENDINGS,
+    export,
+    export_saev,
+    samples_table,
+)
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.tables.files import TABLE_ENDINGS, check_new_files
 from vitsee_core.tables.formats import ending_of

@@ -34,7 +34,7 @@ from vitsee_core.runtime.machine import counted
 from vitsee_core.runtime.progress import soon_said
 
 if TYPE_CHECKING:
-    from vitsee_core.extraction.dry_run import DryRun
+    from vitsee_core.extraction.ahead import DryRun
     from vitsee_core.extraction.outcome import Outcome
     from vitsee_stores.url import Place
 
@@ -98,8 +98,8 @@ def command(model: ModelOptions, **given: Any) -> None:
         )
         return
     with soon_said("loading torch and timm"):
+        from vitsee_core.extraction.ahead import dry_run
         from vitsee_core.extraction.by_workers import extract_by_workers
-        from vitsee_core.extraction.dry_run import dry_run
         from vitsee_core.extraction.run import extract
     if run.dry_run:
         each = click.get_current_context().meta.get(options.VERBOSITY, 0) > 0
@@ -116,7 +116,7 @@ def command(model: ModelOptions, **given: Any) -> None:
 
 def show_script(asked: Request, shard: str | None) -> None:
     """The script of an array job on stdout."""
-    from vitsee_core.extraction.slurm import plan_array
+    from vitsee_core.extraction.ahead import plan_array
     from vitsee_core.runtime.command_lines import without_options
 
     if shard not in (None, "slurm", "claims") or asked.run.dry_run:
