@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.extractions import VIT, extract, extracted, plant_images
-from vitsee_core.extraction import dry_run as module
+from vitsee_core.extraction import ahead as module
 from vitsee_core.extraction.ahead import UNCHECKED, dry_run
 from vitsee_core.extraction.options import (
     DataOptions,

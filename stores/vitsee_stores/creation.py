@@ -74,17 +74,8 @@ def contents(
 
 # Order of keys in the files, independent of the zarr version.
 KEYS = (
-    "zarr_format",
-    "node_type",
-    "shape",
-    "data_type",
-    "chunk_grid",
-    "chunk_key_encoding",
-    "fill_value",
-    "codecs",
-    "attributes",
-    "dimension_names",
-    "storage_transformers",
+    *("zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding"),
+    *("fill_value", "codecs", "attributes", "dimension_names", "storage_transformers"),
 )
 
 
@@ -165,16 +156,13 @@ def max_disk_bytes(manifest: Manifest, block: int) -> int:
     for path, document in made.items():
         total += _blocks(len(to_text(document)), block)
         if path in specs:
-            n_files[path] = math.prod(specs[path].grid)
-            total += n_files[path] * _blocks(_longest(specs[path]), block)
+            spec = specs[path]
+            n_files[path], longest = math.prod(spec.grid), spec.chunk_bytes + CHECKSUM_BYTES
+            # zstd and lz4 in Blosc add less than this to incompressible data (ZSTD_COMPRESSBOUND;
+            # BLOSC_MAX_OVERHEAD).
+            longest += 0 if spec.codec == "none" else spec.chunk_bytes // 256 + 64
+            total += n_files[path] * _blocks(longest, block)
     return total + sum(_blocks((2 + n) * ENTRY_BYTES, block) for n in n_files.values())
-
-
-def _longest(spec: ArraySpec) -> int:
-    """Upper bound on a chunk's file size: zstd and lz4 in Blosc add less than this to
-    incompressible data (ZSTD_COMPRESSBOUND; BLOSC_MAX_OVERHEAD)."""
-    added = 0 if spec.codec == "none" else spec.chunk_bytes // 256 + 64
-    return spec.chunk_bytes + CHECKSUM_BYTES + added
 
 
 def _blocks(n: int, block: int) -> int:

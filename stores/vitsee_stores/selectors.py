@@ -139,7 +139,14 @@ def _at_place(pattern: str, sites: Sequence[SiteSpec], what: str) -> list[str]:
     elif word == "last":
         chosen = [site for site in candidates if site.rel_depth == 1]
     elif word == "depth":
-        place = _number(pattern, text)
+        try:
+            place = float(text)
+        except ValueError:
+            place = -1.0
+        if not 0 <= place <= 1:
+            raise SiteError(
+                f"{pattern!r} is no place; expected depth:F with F from 0 to 1 (depth:0.5)"
+            )
         # Rounded, as thirds are no exact numbers: a tie goes to the earlier.
         by_distance = sorted(candidates, key=lambda site: round(abs(site.rel_depth - place), 9))
         chosen = by_distance[:1]
@@ -147,16 +154,6 @@ def _at_place(pattern: str, sites: Sequence[SiteSpec], what: str) -> list[str]:
         chosen = _of_stage(pattern, text, candidates, what)
     blocks = {site.block for site in chosen}
     return [site.name for site in candidates if site.block in blocks]
-
-
-def _number(pattern: str, text: str) -> float:
-    try:
-        place = float(text)
-    except ValueError:
-        place = -1.0
-    if not 0 <= place <= 1:
-        raise SiteError(f"{pattern!r} is no place; expected depth:F with F from 0 to 1 (depth:0.5)")
-    return place
 
 
 def _of_stage(pattern: str, text: str, found: Sequence[SiteSpec], what: str) -> list[SiteSpec]:

@@ -90,11 +90,8 @@ class Store(StoreContents):
 
     def pooled(self, site: str, kind: str = "mean") -> LazyArray:
         """(images, dim) float32: a site's class token ("cls"; where each frame of a clip has one,
-        their mean) or its mean over the grid ("mean"); a vector is read as it is.
-
-        Raises:
-            MissingInput: the site is not stored.
-            SiteError: it has no class token, or no tokens at all.
+        their mean) or its mean over the grid ("mean"); a vector is read as it is. Raises
+        MissingInput: the site is not stored; SiteError: it has no class token, or no tokens at all.
         """
         spec = self.site(site)
         if spec.kind == "vector":
@@ -107,11 +104,8 @@ class Store(StoreContents):
         return self.array(path)
 
     def vectors(self, name: str) -> LazyArray:
-        """(images, dim) float32: `pooled` or `logits`.
-
-        Raises:
-            MissingInput: the store has no such vector.
-        """
+        """(images, dim) float32: `pooled` or `logits`. Raises MissingInput: the store has no such
+        vector."""
         name = self.site(name).name
         return self.array(
             f"vectors/{name}", missing=f"{self.label}: {name} is no vector, read its acts"
@@ -119,12 +113,9 @@ class Store(StoreContents):
 
     def grams(self, site: str) -> LazyArray:
         """(slabs, slab, slab) float32: X X^T within each slab, X the slab's images by all tokens of
-        a site, flattened, minus their mean over the slab's valid images. NaN in rows and columns
-        of invalid images, and beyond the last image.
-
-        Raises:
-            MissingInput: not stored, or the site is a vector, which has none.
-        """
+        a site, flattened, minus their mean over the slab's valid images. NaN in rows and columns of
+        invalid images, and beyond the last image. Raises MissingInput: not stored, or the site is a
+        vector, which has none."""
         spec = self.site(site)
         vector = f"{spec.name} is a vector, kept whole: read vectors"
         why = vector if spec.kind == "vector" else f"extract it with --grams {ELSEWHERE}"
@@ -134,10 +125,7 @@ class Store(StoreContents):
     def erf(self, site: str) -> LazyArray:
         """(erf slabs, H, W) float32: |d centre / d input| of a site summed over RGB and over the
         slab's images that `erf_counts` counts, in input pixels. Only the first slabs have any.
-
-        Raises:
-            MissingInput: not stored, or not for this site.
-        """
+        Raises MissingInput: not stored, or not for this site."""
         name = self.site(site).name
         reason = None if self.plan.erf is None else self.manifest.left_out.get(f"{name} erf")
         why = _left_out_or(reason, "--erf 256")
@@ -146,20 +134,14 @@ class Store(StoreContents):
 
     def erf_counts(self) -> LazyArray:
         """(erf slabs,) int64: number of valid images summed in `erf`, 0 for an uncommitted slab.
-
-        Raises:
-            MissingInput: the store has no receptive fields.
-        """
+        Raises MissingInput: the store has no receptive fields."""
         how = f"extract them with --erf 256 {ELSEWHERE}"
         return self.array("erf/count", missing=f"{self.label} keeps no receptive fields ({how})")
 
     def weights(self, name: str) -> NDArray[np.float32]:
         """One of the model's small weights (listed in FORMAT.md): `filters`, `positions`,
-        `head_kernel`, `head_bias`, `head_norm_scale`, `head_norm_bias`.
-
-        Raises:
-            MissingInput: not stored; with the reason, if extract recorded one.
-        """
+        `head_kernel`, `head_bias`, `head_norm_scale`, `head_norm_bias`. Raises MissingInput: not
+        stored; with the reason, if extract recorded one."""
         head = "head_weights" if name.startswith("head_") else "input_weights"
         absent = (self.manifest.info.get(head) or {}).get("absent")
         reason = absent.get(name) if isinstance(absent, dict) else absent
@@ -200,19 +182,13 @@ class Store(StoreContents):
 
     def attention_sums(self, name: str, group: str = "") -> LazyArray:
         """A sum over the valid images of each slab: `aligned` (slabs, blocks, heads, dy, dx),
-        `cls_map`, `received` (slabs, blocks, heads, tokens). `n_valid` counts those images.
-
-        Raises:
-            MissingInput: as for `attention`.
-        """
+        `cls_map`, `received` (slabs, blocks, heads, tokens). `n_valid` counts those images. Raises
+        MissingInput: as for `attention`."""
         return self.attention(name, group)
 
     def residual(self, sublayer: str) -> LazyArray:
         """(images, tokens, 3) float32: z.z, f.f and z.f of skip z and branch f, prefix first.
-
-        Raises:
-            MissingInput: not stored.
-        """
+        Raises MissingInput: not stored."""
         why = _left_out_or(self.manifest.left_out.get("residual"), "--residual")
         if names := [name for name, _ in self.plan.sublayers]:
             why = f"it has: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
@@ -221,12 +197,8 @@ class Store(StoreContents):
 
     def inputs(self) -> LazyArray:
         """(images, 3, H, W), of clips (clips, frames, 3, H, W), float32: the normalised pixels, as
-        the model saw them.
-
-        Raises:
-            MissingInput: the store has no pixels.
-            StoreError: the manifest does not record how they were normalised.
-        """
+        the model saw them. Raises MissingInput: the store has no pixels; StoreError: the manifest
+        does not record how they were normalised."""
         missing = f"{self.label} keeps no pixels (extract it with --inputs {ELSEWHERE})"
         pixels = self.array("input", missing=missing)
         mean, std = (self.manifest.transform.get(key) or [] for key in ("mean", "std"))
@@ -387,12 +359,8 @@ copyreg.pickle(Store, _address)
 
 
 def require_paired(a: Store, b: Store) -> NDArray[np.bool_]:
-    """(images,) the rows that are valid in both stores.
-
-    Raises:
-        StoreMismatch: other images or another order: ids and labels differ, or the encoded bytes of
-            an image that both could read.
-    """
+    """(images,) the rows that are valid in both stores. Raises StoreMismatch: other images or
+    another order: ids and labels differ, or the encoded bytes of an image that both could read."""
     names = f"{a.label} and {b.label}"
     if a.manifest.samples_fingerprint != b.manifest.samples_fingerprint:
         raise StoreMismatch(

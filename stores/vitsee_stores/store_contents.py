@@ -77,11 +77,7 @@ class StoreContents:
 
     @property
     def path(self) -> Path:
-        """The store's folder.
-
-        Raises:
-            StoreError: it is at a URL; `place` works for any store.
-        """
+        """The store's folder. Raises StoreError: it is at a URL; `place` works for any store."""
         return folder_of(self.place)
 
     @property
@@ -157,11 +153,8 @@ class StoreContents:
     @cached_property
     def sizes(self) -> NDArray[np.int32]:
         """(images, 2) height and width of each original image as decoded, EXIF orientation not
-        applied; 0 if it could not be read or its slab is not committed.
-
-        Raises:
-            MissingInput: the store does not record sizes.
-        """
+        applied; 0 if it could not be read or its slab is not committed. Raises MissingInput: the
+        store does not record sizes."""
         sizes: NDArray[np.int32] = self.array("size")[:]
         if (sizes[self.valid] < 1).any():
             raise MissingInput(
@@ -181,11 +174,8 @@ class StoreContents:
     @cached_property
     def fills(self) -> NDArray[np.bool_]:
         """(images,) which images fill the model's input or the canvas: all except those smaller
-        than their canvas. Unreadable images count as filling it.
-
-        Raises:
-            MissingInput: the store uses a canvas and does not record image sizes.
-        """
+        than their canvas. Unreadable images count as filling it. Raises MissingInput: the store
+        uses a canvas and does not record image sizes."""
         canvas = self.plan.canvas
         return np.ones(self.n_images, np.bool_) if canvas is None else canvas.filled(self.sizes)
 
@@ -193,20 +183,14 @@ class StoreContents:
 
     def select(self, patterns: str | Sequence[str]) -> list[SiteSpec]:
         """The sites selected by names, globs, groups or `blocks.-1.out`, in the model's order.
-
-        Raises:
-            SiteError: a pattern without a match.
-        """
+        Raises SiteError: a pattern without a match."""
         patterns = [patterns] if isinstance(patterns, str) else patterns
         hint = f"vitsee info {shlex.quote(str(self.place))}"
         return select_names(patterns, self.plan.sites, what=f"store, {self.label}", hint=hint)
 
     def site(self, name: str) -> SiteSpec:
-        """The stored site for one name, an alias or `blocks.-1.out`.
-
-        Raises:
-            MissingInput: the store does not hold it.
-        """
+        """The stored site for one name, an alias or `blocks.-1.out`. Raises MissingInput: the store
+        does not hold it."""
         site = self.sites.get(name)
         if site is None:
             try:
@@ -228,11 +212,8 @@ class StoreContents:
     def array(
         self, path: str, fixed: Mapping[int, int] | None = None, *, missing: str = ""
     ) -> StoredArray:
-        """An array by its path, at fixed places along some axes (axis -> place).
-
-        Raises:
-            MissingInput: the store has no such array; says `missing` if given.
-        """
+        """An array by its path, at fixed places along some axes (axis -> place). Raises
+        MissingInput: the store has no such array; says `missing` if given."""
         if path not in self.arrays:
             raise MissingInput(missing or f"{self.label} has no array {path}")
         return StoredArray(self.chunks, self.arrays[path], self.committed, fixed)
@@ -246,11 +227,8 @@ Tokens = str | tuple[int, ...]
 def token_array(
     store: StoreContents, spec: SiteSpec, layout: TokenLayout, tokens: Tokens
 ) -> LazyArray:
-    """The array that `Store.acts` describes, for a site whose tokens are all stored.
-
-    Raises:
-        SiteError: the site has no such tokens.
-    """
+    """The array that `Store.acts` describes, for a site whose tokens are all stored. Raises
+    SiteError: the site has no such tokens."""
     owner, folder = f"{store.label}: {spec.name}", f"acts/{spec.name}"
     body = f"{folder}/{'rows' if layout.grid is None else 'grid'}"
     chosen = TokenSelection.parse(tokens)

@@ -69,10 +69,17 @@ class SlabsByWorker:
         self.__post_init__()
 
     def __call__(self, execution: Execution, slabs: list[int]) -> Outcome:
-        """Make and commit those of the slabs that are missing and unclaimed."""
+        """Make and commit those of the slabs that are missing and unclaimed. Raises DaskError: the
+        worker does not see the store, the images or the model."""
         with self._one:
-            if self.prepared is None:
-                self.prepared = self._prepare()
+            if self.prepared is None:  # what succeeded in the command's own process
+                try:
+                    output = self.asked.run.output
+                    if StoreWriter.join(output) is None:
+                        raise NoStore(f"no store at {output}: nothing is there")
+                    self.prepared = prepare(self.asked)
+                except VitseeError as error:
+                    raise on_this_worker(error) from None
             writer = self.prepared.writer
             assert writer is not None, "joined"
             own = {"host": socket.gethostname(), "pid": os.getpid()}
@@ -84,17 +91,6 @@ class SlabsByWorker:
                 mine = claims.take(missing, len(slabs))
                 how = self.asked.run, BY_DASK, mine, execution.progress, StopRequest()
                 return fill(self.prepared, writer, *how, remarks=False)
-
-    def _prepare(self) -> Prepared:
-        """Repeat the preparation that succeeded in the command's own process. Raises DaskError: the
-        worker does not see the store, the images or the model."""
-        try:
-            output = self.asked.run.output
-            if StoreWriter.join(output) is None:
-                raise NoStore(f"no store at {output}: nothing is there")
-            return prepare(self.asked)
-        except VitseeError as error:
-            raise on_this_worker(error) from None
 
 
 def extract_by_workers(asked: Request, map: Map, progress: Progress = SILENT) -> Outcome:

@@ -54,18 +54,15 @@ def given_identity(
     keep: KeepOptions, data: DataOptions, choices: Choices, plan: StorePlan
 ) -> dict[str, Any]:
     """Fields that were chosen explicitly."""
+    of_sites = {key: choices.requested[key] for key in ("sites", "tokens", "dtype")}
     values: dict[str, Any] = {
-        "sites": choices.requested["sites"] if keep.sites is not None else None,
-        "tokens": choices.requested["tokens"] if keep.tokens is not None else None,
-        "dtype": choices.requested["dtype"] if keep.dtype is not None else None,
+        **{key: value for key, value in of_sites.items() if getattr(keep, key) is not None},
         "seed": data.seed,
         "order": data.order,
         "slab": None if keep.slab is None else min(keep.slab, plan.n_images),
-        "codec": keep.codec,
-        "attention": keep.attention,
-        "residual": keep.residual,
-        "inputs": keep.inputs,
-        "grams": keep.grams,
+        **{
+            key: getattr(keep, key) for key in ("codec", "attention", "residual", "inputs", "grams")
+        },
         "erf": None if keep.erf is None else min(keep.erf, plan.n_images),
         "precision": keep.precision,
         "head_weights": keep.head_weights,

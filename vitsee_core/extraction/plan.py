@@ -59,20 +59,21 @@ def choose(
     """Resolve `keep` against an existing store's identity (`stored`, {} for a new one) and what the
     model supports. An unsupported default is left out with its reason. Raises VitseeError: an
     explicit choice that the model does not support, a selector without a match."""
-    asked = stored_choices(stored)
     left_out: dict[str, str] = {}
-    patterns = keep.sites if keep.sites is not None else asked.get("sites")
+    patterns = keep.sites if keep.sites is not None else stored.get("sites")
     if patterns is None:
         there = {group for site in table.sites for group in site.groups}
         patterns = [group for group in DEFAULT_SITES if group in there] or DEFAULT_SITES
         reason = "the model has none of these sites"
         left_out |= {group: reason for group in DEFAULT_SITES if group not in there}
-    tokens_default, tokens_by = (
-        parse_tokens(keep.tokens) if keep.tokens is not None else asked.get("tokens", ("all", {}))
-    )
-    dtype_default, dtype_by = (
-        parse_dtypes(keep.dtype) if keep.dtype is not None else asked.get("dtype", ("float16", {}))
-    )
+    tokens_default, tokens_by = parse_tokens(keep.tokens)
+    dtype_default, dtype_by = parse_dtypes(keep.dtype)
+    if keep.tokens is None and "tokens" in stored:
+        tokens_by = dict(stored["tokens"])
+        tokens_default = tokens_by.pop("default")
+    if keep.dtype is None and "dtype" in stored:
+        dtype_by = dict(stored["dtype"])
+        dtype_default = dtype_by.pop("default")
     names = stored_names(select_names(patterns, table.sites)) if patterns else []
     tokens = dict.fromkeys(names, tokens_default)
     for selector, value in tokens_by.items():
@@ -136,18 +137,6 @@ def choose_erf(
         )
     left_out |= {f"{s.name} erf": "no image grid" for s in sites if s.name not in with_grid}
     return ErfPlan(n_images, tuple(with_grid), input_size[1:])
-
-
-def stored_choices(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The selections in a stored identity, in the form that the option parsers return."""
-    out: dict[str, Any] = {}
-    if "sites" in stored:
-        out["sites"] = tuple(stored["sites"])
-    for key in ("tokens", "dtype"):
-        if key in stored:
-            by = dict(stored[key])
-            out[key] = (by.pop("default"), by)
-    return out
 
 
 def stored_names(sites: Iterable[SiteSpec]) -> set[str]:

@@ -191,7 +191,17 @@ def plan_store(asked: Request, progress: Progress = SILENT) -> Prepared:
         },
         plan,
         selection.samples,
-        model={**_model_record(model), **changes.record()},
+        model={
+            "name": model.name,
+            "architecture": model.architecture,
+            "args": model.model_args,
+            "input_size": list(model.input_size),
+            "n_params": sum(p.numel() for p in model.module.parameters()),
+            "weights": model.weights,
+            **({"origin": model.origin} if model.origin else {}),
+            **({"ablate_skip": list(model.ablate_skip)} if model.ablate_skip else {}),
+            **changes.record(),
+        },
         transform=model.transform,
         class_names=selection.class_names,
         selfcheck=check.figures,
@@ -393,19 +403,6 @@ def unseen_pixels(model: LoadedModel, table: SiteTable) -> list[str]:
 def with_dtypes(plan: StorePlan, dtypes: Mapping[str, str]) -> StorePlan:
     sites = tuple(replace(site, dtype=dtypes.get(site.name, site.dtype)) for site in plan.sites)
     return replace(plan, sites=sites)
-
-
-def _model_record(model: LoadedModel) -> dict[str, Any]:
-    return {
-        "name": model.name,
-        "architecture": model.architecture,
-        "args": model.model_args,
-        "input_size": list(model.input_size),
-        "n_params": sum(p.numel() for p in model.module.parameters()),
-        "weights": model.weights,
-        **({"origin": model.origin} if model.origin else {}),
-        **({"ablate_skip": list(model.ablate_skip)} if model.ablate_skip else {}),
-    }
 
 
 # ---------------- weights that a store keeps

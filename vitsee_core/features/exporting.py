@@ -1,5 +1,5 @@
-"""Features as files for other tools, written slab by slab: images in the store's order, but those that
-cannot be read.
+"""Features as files for other tools, written slab by slab: images in the store's order, without
+unreadable ones.
 
 Of one site, as a plain file:
 

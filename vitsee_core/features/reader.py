@@ -63,24 +63,18 @@ def last_stage_matching(store: Store, site: SiteSpec) -> Matching | None:
     layout = site.layout
     if layout is None or layout.grid is None or layout.n_prefix:
         return None
-    last = _last_stage(store)
-    assert last.layout is not None
+    outs = [s for s in store.sites.values() if "blocks" in s.groups and s.layout is not None]
+    last = outs[-1] if outs else None
+    if last is None or last.rel_depth != 1 or last.layout is None:
+        raise MissingInput(
+            f"{store.label} lacks the output of the last block, whose grid and channels "
+            "--match-last-stage needs; extract it with --sites blocks"
+        )
     grid, target = layout.grid, last.layout.grid
     if target is None:
         return None
     patch = largest_patch(site.dim, grid, last.dim, target)
     return None if patch == 1 and grid == target else Matching(patch, target)
-
-
-def _last_stage(store: Store) -> SiteSpec:
-    """The output of the model's last block."""
-    outs = [s for s in store.sites.values() if "blocks" in s.groups and s.layout is not None]
-    if not outs or outs[-1].rel_depth != 1 or outs[-1].layout is None:
-        raise MissingInput(
-            f"{store.label} lacks the output of the last block, whose grid and channels "
-            "--match-last-stage needs; extract it with --sites blocks"
-        )
-    return outs[-1]
 
 
 def largest_patch(dim: int, grid: tuple[int, int], last_dim: int, last: tuple[int, int]) -> int:

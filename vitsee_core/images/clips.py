@@ -11,7 +11,7 @@ import hashlib
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ from vitsee_core.images.decoding import MOST_BYTES, Opener, decode, hash64, hash
 from vitsee_core.images.errors import DataError, ImageError
 from vitsee_core.images.folders import is_image, natural_key
 from vitsee_core.images.image_source import ImageSource
-from vitsee_core.images.transform import Recipe, make_recipe
+from vitsee_core.images.transform import Recipe
 from vitsee_core.images.videos import MISSING, Sampling, Timeline, Video
 from vitsee_stores.disk import read_regular
 from vitsee_stores.plan import Size
@@ -195,9 +195,3 @@ class FrameFolder:
 
     def _bytes(self, name: str) -> bytes:
         return read_regular(os.path.join(self.folder, name), MOST_BYTES)
-
-
-def clip_recipe(transform: Mapping[str, Any]) -> ClipRecipe:
-    """The recipe for clips of a transform that says, under `clip`, how their frames are taken.
-    Raises DataError: as `make_recipe`."""
-    return ClipRecipe(make_recipe(transform), Sampling(**transform["clip"]))

@@ -31,11 +31,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitsee_core.images.clips import clip_recipe
+from vitsee_core.images.clips import ClipRecipe
 from vitsee_core.images.decoding import Facts, Opener, SharedBlock, load_into
 from vitsee_core.images.errors import DataError, ImageError
 from vitsee_core.images.selection import Selection
 from vitsee_core.images.transform import AnyRecipe, make_recipe
+from vitsee_core.images.videos import Sampling
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +91,8 @@ def batches(
     if workers < 0:
         raise DataError(f"{workers} workers; expected 0 or more")
     ranges = [_range(part, len(selection)) for part in rows]
-    recipe = clip_recipe(transform) if "clip" in transform else make_recipe(transform)
+    still, clip = make_recipe(transform), transform.get("clip")
+    recipe: AnyRecipe = still if clip is None else ClipRecipe(still, Sampling(**clip))
     n_images = sum(part.stop - part.start for part in ranges)
     return _batches(selection, recipe, ranges, min(workers, n_images), on_error)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ def transform_config(transform: Any) -> dict[str, Any]:
         config = _from_mapping(transform)
         make_recipe(config)
         return config
-    config = _from_steps(_steps(transform))
+    config = _from_steps(transform)
     difference, largest = largest_difference(transform, config)
     if not difference <= TOLERANCE * max(1.0, largest):
         raise DataError(
@@ -73,44 +72,6 @@ def _from_mapping(given: Mapping[str, Any]) -> dict[str, Any]:
     return {key: known.get(key, config[key]) for key in _KEYS}
 
 
-@dataclass
-class _StepValues:
-    """Values of a transform's steps; resize: an edge or (rows, cols)."""
-
-    resize: int | tuple[int, int] | None = None
-    interpolation: str = "bilinear"
-    crop: tuple[int, int] | None = None
-    channels: int = 3
-    mean: tuple[float, ...] = (0.0,)
-    std: tuple[float, ...] = (1.0,)
-
-
-def _steps(transform: Any) -> _StepValues:
-    found = _StepValues()
-    for step in _flat(transform):
-        kind = type(step).__name__
-        if kind == "Resize" and getattr(step, "max_size", None) is None:
-            found.resize = _edge(step.size)
-            found.interpolation = str(getattr(step.interpolation, "value", step.interpolation))
-        elif kind == "CenterCrop":
-            found.crop = _both(step.size)
-        elif kind == "ImageClassification":  # torchvision's preset
-            found.resize, found.crop = _edge(step.resize_size), _both(step.crop_size)
-            found.interpolation = step.interpolation.value
-            found.mean, found.std = _floats(step.mean), _floats(step.std)
-        elif kind == "Grayscale" and step.num_output_channels == 1:
-            found.channels = 1
-        elif kind == "Normalize":
-            found.mean, found.std = _floats(step.mean), _floats(step.std)
-        elif kind not in (*_TO_TENSOR, *_TIMM_TO_TENSOR):
-            raise DataError(
-                f"the transform's {kind} cannot be kept in a store; expected Resize, CenterCrop, "
-                "conversions to tensors and Normalize, or a mapping as "
-                "timm.data.resolve_model_data_config gives it"
-            )
-    return found
-
-
 def _flat(transform: Any) -> Iterator[Any]:
     import torch
 
@@ -139,8 +100,33 @@ def _floats(values: Any) -> tuple[float, ...]:
     return tuple(float(x) for x in np.atleast_1d(np.asarray(values)))
 
 
-def _from_steps(steps: _StepValues) -> dict[str, Any]:
-    resize, crop = steps.resize, steps.crop
+def _from_steps(transform: Any) -> dict[str, Any]:
+    resize: int | tuple[int, int] | None = None  # an edge, or (rows, cols)
+    crop: tuple[int, int] | None = None
+    interpolation, channels = "bilinear", 3
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+    for step in _flat(transform):
+        kind = type(step).__name__
+        if kind == "Resize" and getattr(step, "max_size", None) is None:
+            resize = _edge(step.size)
+            interpolation = str(getattr(step.interpolation, "value", step.interpolation))
+        elif kind == "CenterCrop":
+            crop = _both(step.size)
+        elif kind == "ImageClassification":  # torchvision's preset
+            resize, crop = _edge(step.resize_size), _both(step.crop_size)
+            interpolation = step.interpolation.value
+            mean, std = _floats(step.mean), _floats(step.std)
+        elif kind == "Grayscale" and step.num_output_channels == 1:
+            channels = 1
+        elif kind == "Normalize":
+            mean, std = _floats(step.mean), _floats(step.std)
+        elif kind not in (*_TO_TENSOR, *_TIMM_TO_TENSOR):
+            raise DataError(
+                f"the transform's {kind} cannot be kept in a store; expected Resize, CenterCrop, "
+                "conversions to tensors and Normalize, or a mapping as "
+                "timm.data.resolve_model_data_config gives it"
+            )
     if resize is None or (crop is None and isinstance(resize, int)):
         raise DataError(
             "the transform does not bring every image to one size; expected Resize((rows, cols)), "
@@ -153,12 +139,12 @@ def _from_steps(steps: _StepValues) -> dict[str, Any]:
     share = size[0] / edge  # from which timm computes this edge, as floor(size / share)
     share = share if math.floor(size[0] / share) == edge else size[0] / (edge + 0.5)
     return {
-        "input_size": (steps.channels, *size),
-        "interpolation": steps.interpolation,
+        "input_size": (channels, *size),
+        "interpolation": interpolation,
         "crop_pct": share,
         "crop_mode": mode,
-        "mean": steps.mean,
-        "std": steps.std,
+        "mean": mean,
+        "std": std,
     }
 
 

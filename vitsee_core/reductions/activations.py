@@ -25,12 +25,6 @@ MAGNITUDE = np.int32(2**31 - 1)
 RUN = 16
 
 
-def memory_of(x: Tensor) -> NDArray[np.float32]:
-    """The whole memory that a float32 tensor is a view of, as one row."""
-    n = x.untyped_storage().nbytes() // x.itemsize
-    return x.detach().as_strided((n,), (1,), 0).numpy()
-
-
 @compiled
 def dot_products(
     z: NDArray[np.float32],
@@ -177,7 +171,10 @@ def take_tokens(body: Tensor, mean: Tensor, kept: Tensor | None) -> Tensor:
     largest |x|, a float32 scalar, NaN if any is NaN.
     """
     rows = body.flatten(1, -2)
-    memory, shape = memory_of(rows), (rows.shape[1], rows.shape[2])
+    # All that the tensor is a view of, as one row.
+    n = rows.untyped_storage().nbytes() // rows.itemsize
+    memory = rows.detach().as_strided((n,), (1,), 0).numpy()
+    shape = rows.shape[1], rows.shape[2]
     places = int(rows.storage_offset()), rows.stride(0), rows.stride(1)
     means, peaks = mean.numpy(), np.zeros(len(rows), np.float32)
 

@@ -186,15 +186,23 @@ class CpuPasses:
         counted = np.ones(call.n_images, np.bool_) if valid is None else valid.numpy()
         of_heads = OfHeads(*(arrays[name] for name in OfHeads._fields))
 
+        n, n_tokens = self._geometry.n_prefix, call.n_tokens
+
         def some_parts(thread: int, parts: range) -> None:
-            a = self._room(call, thread)
+            width = padded(n) + padded(n_tokens - n)  # as `sum_heads` fills A of an image
+            a = self._buffers.get(f"a {thread}", call.n_heads, n_tokens, width)
+            shape = 1, call.n_heads, n_tokens, n_tokens
+            room = self._buffers.get(f"scores {thread}", *shape)
             for part in parts:
                 images = bounds[part], bounds[part + 1]
                 for image in range(*images):
-                    given = self._given(call, image, thread)
+                    scores = call.scores(slice(image, image + 1), out=room)
+                    given = scores.numpy().reshape(-1)
                     self._sum(given, image, a, head_sums, common, n_threads[1])
-                    if "full" in out:
-                        self._keep(a, out["full"][image])
+                    if "full" in out:  # without the padding between the prefix and the grid
+                        out["full"][image, ..., :n] = a[..., :n]
+                        grid = a[..., padded(n) : padded(n) + n_tokens - n]
+                        out["full"][image, ..., n:] = grid
                 of = images, self._geometry, counted, head_sums, common.cls_rows
                 numbers_of(*of, of_heads, over, part)
 
@@ -220,23 +228,6 @@ class CpuPasses:
 
         run_split(some_heads, len(a), min(n_threads, len(a)))
         run_split(some_queries, a.shape[1], min(n_threads, a.shape[1]))
-
-    def _keep(self, a: Tensor, out: Tensor) -> None:
-        """Copy A of an image without the padding between the prefix and the grid."""
-        n = self._geometry.n_prefix
-        out[..., :n] = a[..., :n]
-        out[..., n:] = a[..., padded(n) : padded(n) + out.shape[-1] - n]
-
-    def _room(self, call: AttentionScores, thread: int) -> Tensor:
-        """Memory for A of an image, as `sum_heads` fills it."""
-        width = padded(self._geometry.n_prefix) + padded(call.n_tokens - self._geometry.n_prefix)
-        return self._buffers.get(f"a {thread}", call.n_heads, call.n_tokens, width)
-
-    def _given(self, call: AttentionScores, image: int, thread: int) -> Float32:
-        """The scores of an image."""
-        shape = 1, call.n_heads, call.n_tokens, call.n_tokens
-        room = self._buffers.get(f"scores {thread}", *shape)
-        return call.scores(slice(image, image + 1), out=room).numpy().reshape(-1)
 
     def shapes(self, n_images: int, n_heads: int) -> dict[str, tuple[int, ...]]:
         """Shapes of `HeadSums`, float64: what `reduce` needs in `out` for itself."""

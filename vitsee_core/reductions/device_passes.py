@@ -131,7 +131,9 @@ class DevicePasses:
         renormalised = self._received(rows, share, here)
         spatial = torch.where(counted, spatial, 0.0).sum(-1) / n_queries
         here["qk_nmi"].copy_(shared_information(renormalised, spatial, n_queries))
-        self._spreads(a, here)
+        here["query_std"].copy_(spread(a[:, :, n:], 2)[..., n:].mean(-1))
+        torch.mean(a, 1, out=here["head_mean"])
+        here["head_std"].copy_(spread(a[:, :, n:], 1)[..., n:].mean(-1).mean(-1))
         self._add_pairs(sums, a, scores, share, valid)
 
     def finish(self, out: Mapping[str, Tensor], pairs: Tensor) -> Tensor:
@@ -216,15 +218,6 @@ class DevicePasses:
         torch.bmm(share.view(-1, 1, n_queries), rows.flatten(0, 1), out=mean)
         mean = mean.view(n_images, n_heads, n_keys)[..., n:]
         return mean / mean.sum(-1, keepdim=True)
-
-    def _spreads(self, a: Tensor, here: dict[str, Tensor]) -> None:
-        """Standard deviations over queries and over heads, and the head mean."""
-        n = self._n
-        std = spread(a[:, :, n:], 2)
-        here["query_std"].copy_(std[..., n:].mean(-1))
-        torch.mean(a, 1, out=here["head_mean"])
-        std = spread(a[:, :, n:], 1)
-        here["head_std"].copy_(std[..., n:].mean(-1).mean(-1))
 
 
 def row_entropies(p: Tensor, scratch: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:

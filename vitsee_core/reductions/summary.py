@@ -116,15 +116,6 @@ def distances(grid: tuple[int, int], step: tuple[float, float]) -> Tensor:
     return torch.hypot(y[None, :] - y[:, None], x[None, :] - x[:, None])
 
 
-def unit_step(grid: tuple[int, int]) -> tuple[float, float]:
-    """The step of a grid on the unit square, x = col / (gw - 1) and y = row / (gh - 1).
-
-    The coordinates of the code of Walmer et al. 2023; an axis of length 1 has coordinate 0.
-    """
-    gh, gw = grid
-    return 1.0 / max(gh - 1, 1), 1.0 / max(gw - 1, 1)
-
-
 def sum_by_offset(pairs: Tensor, grid: tuple[int, int]) -> Tensor:
     """Sum a query-by-key map over all pairs of cells with the same offset.
 
@@ -165,8 +156,12 @@ class GridDistances:
 
 
 def grid_distances(grid: tuple[int, int], stride_px: tuple[float, float]) -> GridDistances:
-    """Distances in a grid whose cells are `stride_px` pixels (y, x) apart."""
-    px, unit = distances(grid, stride_px), distances(grid, unit_step(grid))
+    """Distances in a grid whose cells are `stride_px` pixels (y, x) apart; on the unit square x =
+    col / (gw - 1) and y = row / (gh - 1), as in the code of Walmer et al. 2023, and 0 along an axis
+    of length 1."""
+    gh, gw = grid
+    unit = distances(grid, (1.0 / max(gh - 1, 1), 1.0 / max(gw - 1, 1)))
+    px = distances(grid, stride_px)
     ratio = float(unit.max() / px.max()) if px.max() > 0 else 1.0
     equal = torch.allclose(unit, px * ratio, rtol=1e-12)
     return GridDistances(px, unit, ratio if equal else None)

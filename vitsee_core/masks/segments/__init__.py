@@ -22,7 +22,7 @@ from vitsee_core.masks.segments.rows import (
     as_segmentation,
     find_segments,
 )
-from vitsee_core.masks.segments.vectors import SegmentFeatures, patches_of, segment_features
+from vitsee_core.masks.segments.vectors import SegmentFeatures, patches_of
 from vitsee_core.runtime.execution import Execution
 from vitsee_stores.errors import VitseeError
 
@@ -82,7 +82,9 @@ class SegmentExamples(Examples):
         if tokens is not None or options.get("match_last_stage"):
             raise VitseeError(NO_TOKENS)
         assert isinstance(data, LabelledSegments)
-        return segment_features(data.store, site, data.weights)
+        patches = patches_of(data.store, site)
+        assert patches.site.layout is not None
+        return SegmentFeatures(patches, data.weights[patches.site.layout])
 
     def check_classes(self, train: LabelledRows, test: LabelledRows) -> list[str]:
         del train, test
@@ -121,9 +123,11 @@ def examples_of(
             found[_key(store, split)] = find_segments(store, source, masks, known, execution, split)
     occurring = dict.fromkeys(name for data in found.values() for name in data.classes)
     classes = source.categories or sorted(occurring, key=_in_order)
-    return SegmentExamples(
-        execution, {key: _relabelled(data, classes) for key, data in found.items()}
-    )
+    where = {name: number for number, name in enumerate(classes)}
+    for key, data in found.items():  # in the space of classes of all
+        numbers = np.array([where[name] for name in data.classes], np.int64)
+        found[key] = replace(data, labels=numbers[data.labels], classes=list(classes))
+    return SegmentExamples(execution, found)
 
 
 def _in_order(name: str) -> tuple[int, str]:
@@ -132,10 +136,3 @@ def _in_order(name: str) -> tuple[int, str]:
 
 def _key(store: Store, split: str | None) -> Key:
     return store.label, store.manifest.store_id, split
-
-
-def _relabelled(data: LabelledSegments, classes: Sequence[str]) -> LabelledSegments:
-    """The same segments in another space of classes, which has all of theirs."""
-    where = {name: number for number, name in enumerate(classes)}
-    numbers = np.array([where[name] for name in data.classes], np.int64)
-    return replace(data, labels=numbers[data.labels], classes=list(classes))

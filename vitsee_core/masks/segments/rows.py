@@ -109,6 +109,13 @@ def as_segmentation(
 
 log = logging.getLogger(__name__)
 
+# Of the counts of `find_segments`, in their order: what is left out, and why.
+_LEFT_OUT = (
+    ("images", "without a mask"),
+    ("segments", "crowds"),
+    ("segments", "without a pixel"),
+    ("segments", "outside of what the model saw"),
+)
 INTERVAL = (
     "95 % interval over images, as segments of one image are not independent: from the standard "
     f"error of a delete-a-block jackknife ({METHOD}), what was fitted held fixed. Of nmi and ari "
@@ -258,7 +265,9 @@ def find_segments(
         **{f"left_out_{what}": tally[what] for what in ("crowds", "empty", "not_visible")},
     }
     about = {"masks": source.name, "weights": choice.weights, "crowd": choice.crowd}
-    _tell(store.label, counts)
+    for (what, why), n_left in zip(_LEFT_OUT, counts.values(), strict=True):
+        if n_left:
+            log.info("%s: %s are left out: %s", store.label, counted(n_left, what), why)
     rows = np.repeat(sorted(of_image), [len(of_image[row]) for row in sorted(of_image)])
     flat = [one for row in sorted(of_image) for one in of_image[row]]
     names = [name for name, _ in flat]
@@ -315,15 +324,3 @@ class _SegmentFinder:
             else:
                 left["not_visible" if pixels.any() else "empty"] += 1
         return found, left
-
-
-def _tell(label: str, counts: Mapping[str, int]) -> None:
-    words = {
-        "left_out_images_without_mask": ("images", "without a mask"),
-        "left_out_crowds": ("segments", "crowds"),
-        "left_out_empty": ("segments", "without a pixel"),
-        "left_out_not_visible": ("segments", "outside of what the model saw"),
-    }
-    for key, (what, why) in words.items():
-        if counts[key]:
-            log.info("%s: %s are left out: %s", label, counted(counts[key], what), why)

@@ -19,9 +19,9 @@ its neighbours: bicubic weights of a disk of 2 px radius differ from its area by
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,20 +99,20 @@ class Weigher:
     def _resized(self, mask: Mask) -> Float:
         """The same by Pillow's default resize of the visible part to the cells that it lies on."""
         place, (height, width) = self._place, self._size
-        down = self._visible(place.top, place.bottom, height, 0)
-        across = self._visible(place.left, place.right, width, 1)
+        rows, top, bottom = self._visible(place.top, place.bottom, height, 0)
+        cols, left, right = self._visible(place.left, place.right, width, 1)
         whole = np.zeros(self.grid)
-        cells = whole[down.cells, across.cells]
+        cells = whole[rows, cols]
         if cells.size:
-            box = (across.first, down.first, across.last, down.last)
+            box = (left, top, right, bottom)
             image = Image.fromarray(mask.astype(np.uint8) * np.uint8(255)).crop(box)
             cells[...] = np.asarray(image.resize(cells.shape[::-1], Image.Resampling.BICUBIC))
         return whole
 
-    def _visible(self, first: float, last: float, n: int, axis: int) -> _Visible:
-        """Along one axis: the cells that the image lies on, and their pixels of the image. Of a
-        centred crop these begin at (n - length) / 2 as in the published code, whose halves Pillow
-        rounds to the even pixel."""
+    def _visible(self, first: float, last: float, n: int, axis: int) -> tuple[slice, int, int]:
+        """Along one axis: the cells that the image lies on, and their first pixel of the image and
+        the one after the last. Of a centred crop these begin at (n - length) / 2 as in the
+        published code, whose halves Pillow rounds to the even pixel."""
         offset, stride = self._offset[axis], self._stride[axis]
         ends = max(first, 0.0), min(last, float(self._seen[axis]))
         low = max(0, math.floor((ends[0] - offset) / stride + SMALLEST))
@@ -127,15 +127,7 @@ class Weigher:
         centred = (n - length) / 2
         if abs(start - centred) * scale < 1:
             start = centred
-        return _Visible(slice(low, max(low, high)), round(start), round(start + length))
-
-
-class _Visible(NamedTuple):
-    """Cells, and the pixels of the image from `first` to before `last`."""
-
-    cells: slice
-    first: int
-    last: int
+        return slice(low, max(low, high)), round(start), round(start + length)
 
 
 def _overlaps(pixels: Float, cells: Float) -> Float:
@@ -316,12 +308,3 @@ def patches_of(store: Store, site: SiteSpec) -> SiteFeatures:
             "expected sites like --sites blocks"
         )
     return choose_features(store, site, "patches", partial=True)  # no weight beside an image
-
-
-def segment_features(
-    store: Store, site: SiteSpec, weights: Mapping[TokenLayout, Weights]
-) -> SegmentFeatures:
-    """The segments' vectors at a site; weights: layout -> of all segments."""
-    patches = patches_of(store, site)
-    assert patches.site.layout is not None
-    return SegmentFeatures(patches, weights[patches.site.layout])
