@@ -93,17 +93,9 @@ def chosen_identity(
 def check_choices(
     made: Manifest, model: LoadedModel, given: Mapping[str, Any], instead: str = ""
 ) -> None:
-    """`check_identity` of a store, its weights named by the options that chose them.
-
-    Args:
-        made: the store's manifest.
-        model: that is given.
-        given: fields of identity, its weights among them.
-        instead: what else could be done.
-
-    Raises:
-        IdentityMismatch: names every field that differs.
-    """
+    """`check_identity` of a store, its weights named by the options that chose them. given: fields
+    of identity, the weights among them. instead: what else could be done. Raises IdentityMismatch:
+    names every field that differs."""
     stored, given = dict(made.identity), dict(given)
     if stored.get("weights") != given["weights"]:
         told = [_options_of(weights) for weights in (made.model.get("weights"), model.weights)]

@@ -426,16 +426,9 @@ class SmallWeights:
 
 
 def small_weights(model: LoadedModel, table: SiteTable, head: bool | None) -> SmallWeights:
-    """The small weights of a model on the CPU.
-
-    Args:
-        model: with its sites in `table`.
-        table: see `site_table`.
-        head: whether to keep the classifier; None: if it takes at most `HEAD_BYTES`.
-
-    Raises:
-        VitseeError: `head` is requested and the model's is not a formula over tokens.
-    """
+    """The small weights of a model on the CPU. head: whether to keep the classifier; None: if it
+    takes at most `HEAD_BYTES`. Raises VitseeError: `head` is requested and the model's is not a
+    formula over tokens."""
     if frames_of(model.module) is not None:
         if head:
             raise VitseeError(f"--head-weights is not supported: {OF_CLIPS}")
