@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.analyses.best_layer.best_table import CONTROLS
-from vitsee_core.analyses.best_layer.figures import draw_best_layers, draw_differences
+from vitsee_core.analyses.best_layer.figures import CONTROLS, draw_best_layers, draw_differences
 from vitsee_core.analyses.best_layer.layer_tasks import (
     BEST,
     COLUMNS,

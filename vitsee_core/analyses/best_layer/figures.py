@@ -1,12 +1,23 @@
-"""The curves that were compared for a best layer, the best ones marked, and the table below."""
+"""The best layers drawn: the curves that were compared with the best ones marked, and below them a
+table as for a paper, a row per model, a column per task, `0.372 (12)`.
+
+The table is as Walmer et al. 2023 print their Tables 1 and 5: the layer in brackets, counted from 1
+for the first block (`depth`; 0 is what enters it), controls below the models. The best value of a
+column is bold where its 95 % interval lies apart from all others'; else the note names those that
+are near.
+"""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitsee_core.analyses.best_layer.best_table import BestTable
-from vitsee_core.figures.curve_looks import curve_looks, of_models, site_kind
+import numpy as np
+
+from vitsee_core.figures.curve_looks import baselines_of, curve_looks, of_models, site_kind
 from vitsee_core.figures.curve_panels import CurveGrid
 from vitsee_core.figures.depth_curves import (
     BEST,
@@ -15,11 +26,23 @@ from vitsee_core.figures.depth_curves import (
     draw_depth_curves,
     head_words,
 )
-from vitsee_core.figures.panels import Grid, em, handles_of, legend_below, note_count, panels, stack
-from vitsee_core.figures.plotting import GREY, colour, ink, marker
+from vitsee_core.figures.panels import (
+    Grid,
+    em,
+    handles_of,
+    legend_below,
+    note_count,
+    panels,
+    room,
+    small,
+    stack,
+)
+from vitsee_core.figures.plotting import GREY, colour, figure_bytes, ink, marker, styled
+from vitsee_core.tables.formats import FIGURE_ENDINGS, ending_of
+from vitsee_core.tables.headlines import picked
 from vitsee_core.tables.metrics import direction
 from vitsee_core.tables.results import Table
-from vitsee_core.tables.text import shorten
+from vitsee_core.tables.text import figure_text, shorten, visible
 from vitsee_core.tables.words import metric_words, site_words, task_words
 from vitsee_core.types import pl
 
@@ -198,3 +221,258 @@ def draw_redundancy(
     axes.set_xlabel(DEPTH_LABEL)
     axes.set_ylabel("CKA; score")
     axes.set_title(f"{shorten(store, 28)}: CKA with {site_words(last)}")
+
+
+ENDINGS = (".md", ".tex", *FIGURE_ENDINGS)
+ARROWS = {"higher": "↑", "lower": "↓"}
+_LATEX_ARROWS = {"↑": r"$\uparrow$", "↓": r"$\downarrow$"}
+_NONE = "–"  # where there is no value
+_STEP = 1.7  # ems from one line to the next
+_LETTER = 0.55  # ems
+# What controls are, for the line below the table.
+CONTROLS = {
+    "random": "Gaussian features of the same shape (Walmer et al. 2023 report uniform ones in "
+    "[0, 1), whose cosines are all near 3/4)",
+    "chance": "what is expected without looking at features, exactly",
+    "shuffled": "the same clusters against shuffled labels",
+    "image": "the whole image in place of its segments",
+    "still": "nothing moves",
+    "grid": "the best that the grid of tokens allows",
+    "central": "a blob in the centre of the image",
+}
+_NOTE = (
+    "In brackets the best layer, counted from 1 for the first block (0: what enters it). Bold: the "
+    "best model, where its 95 % interval lies apart from all others'."
+)
+_LATEX = {
+    **{letter: f"\\{letter}" for letter in "&%$#_{}"},
+    **{"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}"},
+    **{"–": "--", **_LATEX_ARROWS},
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """An entry's text, and whether it is the best of its column."""
+
+    text: str
+    bold: bool = False
+
+
+@dataclass(frozen=True)
+class BestTable:
+    """header: of each column, the model's first. models, controls: rows of cells; note: below."""
+
+    header: list[str]
+    models: list[list[Cell]]
+    controls: list[list[Cell]]
+    note: str
+
+    @classmethod
+    def of(cls, table: Table) -> BestTable:
+        """A table of `best_layer.run`."""
+        tasks = table.frame["task"].unique(maintain_order=True).to_list()
+        real, controlled = of_models(table.frame), baselines_of(table.frame)
+        header, winners, unclear = ["model"], {}, []
+        for task in tasks:
+            rows = real.filter(task=task)
+            way = direction(str(rows["metric"][0]))
+            header.append(f"{task_words(task)} {ARROWS[way]}")
+            near = _nearest(rows, way)
+            several = len(picked(rows)) > 1
+            winners[task] = near[0] if len(near) == 1 and several else None
+            if len(near) > 1:
+                unclear.append(f"{task_words(task)}: {', '.join(near)}")
+        models = []
+        for store in real["store"].unique(maintain_order=True):
+            row = [Cell(str(store))]
+            for task in tasks:
+                rows = real.filter(task=task, store=store)
+                row.append(Cell(_entry(rows), winners[task] == store))
+            models.append(row)
+        controls = [
+            [Cell(name), *(Cell(_range(rows.filter(task=task))) for task in tasks)]
+            for name, rows in controlled.items()
+        ]
+        known = [f"{name}: {CONTROLS[name]}" for name in controlled if name in CONTROLS]
+        if "iou" in table.frame["metric"] and "random" in controlled:
+            known.append("of saliency, random: a map of noise")
+        if unclear:
+            known.append(f"not told apart by 95 % intervals: {'; '.join(unclear)}")
+        note = " ".join([_NOTE, *(f"{line[:1].upper()}{line[1:]}." for line in known)])
+        return cls(header, models, controls, note)
+
+    def written(self, path: Path) -> bytes:
+        """The table's bytes in the format of the path's ending.
+
+        Raises:
+            VitseeError: another ending than one of `ENDINGS`.
+        """
+        ending = ending_of(path, ENDINGS, "--table")
+        if ending in FIGURE_ENDINGS:
+            return figure_bytes(self.figure(), ending)
+        return (self.markdown() if ending == ".md" else self.latex()).encode()
+
+    def markdown(self) -> str:
+        """The table in Markdown, as GitHub and pandoc read it."""
+
+        def line(cells: Sequence[Cell]) -> str:
+            texts = [visible(cell.text).replace("|", "\\|") for cell in cells]
+            bold = [cell.bold for cell in cells]
+            return " | ".join(f"**{t}**" if b else t for t, b in zip(texts, bold, strict=True))
+
+        rows = [[Cell(name) for name in self.header], *self.models, *self.controls]
+        lines = [f"| {line(row)} |" for row in rows]
+        rule = f"|---|{'---:|' * (len(self.header) - 1)}"
+        return "\n".join([lines[0], rule, *lines[1:], "", self.note, ""])
+
+    def latex(self) -> str:
+        """A `tabular` with the rules of booktabs."""
+
+        def line(cells: Sequence[Cell]) -> str:
+            texts = ["".join(_LATEX.get(c, c) for c in visible(cell.text)) for cell in cells]
+            bold = [cell.bold for cell in cells]
+            joined = (f"\\textbf{{{t}}}" if b else t for t, b in zip(texts, bold, strict=True))
+            return " & ".join(joined) + r" \\"
+
+        columns = "l" + "r" * (len(self.header) - 1)
+        below = [r"\midrule", *map(line, self.controls)] if self.controls else []
+        lines = [
+            *("% " + self.note, f"\\begin{{tabular}}{{{columns}}}", r"\toprule"),
+            *(line([Cell(name) for name in self.header]), r"\midrule", *map(line, self.models)),
+            *(*below, r"\bottomrule", r"\end{tabular}", ""),
+        ]
+        return "\n".join(lines)
+
+    @styled
+    def figure(self) -> Figure:
+        """Rules above and below, as in print; columns that find no room beside the others stand
+        below them, with the models again."""
+        figure, (box,) = stack(self.grid())
+        self.draw(box)
+        return figure
+
+    def grid(self) -> Grid:
+        """The room that it takes in a figure."""
+        lines = sum(
+            self._height(band) + len(self.models) + len(self._controls(band)) + 1
+            for band in self._bands()
+        )
+        width = max(sum(self._widths()[i] for i in band) for band in self._bands())
+        notes = _STEP * 0.7 * (len(self._note(min(width + 2, room()))) + 1)
+        return Grid(1, width=width + 2, widest=width + 2, height=lines * _STEP + notes)
+
+    def draw(self, box: Any) -> None:
+        """Draw it into a figure, or a part of one, in which `grid` has its room."""
+        axes = box.add_subplot()
+        axes.set_axis_off()
+        axes.set_in_layout(False)
+        axes.set_position((0, 0, 1, 1))
+        height = self.grid().height
+        y = 0.3
+        for band in self._bands():
+            rows = [*self.models, *self._controls(band)]
+            heads = [Cell("\n".join(self._head(i))) for i in band]
+            widths = [self._widths()[i] for i in band]
+            lines = self._height(band) + len(rows)
+            table = axes.table(
+                [[cell.text for cell in heads], *([_short(row[i]) for i in band] for row in rows)],
+                colWidths=[width / self.grid().width for width in widths],
+                cellLoc="right",
+                edges="horizontal",
+                bbox=(
+                    *(1 / self.grid().width, 1 - (y + lines * _STEP) / height),
+                    *(sum(widths) / self.grid().width, lines * _STEP / height),
+                ),
+            )
+            table.auto_set_font_size(False)
+            for (line, column), cell in table.get_celld().items():
+                cell.set_height((self._height(band) if line == 0 else 1) / lines)
+                cell.set(edgecolor=GREY, linewidth=0.5)
+                cell.set_fontsize(small())
+                cell.PAD = 0.02
+                text = cell.get_text()
+                text.set_text(figure_text(text.get_text()))
+                text.set_fontweight(
+                    "bold" if line and rows[line - 1][band[column]].bold else "normal"
+                )
+                if column == 0:
+                    text.set_ha("left")
+                    cell._loc = "left"
+            y += (lines + 1) * _STEP
+        note = "\n".join(self._note(min(self.grid().width, room())))
+        axes.text(1 / self.grid().width, 1 - (y - 0.5 * _STEP) / height, note, va="top",
+                  fontsize=0.8 * small(), transform=axes.transAxes)  # fmt: skip
+
+    def _head(self, i: int) -> list[str]:
+        """The lines above a column."""
+        if i == 0:
+            return [self.header[0]]
+        task, _, arrow = self.header[i].replace(" = ", "\u00a0=\u00a0").rpartition(" ")
+        return textwrap.wrap(f"{shorten(task, 60)}\u00a0{arrow}", 17)
+
+    def _height(self, columns: Sequence[int]) -> int:
+        """Lines of text above these columns."""
+        return max(len(self._head(i)) for i in columns)
+
+    def _widths(self) -> list[float]:
+        """Ems of each column."""
+        rows = [*self.models, *self.controls]
+        return [
+            _LETTER * max(*map(len, self._head(i)), *(len(_short(row[i])) for row in rows)) + 1.6
+            for i in range(len(self.header))
+        ]
+
+    def _bands(self) -> list[list[int]]:
+        """The columns that stand side by side, each time the first and others, as evenly many as
+        the width allows."""
+        widths = self._widths()
+        most = max(1, int((room() - 2 - widths[0]) / max(widths[1:], default=1.0)))
+        others = range(1, len(widths))
+        parts = np.array_split(others, max(1, -(-len(others) // most)))
+        return [[0, *part.tolist()] for part in parts]
+
+    def _note(self, width: float) -> list[str]:
+        """The note's lines below a table that is `width` ems wide."""
+        return textwrap.wrap(self.note, max(40, int(width / (0.8 * 0.88 * _LETTER))))
+
+    def _controls(self, columns: Sequence[int]) -> list[list[Cell]]:
+        """The controls that have a value in one of the columns."""
+        return [row for row in self.controls if any(row[i].text != _NONE for i in columns[1:])]
+
+
+def _short(cell: Cell) -> str:
+    return shorten(cell.text, 32)
+
+
+def _nearest(rows: pl.DataFrame, way: str) -> list[str]:
+    """The stores that may be the best: the best one, and those whose intervals reach its own, all
+    others where one of both has none."""
+    sign = -1 if way == "lower" else 1
+    value = sign * rows["value"].to_numpy()
+    if np.isnan(value).all():
+        return []
+    nothing = pl.Series([np.nan] * len(rows))
+    ends = [rows.get_column(name, default=nothing).to_numpy() for name in ("low", "high")]
+    low, high = [sign * end for end in ends][::sign]
+    best = int(np.nanargmax(value))
+    apart = (high < low[best]) | np.isnan(value)
+    near = rows["store"].filter(~apart).to_list()
+    return sorted(near, key=lambda store: store != str(rows["store"][best]))
+
+
+def _entry(rows: pl.DataFrame) -> str:
+    """`0.372 (12)`; the site's name where it is no block's output."""
+    for site, depth, value in rows.select("site", "depth", "value").drop_nulls("value").rows():
+        counted = site_kind(site) == "out" and depth is not None
+        return f"{value:.3f} ({int(depth) if counted else site})"
+    return _NONE
+
+
+def _range(rows: pl.DataFrame) -> str:
+    """A control's value, or its range over stores."""
+    values = picked(rows)["value"].to_numpy()
+    if not len(values):
+        return _NONE
+    low, high = f"{values.min():.3f}", f"{values.max():.3f}"
+    return low if low == high else f"{low} to {high}" if "-" in low + high else f"{low}–{high}"
