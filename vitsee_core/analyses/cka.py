@@ -6,8 +6,8 @@ tokens' channels, flattened; tokens are never examples:
     K = X X^T, L = Y Y^T    CKA = HSIC(K, L) / sqrt(HSIC(K, K) HSIC(L, L))
 
 with the unbiased HSIC_1 over all images, over minibatches, or the biased one; see
-`similarity.hsic` for the formulas. Debiased CKA may lie a little below 0 or above 1: that is noise
-about a true value near the limit, and is not clipped.
+`similarity.hsic_sums` for the formulas. Debiased CKA may lie a little below 0 or above 1: that is
+noise about a true value near the limit, and is not clipped.
 
 - All pairs of one model's sites: Kornblith et al. 2019; Raghu et al. 2021, Figs. 1, 8, B.1 top,
   H.1; Walmer et al. 2023, Figs. 20 to 22 (`norms`).

@@ -208,7 +208,7 @@ def _over_tokens(metrics: Float) -> Float:
 def _with_spread(
     value: Float, replicates: Float, spread: str, metrics: Sequence[str]
 ) -> dict[str, Float]:
-    """For (metrics, ...), like `similarity.hsic.summarise`: replicates, (m, metrics, ...), without
+    """For (metrics, ...), like `similarity.summarise`: replicates, (m, metrics, ...), without
     a block of images each, or one per repeat."""
     nothing = np.full_like(value, np.nan)
     m = len(replicates)
