@@ -28,10 +28,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from vitsee_core.figures.heatmaps import describe_scale, describe_scope, draw_heatmaps
+from vitsee_core.figures.heatmaps import (
+    describe_scale,
+    describe_scope,
+    draw_curves,
+    draw_heatmaps,
+    one_to_one,
+    panels_of,
+)
 from vitsee_core.figures.panels import legend_below, panels
 from vitsee_core.figures.plotting import styled
-from vitsee_core.figures.site_pairs import draw_curves, one_to_one, panels_of
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import SIMILARITY, Offers

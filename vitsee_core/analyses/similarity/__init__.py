@@ -36,10 +36,16 @@ from vitsee_core.analyses.similarity.comparing import Compared, compare_all, gra
 from vitsee_core.analyses.similarity.measure import Cknna, Measure, MutualKnn
 from vitsee_core.analyses.similarity.products import Cka, Gulp, Procrustes, RidgeR2, Rsa, Svcca
 from vitsee_core.features.matrix import quantile_of_sizes
-from vitsee_core.figures.heatmaps import Panel, describe_scope, draw_heatmaps
+from vitsee_core.figures.heatmaps import (
+    Panel,
+    describe_scope,
+    draw_curves,
+    draw_heatmaps,
+    one_to_one,
+    panels_of,
+)
 from vitsee_core.figures.panels import handles_of, legend_below, panels
 from vitsee_core.figures.plotting import reference_line, styled
-from vitsee_core.figures.site_pairs import draw_curves, one_to_one, panels_of
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import (
