@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +129,14 @@ def folder(path: Path, args: dict[str, Any] | None = None, **config: Any) -> str
 
 @pytest.fixture
 def no_way_out(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """No name is resolved and nothing connected to; the attempts."""
+    """No name is resolved and nothing connected to; the attempts of this thread. Those that tests
+    before left, of libraries and clusters, try on their own."""
     tried: list[Any] = []
+    here = threading.get_ident()
 
     def refuse(*args: Any, **_: Any) -> None:
-        tried.append(args)
+        if threading.get_ident() == here:
+            tried.append(args)
         raise OSError("no network")
 
     monkeypatch.setattr(socket, "getaddrinfo", refuse)

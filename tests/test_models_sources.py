@@ -20,6 +20,7 @@ from vitsee_cli.main import main
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model
 from vitsee_core.models.sources import runs_code, source_of
+from vitsee_core.models.without_weights import list_sites
 from vitsee_stores import open_store
 
 MODEL = """
@@ -48,6 +49,14 @@ def bare(width=8):
 def fixed(width=8):
     torch.manual_seed(7)
     return Small(width, 32)
+
+class Scaled(Small):
+    def forward(self, x):
+        return super().forward(x / float(x.abs().max()))  # a number, which no shape has
+
+def by_values():
+    torch.manual_seed(7)
+    return Scaled(8, 32)
 
 def loads(pretrained=True):
     module = Small(4, 32)
@@ -175,6 +184,10 @@ def test_own_weights_random_ones_and_a_checkpoint(folder: Path, tmp_path: Path) 
     torch.save({key: x + 1 for key, x in fixed.items()}, tmp_path / "w.pth")
     loaded = load_model(name, checkpoint=tmp_path / "w.pth")
     assert all(torch.equal(x, fixed[key] + 1) for key, x in loaded.module.state_dict().items())
+    # Its sites are listed, also where shapes alone do not say them.
+    assert [site.name for site in list_sites(f"{folder}/mine.py:by_values").table.sites] == [
+        site.name for site in list_sites(name).table.sites
+    ]
 
 
 @pytest.mark.parametrize("entry", ["tiny", "late"])

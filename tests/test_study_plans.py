@@ -108,6 +108,9 @@ def test_images_without_labels_or_without_others_to_train_on() -> None:
         assert found.left_out[command] == "the images of photos have no labels"
     assert found.left_out[BEST].startswith("none of its inputs is made")
     assert [step.name for step in found.extractions] == ["extract-vit"]
+    frames = {"extract": [Setting(("--frames",), ("--frames", "8"))]}
+    of_clips = plan(study(settings=frames), [model("vit")], labelled=False)
+    assert of_clips.left_out["knn"] == "the clips of photos have no labels"
     found = plan(study(train=None), [model("vit")], labelled=True)
     assert "name them with --train" in found.left_out["knn"]
     assert named(found, "probe-vit").words[2:4] == ("--holdout", "0.3")

@@ -51,6 +51,7 @@ def load_model(
     frames: int | None = None,
     foreign: str | None = None,
     native: bool = False,
+    any_weights: bool = False,
 ) -> LoadedModel:
     """The model that `name` stands for: a timm name with or without tag, `hf-hub:...`,
     `local-dir:/path`, `demo:vit`, or that of another source, see `models/sources/`.
@@ -63,8 +64,9 @@ def load_model(
     at once. native: images come at the sizes of its image processor. frames: of a clip, for which a
     model of clips is made where it can be; a user's own module is tried on clips of so many.
     foreign: the store that name and arguments were read from, which nobody vouches for: no folder,
-    no network, and only arguments that size a layer. The others override the model's own
-    configuration. transform, processor, trust_remote_code: see `Choices`.
+    no network, and only arguments that size a layer. any_weights: random ones, or those that its
+    code has for every seed. The others override the model's own configuration. transform,
+    processor, trust_remote_code: see `Choices`.
 
     Raises:
         ModelError: unknown model, weights that cannot be had or do not fit, an option that the
@@ -78,6 +80,8 @@ def load_model(
     if foreign is not None:
         source.check_foreign(args, foreign)
     check_model_options(name, {**options, "model_args": args})
+    if any_weights and random_init is None:
+        random_init = 0
     fresh = checkpoint is not None or random_init is not None
     file = None if checkpoint is None else Checkpoint.read(checkpoint, checkpoint_key)
     layout = None if file is None else file.layout
@@ -90,7 +94,8 @@ def load_model(
         module = source.make(
             pretrained=not fresh, seed=random_init or 0, wanted=wanted, foreign=foreign is not None
         )
-        if random_init is not None and not source.depends_on_seed(module, random_init, wanted):
+        asked = random_init is not None and not any_weights
+        if asked and not source.depends_on_seed(module, random_init, wanted):
             raise ModelError(
                 f"{source.name} gives the same weights for every seed; expected random ones: give "
                 "its function a parameter 'pretrained', which is False for them"

@@ -52,13 +52,13 @@ def list_sites(name: str, *, prove: bool = False, **options: Any) -> Listing:
         ModelError: as `load_model`; the model does not run on images of this size.
     """
     check_model_options(name, options)
-    checkpoint, seed = options.get("checkpoint"), options.get("random_init")
+    checkpoint = options.get("checkpoint")
     own = bool(source_of(name).skips_left_out)  # proven as they are taken out
     own = own or bool(options.get("registers"))  # so are tokens that are added
     if not prove and checkpoint is None and not own:
         if (listing := from_shapes(name, options)) is not None:
             return listing
-        options = {**options, "random_init": 0 if seed is None else seed}
+        options = {**options, "any_weights": True}
     model = load_model(name, **options)
     return Listing(site_table(model), model.input_size, proven=True, notes=tuple(model.notes()))
 

@@ -87,7 +87,7 @@ def survey(label: str, name: str, options: Mapping[str, Any] | None = None) -> S
     if packing_of(module) is None and not is_language_input(module):
         table = sketch(module, size)
     else:  # where its tokens lie is seen on values
-        made = load_model(**(given | {"name": model, "checkpoint": None, "random_init": 0}))
+        made = load_model(**(given | {"name": model, "checkpoint": None, "any_weights": True}))
         module, size, table = made.module, made.input_size, site_table(made)
     try:
         flops = flops_of(module, size)
@@ -250,7 +250,7 @@ def _made(
         "width": size[2],
     }
     try:
-        table = site_table(load_model(name, random_init=0)) if prove else sketch(module, size)
+        table = site_table(load_model(name, any_weights=True)) if prove else sketch(module, size)
     except (ModelError, NotImplementedError) as error:
         return {**row, "left_out": f"unknown without weights: {_line(error)}"}
     lacks = offers(table)

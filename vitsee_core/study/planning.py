@@ -188,17 +188,18 @@ def _unfit(study: Study, command: str, labelled: bool) -> str:
     """Why these data do not do for an analysis, if they do not."""
     recipe = recipe_of(command)
     option, what = recipe.asks
+    what_rows = "clips" if study.sets("extract", "--frames") else "images"
     given = bool(option) and study.sets(command, option)
     if GIVEN in recipe.wants and not given:
         place = f"{command}.{option.removeprefix('--')}=PATH"
-        return f"it needs {what} beside the images; name them with --set {place}"
+        return f"it needs {what} beside the {what_rows}; name them with --set {place}"
     if study.n_images() < recipe.least:
-        there = counted(study.n_images(), "images")
+        there = counted(study.n_images(), what_rows)
         return f"{there} of {study.data}; expected at least {recipe.least}"
     if LABELS in recipe.wants and not labelled and not given:
-        return f"the images of {study.data} have no labels"
+        return f"the {what_rows} of {study.data} have no labels"
     if TRAIN in recipe.wants and study.train is None:
-        return "it learns from other images than it is tested on: name them with --train"
+        return f"it learns from other {what_rows} than it is tested on: name them with --train"
     return ""
 
 
