@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import keyword
 import logging
+import os
 import pkgutil
 import re
 import sys
@@ -287,7 +288,9 @@ def _found(_path: tuple[str, ...]) -> tuple[dict[str, Guest], dict[str, str]]:
 
 def _entries() -> list[EntryPoint]:
     """The entry points of the group. Damaged metadata of a package is as if it were not there."""
-    from importlib import metadata  # 15 ms: not for commands that are found without it
+    if not any(map(_names_the_group, sys.path)):
+        return []
+    from importlib import metadata  # this and its search take 50 ms, which every command would wait
 
     try:
         return list(metadata.entry_points(group=GROUP))
@@ -297,6 +300,23 @@ def _entries() -> list[EntryPoint]:
             with contextlib.suppress(Exception):
                 found += [entry for entry in package.entry_points if entry.group == GROUP]
         return found
+
+
+def _names_the_group(folder: str) -> bool:
+    """Whether the entry points of a package that is installed in this folder of `sys.path` name the
+    group; True of an archive, and of eggs, which `importlib.metadata` looks into."""
+    try:
+        names = os.listdir(folder or ".")
+    except OSError:
+        return os.path.isfile(folder)
+    for name in names:
+        if name.endswith(".egg"):
+            return True
+        if name.endswith((".dist-info", ".egg-info")):
+            with contextlib.suppress(OSError):
+                if GROUP.encode() in Path(folder, name, "entry_points.txt").read_bytes():
+                    return True
+    return False
 
 
 def _guest(entry: EntryPoint) -> Guest:
