@@ -94,8 +94,12 @@ def load_model(
         module = source.make(
             pretrained=not fresh, seed=random_init or 0, wanted=wanted, foreign=foreign is not None
         )
-        asked = random_init is not None and not any_weights
-        if asked and not source.depends_on_seed(module, random_init, wanted):
+        one_for_all = (
+            random_init is not None
+            and not any_weights
+            and not source.depends_on_seed(module, random_init, wanted)
+        )
+        if one_for_all:
             raise ModelError(
                 f"{source.name} gives the same weights for every seed; expected random ones: give "
                 "its function a parameter 'pretrained', which is False for them"

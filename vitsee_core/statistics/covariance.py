@@ -64,7 +64,7 @@ FIRST_RANK, LAST_RANK = 11, 100
 # Below this part of the sum of squares the scatter is rounding: all examples are equal.
 ALIKE = 1e-10
 MANY = 128  # channels from which a few axes take less by iteration
-SMALL = 1024  # channels up to which several threads do not compute axes sooner than one
+SMALL = 1024  # channels up to which several threads do not find eigenvalues sooner than one
 
 
 @dataclass
@@ -385,7 +385,8 @@ def power_law(eigenvalues: Float) -> float:
 
 def _eigenvalues(matrix: Float) -> Float:
     """Largest first; negative rounding errors become 0."""
-    return np.maximum(np.linalg.eigvalsh(matrix)[::-1], 0.0)
+    with one_blas_thread() if len(matrix) <= SMALL else nullcontext():
+        return np.maximum(np.linalg.eigvalsh(matrix)[::-1], 0.0)
 
 
 @dataclass(frozen=True)
