@@ -1,27 +1,37 @@
-"""The cards of a report: an analysis with its question, and below it the results that answer it."""
+"""The cards of a report: an analysis with its question, and below it the results that answer it,
+each with the first rows of its table and a link to the whole of it."""
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from vitsee_core.report.captions import Caption, caption, headline
 from vitsee_core.report.charts import charts_of
 from vitsee_core.report.facts import n_images, result_cautions, stores_of
-from vitsee_core.report.pictures import Addresses, Picture, picture, tile
+from vitsee_core.report.materials import relative
+from vitsee_core.report.pictures import Addresses, Picture, carried, picture, tile
 from vitsee_core.report.redrawing import Result
-from vitsee_core.report.tables import command_of, first_rows, link_of, short_notes
-from vitsee_core.runtime.machine import counted
+from vitsee_core.runtime.machine import counted, human_bytes
 from vitsee_core.runtime.progress import Progress, counting
 from vitsee_core.runtime.registry import guest_of
 from vitsee_core.tables.formats import stem_of
 from vitsee_core.tables.headlines import Answer
+from vitsee_core.tables.results import Table
 from vitsee_core.tables.same_labels import tell_apart
+from vitsee_core.tables.sidecars import PYTHON
 from vitsee_core.tables.text import visible
 
+SHOWN_ROWS = 60
+SPECIAL = re.compile(rb"[^\w.~,:;/ -]", re.ASCII)  # to be escaped in a URL
+CARRIED_BYTES = 400_000  # a larger table is linked, not carried along
 SHOWN_NAMES = 4  # of models in a title
 SHOWN_ANSWERS = 4  # of a tile
 MOST_CURVES = 7  # of a tile
@@ -234,6 +244,62 @@ def _package(result: Result) -> dict[str, str]:
     """The package that a guest's result was made with, for its notes."""
     about = result.file.sidecar.get("package", {})
     return {"package": f"{about.get('name')} {about.get('version')}"} if about else {}
+
+
+# ------------------------------------------------------------------------------------ tables
+
+
+def link_of(path: Path, output: Path) -> tuple[str, str]:
+    """The link by which the page finds the table: in itself where that is small, else beside it;
+    and then what somebody has to know who sends the page away."""
+    size = path.stat().st_size
+    if size > CARRIED_BYTES:
+        place = quote(relative(path, output.absolute().parent))
+        return place, f"beside the page, {human_bytes(size)}"
+    data = path.read_bytes()
+    if path.suffix == ".csv":
+        # Mostly digits and commas, which need no escape: shorter than base64.
+        return f"data:text/csv,{SPECIAL.sub(_escaped, data).decode()}", ""
+    return carried(data, "application/octet-stream"), ""
+
+
+def _escaped(byte: re.Match[bytes]) -> bytes:
+    return b"%%%02X" % ord(byte[0])
+
+
+def command_of(result: Result) -> str:
+    """The command, or the call in Python, that made a result; "" where it is not known."""
+    if call := result.file.sidecar.get(PYTHON):
+        return visible(str(call))
+    return visible(shlex.join(map(str, result.file.sidecar.get("command", ()))))
+
+
+def short_notes(notes: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The notes of a table that are short enough to be read."""
+    found = []
+    for name, value in notes.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        if len(text) <= 600:
+            found.append((visible(str(name)), visible(text)))
+    return found
+
+
+def first_rows(table: Table) -> dict[str, Any]:
+    """The first rows, columns that are empty left out: header, cells with their sorting keys."""
+    columns = [c for c in table.written.get_columns() if c.null_count() < len(c)]
+    shown = table.frame.head(SHOWN_ROWS).select(column.name for column in columns)
+    return {
+        "columns": [(visible(column.name), column.dtype.is_numeric()) for column in columns],
+        "rows": [[_cell(value) for value in row] for row in shown.rows()],
+    }
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return visible(str(value))
 
 
 # ------------------------------------------------------------------------------------ labels

@@ -6,15 +6,16 @@ the page's policy allows no script but its own, by its hash, and no request at a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import closing
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from vitsee_core.figures.plotting import stores_in_order
-from vitsee_core.report.cards import Sections, groups_of
+from vitsee_core.report.cards import Sections, command_of, groups_of
 from vitsee_core.report.earlier import UNSEALED, code_digest, inputs_digest, read_page, sealed
 from vitsee_core.report.facts import cautions, steps_without_values, store_facts
 from vitsee_core.report.materials import (
@@ -32,7 +33,6 @@ from vitsee_core.report.overview import (
 )
 from vitsee_core.report.pictures import Addresses
 from vitsee_core.report.study_record import failures, read_study, remarks
-from vitsee_core.report.tables import command_of
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_core.tables.files import check_new_files, write_files
 from vitsee_core.tables.headlines import said_once
@@ -101,7 +101,7 @@ def render(
     left_out = materials.left_out
     tables = [result.file.table for result in materials.results]
     stores = [s for of in tables if "store" in of.frame.columns for s in of.frame["store"].unique()]
-    with stores_in_order(list(dict.fromkeys(map(str, stores)))):
+    with stores_in_order(list(dict.fromkeys(map(str, stores)))), _garbage_of_figures_alone():
         found = groups_of(
             materials.results, sections, output, known, progress, left_out, addresses, own
         )
@@ -136,3 +136,14 @@ def render(
         style_hash=csp_hash(style),
     )
     return page
+
+
+@contextmanager
+def _garbage_of_figures_alone() -> Iterator[None]:
+    """While it lasts, the collector of garbage leaves what there is now alone, modules above all,
+    which it would look through again as figures come and go."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
