@@ -27,7 +27,10 @@ from vitsee_cli.main import main
 from vitsee_core.analyses.cka import COLUMNS, plot, run
 from vitsee_core.figures.heatmaps import data_limits
 from vitsee_core.similarity import Estimator
+from vitsee_core.similarity.estimators import InMemory
+from vitsee_core.similarity.hsic_sums import as_one_batch, pair_totals, without_cell
 from vitsee_core.similarity.options import choose_estimator
+from vitsee_core.similarity.whole_tiles import Partition
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store, open_store
@@ -124,6 +127,23 @@ def test_one_store_against_a_loop(folder: Path) -> None:
             assert found[i, j] == pytest.approx(expected, abs=TOLERANCE)
     assert np.array_equal(found, found.T)
     assert set(table["n_images"].tolist()) == {N}
+
+
+def test_few_images_are_summed_in_float64() -> None:
+    """From the same float32 Gram matrices CKA is exact, and so is its jackknife."""
+    rng = np.random.default_rng(0)
+    grams = [x @ x.T for x in (rng.standard_normal((16, 40), np.float32) + 0.3 for _ in "abc")]
+    blocks = Partition(np.arange(16), 16, crossing=True)
+    rows = [InMemory(16, gram.copy) for gram in grams]
+    (totals,), diagonals = pair_totals(rows, None, [blocks], device="cpu", tile=16)
+    whole = as_one_batch(totals, diagonals)
+    for keep, found in (
+        (np.arange(16), whole.unbiased()),
+        (np.arange(16) != 3, without_cell(whole, totals, blocks.labels, 3).unbiased()),
+    ):
+        exact = [np.asarray(gram, np.float64)[keep][:, keep] for gram in grams]
+        expected = [[gram_hsic1(a, b) for b in exact] for a in exact]
+        assert found.cross == pytest.approx(np.array(expected), rel=1e-12)
 
 
 def test_two_stores_against_a_loop(folder: Path) -> None:

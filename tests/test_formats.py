@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+from datetime import date
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 import pytest
 
 from vitsee_core.report.outputs import Outputs, check_outputs
@@ -136,6 +138,23 @@ def test_damage_of_any_kind_is_one_line(
             refused += 1
             assert str(path) in str(error) and "\n" not in str(error)
     assert refused > 20 and capfd.readouterr().err == ""
+
+
+def test_parquet_of_another_program(tmp_path: Path) -> None:
+    """Numbers that name stores are text, as in a CSV; times and truth values are no numbers."""
+    path, own = tmp_path / "r.parquet", {"store": [5, 6], "site": ["a", "b"], "value": [1, 2]}
+    pl.DataFrame({**own, "when": [date(2026, 1, 1)] * 2, "ok": [True, False]}).write_parquet(path)
+    table = read_result(path).table
+    assert table["store"].tolist() == ["5", "6"] and table["value"].tolist() == [1.0, 2.0]
+    for odd, kind in ((date(2026, 1, 1), "Date"), (True, "Boolean")):
+        pl.DataFrame({**own, "value": [odd] * 2}).write_parquet(path)
+        with pytest.raises(VitseeError) as caught:
+            read_result(path)
+        assert str(caught.value) == f"{path}: column value is of type {kind}; expected numbers"
+    pl.DataFrame({**own, "value": pl.Series(["1.5", "2"], dtype=pl.Categorical())}).write_parquet(
+        path
+    )
+    assert read_result(path).table["value"].tolist() == [1.5, 2.0]
 
 
 @pytest.mark.parametrize("name", ["r.xlsx", "r", "r.csv.zip", ".csv", "r.gz", "r.csvx"])

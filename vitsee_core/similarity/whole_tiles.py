@@ -207,6 +207,8 @@ def _sums(values: Float32, n_rows: int, first_col: int, piece: Piece) -> BlockSu
     """Sums of a piece of a tile (matrices, rows, cols), whose diagonal is 0."""
     block = _cut(values, piece.rows, piece.cols)
     part = block.reshape(len(block), -1)
+    if piece.h == OTHERS:  # few terms, which cells added in float64 before they were one piece
+        part = part.astype(np.float64)
     products = np.matmul(part[:n_rows], part[first_col:].T)
     own = np.linalg.vecdot(part, part) if first_col else np.zeros(len(part))
     over_cols, over_rows = (block.sum(axis, dtype=np.float64) for axis in (2, 1))

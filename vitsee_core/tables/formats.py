@@ -228,10 +228,18 @@ def _type_of(name: str, kinds: Mapping[str, str]) -> Any:
 
 def _as(path: Path, column: pl.Series, kinds: Mapping[str, str], quoted: bool) -> pl.Series:
     """A column as its type. quoted: text that a spreadsheet would run begins with a quote. Raises
-    VitseeError: text where numbers are expected."""
+    VitseeError: text, times or truth values where numbers are expected."""
     wanted, name = _type_of(column.name, kinds), column.name
-    if column.dtype != pl.String:
-        return column
+    if column.dtype == pl.Categorical and wanted is not None and wanted.is_numeric():
+        column = column.cast(pl.String)
+    if column.dtype != pl.String:  # of Parquet or JSON, perhaps by another program
+        if wanted is None or column.dtype == pl.Null:
+            return column
+        if not wanted.is_numeric():
+            return column if column.dtype == pl.Categorical else column.cast(pl.String)
+        if column.dtype.is_numeric():
+            return column
+        raise VitseeError(f"{path}: column {name} is of type {column.dtype}; expected numbers")
     if quoted and column.str.starts_with("'").any():
         text = column.str.replace(QUOTED, "$1")
     else:
