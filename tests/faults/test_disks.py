@@ -175,3 +175,35 @@ def test_a_table_on_a_full_disk(trial: Trial, disk: Disks) -> None:
     assert "cannot write" in line and str(place) in line and "no space left" in line
     assert list(seen.iterdir()) == [filler]
     trial.ended("one line, no file")
+
+
+@pytest.mark.fault("disk of a study's results full")
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_study_on_a_disk_that_is_full(run: Server, disk: Disks, jobs: int, ended: Ends) -> None:
+    """The steps that failed are named in a line, results of before are whole; with room again the
+    same command makes the rest."""
+    place, seen = disk(60)
+    words = ["study", "v=demo:vit", "--data", "demo", "--images", 20, "-o", place / "out",
+             "--jobs", jobs, "--analyses", "cka,spectrum"]  # fmt: skip
+    ends_well(run.run(*words))
+
+    def results() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (seen / "out/results").iterdir()}
+
+    before = results()
+    room = seen / "room"
+    room.write_bytes(b"\0" * (24 << 10))  # for study.json, but for no picture
+    filler = fill(seen)
+    room.unlink()
+    changed = [*words, "--set", "cka.estimator=biased", "--set", "spectrum.tokens=cls"]
+    done = run.run(*changed)
+    assert done.code == 1 and "Traceback" not in done.stderr, done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("vitsee study: 3 of 4 steps failed: "), line
+    for step in ("cka-v", "spectrum", "report"):
+        assert f"{step} (cannot write {place / 'out'}" in line and "no space left" in line, line
+    assert results() == before
+    filler.unlink()
+    ends_well(run.run(*changed))
+    assert {*results()} == {*before} and results()["cka-v.csv"] != before["cka-v.csv"]
+    ended("one line, resumed")
