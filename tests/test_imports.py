@@ -133,6 +133,7 @@ def test_columns_with_labels_are_probed(tmp_path: Path) -> None:
     classes = np.array([*"abc"])[np.arange(N) % 3]
     rows = [[i, c, *v] for i, c, v in zip(IDS, classes, VECTORS, strict=True)]
     path = table(tmp_path / "responses.csv", ["id", "label", *"vwxyz"], rows)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # as spreadsheets write it
     store = imported(path, "--as", "it", "-o", tmp_path / "it.zarr")
     assert store.manifest.class_names == ["a", "b", "c"]
     assert store.samples.label.tolist() == [i % 3 for i in range(N)]

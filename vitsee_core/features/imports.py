@@ -143,7 +143,7 @@ def _safetensors(path: Path) -> Arrays:
 
 def _csv_columns(path: Path) -> dict[str, Sequence[Any]]:
     delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    with open(path, newline="", encoding="utf-8") as file:
+    with open(path, newline="", encoding="utf-8-sig") as file:
         rows = [row for row in csv.reader(file, delimiter=delimiter) if row]
     if len(rows) < 2:
         raise VitseeError(f"{path} has {len(rows)} rows; expected names of columns and numbers")
