@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from vitsee_cli.main import main
 from vitsee_core.analyses.best_layer import plot, read, run
 from vitsee_core.analyses.best_layer.layer_tasks import tasks, to_last
-from vitsee_core.figures.curve_looks import curve_looks, site_kind
+from vitsee_core.figures.curve_looks import Curve, curve_looks, site_kind
 from vitsee_core.figures.depth_curves import draw_depth_curves
 from vitsee_core.figures.panels import new_figure
 from vitsee_core.figures.plotting import (
@@ -356,11 +356,14 @@ def test_curves_keep_their_colour_and_sites_of_no_block_their_place() -> None:
         [{"baseline": "", **row} for row in [*rows, head, *norms]] + chance
     ).frame
     looks = curve_looks(everything)
-    assert {*looks} == {("vit", "out"), ("vit", "head"), ("cnn", "out"), ("vit", "norm1")}
+    kinds = {"vit": ("out", "head", "norm1"), "cnn": ("out",)}
+    assert {*looks} == {Curve(store, (), kind) for store in kinds for kind in kinds[store]}
     # The colour is the store's, the stroke the kind's.
     tints = {curve: look["color"] for curve, look in looks.items()}
-    assert tints == {curve: colour(int(curve[0] == "cnn")) for curve in looks}
-    assert looks["vit", "norm1"]["linestyle"] != looks["vit", "out"]["linestyle"]
+    assert tints == {curve: colour(int(curve.store == "cnn")) for curve in looks}
+    assert (
+        looks[Curve("vit", (), "norm1")]["linestyle"] != looks[Curve("vit", (), "out")]["linestyle"]
+    )
     axes = new_figure(4, 3).add_subplot()
     draw_depth_curves(axes, everything.filter(store="cnn"), among=everything, ylabel="top1")
     full = [line for line in axes.lines if len(np.asarray(line.get_xdata()))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,11 +15,25 @@ from vitsee_core.tables.words import PARTS, token_words
 from vitsee_core.types import pl
 
 FIRST = ("embed", "stem")  # belong to the curve of the blocks' outputs
+HEAD = "head"  # the kind of sites that belong to no block
 DASHES = ((0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)), (0, (3, 1)))
 STROKES = ("-", (0, (7, 1.5)), (0, (3, 1.2)), (0, (7, 1.5, 1.5, 1.5)))
 Look = dict[str, Any]
-Curve = tuple[Any, ...]  # store, values of further columns, kind of site
 ALIKE = 1e-9  # values nearer than this are one
+
+
+class Curve(NamedTuple):
+    """What the rows of a curve share: their store, the values of further columns (`token`, `k`),
+    and the kind of their sites."""
+
+    store: str
+    values: tuple[Any, ...]
+    kind: str
+
+    @property
+    def is_points(self) -> bool:
+        """Whether its sites belong to no block: each is a point of its own, beside the depths."""
+        return self.kind == HEAD
 
 
 def with_kinds(rows: pl.DataFrame) -> pl.DataFrame:
@@ -35,26 +49,28 @@ def by_curve(rows: pl.DataFrame, by: Sequence[str] = ()) -> dict[Curve, pl.DataF
     lacking = [name for name in by if name not in rows.columns]
     rows = with_kinds(rows).with_columns(pl.lit(None).alias(name) for name in lacking)
     found = rows.partition_by("store", *by, "kind", maintain_order=True, as_dict=True)
-    return {curve: own.sort("rel_depth", maintain_order=True) for curve, own in found.items()}
+    return {
+        Curve(store, tuple(values), kind): own.sort("rel_depth", maintain_order=True)
+        for (store, *values, kind), own in found.items()
+    }
 
 
 def curve_looks(rows: pl.DataFrame, by: Sequence[str] = ()) -> dict[Curve, Look]:
-    """(store, values of `by`, kind of site) -> how it is drawn. The colour is the store's where
-    there are several, see `store_looks`; sites that belong to no block look as the first kind of
-    their store."""
+    """Curve -> how it is drawn. The colour is the store's where there are several, see
+    `store_looks`; sites that belong to no block look as the first kind of their store."""
     curves = list(by_curve(rows, by))
     stores = store_order(rows)
-    kinds = list(dict.fromkeys(curve[1:] for curve in curves if curve[-1] != "head"))
+    kinds = list(dict.fromkeys(curve[1:] for curve in curves if not curve.is_points))
     grouped = store_looks(rows) if len(groups_of(rows["store"].unique())) > 1 else {}
     found = {}
     for curve in curves:
-        same = [kind for kind in kinds if curve[-1] == "head" and kind[:-1] == curve[1:-1]]
+        same = [kind for kind in kinds if curve.is_points and kind[0] == curve.values]
         kind = kinds.index(same[0] if same else curve[1:]) if same or curve[1:] in kinds else 0
         if grouped:
             kinded = {"marker": marker(kind)} if len(kinds) > 1 else {}
-            found[curve] = grouped[curve[0]] | kinded
+            found[curve] = grouped[curve.store] | kinded
             continue
-        store = stores.index(curve[0])
+        store = stores.index(curve.store)
         tint, mark = (store, kind or store) if len(stores) > 1 else (kind, kind)
         stroke = STROKES[kind % len(STROKES)] if len(stores) > 1 else "-"
         if len(stores) > 1 and len(kinds) > 1:
@@ -93,7 +109,7 @@ def site_kind(site: str) -> str:
     # The last number ends the block's path: stages.0.blocks.1.out.
     while match is not None and (deeper := re.fullmatch(r".*?(?:^|\.)\d+\.(.+)", match[1])):
         match = deeper
-    return match[1] if match is not None else "block" if re.search(r"\.\d+$", site) else "head"
+    return match[1] if match is not None else "block" if re.search(r"\.\d+$", site) else HEAD
 
 
 def of_models(rows: pl.DataFrame) -> pl.DataFrame:
@@ -117,14 +133,14 @@ def dashes_of(rows: pl.DataFrame) -> Look:
 
 def curve_label(rows: pl.DataFrame, by: Sequence[str], curve: Curve) -> str:
     """The store, and every other column in which the rows have several values."""
-    label = str(curve[0])
+    label = curve.store
     if len(groups_of(rows["store"].unique())) > 1:  # whose panel names the group
         label = split_label(label)[1]
     parts = [shorten(label, 28)]
-    kinds = {*map(site_kind, rows["site"].unique())} - {"head"}
-    if len(kinds) > 1 and curve[-1] != "head":
-        parts.append(PARTS.get(curve[-1], curve[-1]) or "block output")
-    for name, value in zip(by, curve[1:-1], strict=True):
+    kinds = {*map(site_kind, rows["site"].unique())} - {HEAD}
+    if len(kinds) > 1 and not curve.is_points:
+        parts.append(PARTS.get(curve.kind, curve.kind) or "block output")
+    for name, value in zip(by, curve.values, strict=True):
         if name in rows.columns and rows[name].n_unique() > 1:
             parts.append(token_words(str(value)) if name == "token" else f"{name} = {value}")
     return ", ".join(parts)
@@ -134,7 +150,7 @@ def shared_baselines(curves: dict[Curve, pl.DataFrame]) -> set[str]:
     """The baselines of which several curves have the same value everywhere."""
     values: dict[str, list[pl.Series]] = {}
     for curve, rows in curves.items():
-        for name, own in baselines_of(rows).items() if curve[-1] != "head" else ():
+        for name, own in baselines_of(rows).items() if not curve.is_points else ():
             values.setdefault(name, []).append(own["value"])
     return {
         name

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from vitsee_core.figures.curve_looks import (
+    HEAD,
     Curve,
     Look,
     baselines_of,
@@ -33,9 +34,10 @@ if TYPE_CHECKING:
 DEPTH_LABEL = "relative depth"
 BASELINE, BEST, NOTHING = "baseline: ", "best layer", "no value"
 HEAD_STEP = 0.2  # of the x axis, a place for each site after the last block
-MOST_INTERVALS = 8  # curves of a panel; the intervals of more would hide them
+MOST_INTERVALS = 8  # curves of a panel whose intervals are drawn
 DODGE = 0.016  # of the x axis, between intervals of different curves
 INTERVAL = "95 % interval"
+Intervals = Literal["bands", "bars", "none"]  # none: of so many curves that they would hide them
 # Looks of further columns, see `draw_marks`.
 DOTS = {"marker": ".", "markersize": 3, "linestyle": "none", "alpha": 0.6}
 DOTTED = {"linestyle": (0, (1, 2)), "linewidth": 1}
@@ -72,26 +74,26 @@ def draw_depth_curves(
     among = rows if among is None else among
     curves, looks = by_curve(rows, by), curve_looks(among, by)
     dashes, shared = dashes_of(among), shared_baselines(curves)
-    heads = [s for s in rows["site"].unique(maintain_order=True) if site_kind(s) == "head"]
+    heads = [s for s in rows["site"].unique(maintain_order=True) if site_kind(s) == HEAD]
     places = {site: 1 + HEAD_STEP * (i + 1) for i, site in enumerate(heads)}
-    moves, banded = _intervals(among, by)
+    drawn, moves = _intervals(among, by)
     metric = str(rows["metric"][0]) if len(rows) and "metric" in rows.columns else ""
     texts: list[str] = []
     for curve, look in looks.items():
         if curve not in curves:
             continue
         text = curve_label(among, by, curve)
-        if text in texts and curve[-1] == "head":
+        if text in texts and curve.is_points:
             text = "_nolegend_"
         texts.append(text)
         _draw_baselines(axes, curves[curve], curve, look, dashes, shared, places)
         _draw_curve(axes, of_models(curves[curve]), curve, {**look, "label": text}, places,
-                    moves.get(curve, 0.0), banded)  # fmt: skip
+                    moves.get(curve, 0.0), drawn)  # fmt: skip
     for name in baselines_of(rows):
         axes.plot([], [], color=GREY, linestyle=dashes[name], linewidth=1,
                   label=baseline_words(name, metric))  # fmt: skip
     if moves and spread:
-        _explain(axes, spread, banded)
+        _explain(axes, spread, drawn)
     _finish(axes, places, metric_words(metric) if ylabel is None else ylabel)
     _mark_missing(axes, of_models(rows), places)
     note_count(axes, rows, *counts)
@@ -119,7 +121,7 @@ def draw_marks(
         axes.plot([], [], color=GREY, label=label, **look)
     looks = curve_looks(among)
     for curve, own in by_curve(rows).items():
-        if curve[-1] != "head":
+        if not curve.is_points:
             axes.plot(own["rel_depth"], own[column], color=looks[curve]["color"], **look)
 
 
@@ -142,23 +144,23 @@ def _bounds(rows: pl.DataFrame) -> tuple[Any, Any]:
     return low, high
 
 
-def _intervals(among: pl.DataFrame, by: Sequence[str]) -> tuple[dict[Curve, float], bool | None]:
-    """How far each curve that has intervals is moved to the right, and whether intervals are bands
-    in all panels; None where they are so many that none is drawn."""
+def _intervals(among: pl.DataFrame, by: Sequence[str]) -> tuple[Intervals, dict[Curve, float]]:
+    """How intervals are drawn, in all panels alike, and how far each curve that has some is moved
+    to the right, so that bars of several curves stand beside each other."""
     if "low" not in among.columns:
-        return {}, True
+        return "bands", {}
     among = of_models(among).filter(pl.col("low").is_finite())
     if not len(among):
-        return {}, True
+        return "bands", {}
     metrics = among.partition_by("metric", maintain_order=True) if "metric" in among else [among]
     ends: dict[str, dict[Curve, float]] = {}  # of the curves of each group of stores
     crowded = False
-    places = among["rel_depth"].to_numpy()
-    grid = np.linspace(min(places.min(), 0), max(places.max(), 1), 41)
+    depths = among["rel_depth"].to_numpy()
+    grid = np.linspace(min(depths.min(), 0), max(depths.max(), 1), 41)
     for group, rows in ((group, own) for of in metrics for group, own in by_group(of)):
         bands = []
         for curve, own in by_curve(rows, by).items():
-            if curve[-1] != "head":
+            if not curve.is_points:
                 ends.setdefault(group, {})[curve] = 0.0
                 depth = own["rel_depth"].to_numpy()
                 bands.append([np.interp(grid, depth, side) for side in _bounds(own)])
@@ -169,27 +171,27 @@ def _intervals(among: pl.DataFrame, by: Sequence[str]) -> tuple[dict[Curve, floa
         )
     moves = {curve: 0.0 for curves in ends.values() for curve in curves}
     if max(map(len, ends.values()), default=0) > MOST_INTERVALS:
-        return moves, None
+        return "none", moves
     if not crowded:
-        return moves, True
-    if places.max() > 1:  # no depth, but an attribute of the stores
-        return moves, False
+        return "bands", moves
+    if depths.max() > 1:  # no depth, but an attribute of the stores
+        return "bars", moves
     for curves in ends.values():
         moves |= {c: DODGE * (i - (len(curves) - 1) / 2) for i, c in enumerate(curves)}
-    return moves, False
+    return "bars", moves
 
 
-def _explain(axes: Axes, spread: str, banded: bool | None) -> None:
-    if banded is None:
+def _explain(axes: Axes, spread: str, drawn: Intervals) -> None:
+    if drawn == "none":
         axes.plot([], [], linestyle="none", label=f"bars: {spread} in the table alone")
-    elif banded:
+    elif drawn == "bands":
         axes.fill_between([], [], color=GREY, alpha=0.25, linewidth=0, label=f"band: {spread}")
     else:
         axes.plot([], [], linestyle="none", marker="|", color=GREY, label=f"bars: {spread}")
 
 
 def _places(rows: pl.DataFrame, curve: Curve, places: dict[str, float]) -> Any:
-    if curve[-1] == "head":
+    if curve.is_points:
         return np.array([places[site] for site in rows["site"]])
     return rows["rel_depth"].to_numpy()
 
@@ -207,7 +209,7 @@ def _draw_baselines(
         x, y = _places(own, curve, places), own["value"].to_numpy()
         tint = GREY if name in shared else look["color"]
         line: Look = {"color": tint, "linestyle": dashes[name], "linewidth": 1}
-        if curve[-1] == "head" or len(own) == 1:  # a line of one point would be invisible
+        if curve.is_points or len(own) == 1:  # a line of one point would be invisible
             axes.hlines(y, x - 0.4 * HEAD_STEP, x + 0.4 * HEAD_STEP, **line)
         else:
             axes.plot(x, y, **line)
@@ -220,19 +222,18 @@ def _draw_curve(
     look: Look,
     places: dict[str, float],
     move: float,
-    banded: bool | None,
+    drawn: Intervals,
 ) -> None:
     if not len(rows):
         return
     x, y, bounds = _places(rows, curve, places), rows["value"].to_numpy(), _bounds(rows)
-    points = curve[-1] == "head"
-    if np.isfinite(bounds[0]).any() and banded is not None:
-        if banded and not points and len(rows) > 1:
+    if np.isfinite(bounds[0]).any() and drawn != "none":
+        if drawn == "bands" and not curve.is_points and len(rows) > 1:
             axes.fill_between(x, *bounds, color=look["color"], alpha=0.18, linewidth=0)
         else:
             x = x + move
             axes.vlines(x, *bounds, color=look["color"], linewidth=0.8, alpha=0.75)
-    axes.plot(x, y, **look | ({"linestyle": "none"} if points else {}))
+    axes.plot(x, y, **look | ({"linestyle": "none"} if curve.is_points else {}))
 
 
 def _finish(axes: Axes, places: dict[str, float], ylabel: str) -> None:

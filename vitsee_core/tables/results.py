@@ -100,6 +100,8 @@ class Table:
             columns: the columns and their order; by default as they appear.
             notes: facts about the whole table.
         """
+        if not parts:
+            return cls.from_rows((), columns or (), notes)
         frames: list[pl.DataFrame] = []
         for names, some in groupby(parts, _row_names):
             if names is None:

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.figures.curve_looks import baselines_of, curve_looks, of_models, site_kind
+from vitsee_core.figures.curve_looks import (
+    HEAD,
+    Curve,
+    baselines_of,
+    curve_looks,
+    of_models,
+    site_kind,
+)
 from vitsee_core.figures.curve_panels import CurveGrid
 from vitsee_core.figures.depth_curves import (
     BEST,
@@ -107,13 +114,13 @@ def _draw_stars(
         if value is None:
             continue
         kind = site_kind(site)
-        if kind == "head":
+        if kind == HEAD:
             x = places[head_words(site)]
         else:
             x = drawn.filter(store=store, site=site)["rel_depth"][0]
         axes.plot(
             [x], [value], marker="*", markersize=em(72), markeredgecolor="white", zorder=4,
-            color=looks[store, kind]["color"], linestyle="none",
+            color=looks[Curve(store, (), kind)]["color"], linestyle="none",
         )  # fmt: skip
     axes.plot([], [], marker="*", markersize=em(72) * 0.8, color=GREY, linestyle="none", label=BEST)
 

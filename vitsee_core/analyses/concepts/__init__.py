@@ -233,7 +233,7 @@ def run(
         **selected.notes(),
     }
     columns = in_time(COLUMNS, [features.layout for _, _, features in work])
-    return Table.from_rows(rows, columns, notes)
+    return Table.concat(rows, columns, notes)
 
 
 def at_a_glance(table: Table) -> Table:
@@ -310,17 +310,15 @@ def _rows(
         rows.append({"metric": "purity", "value": value, "low": low, "high": high, WORD: without,
                      "n_images": n, "baseline": SHUFFLED if draw else ""})  # fmt: skip
     assigned = max(1, int(found.counts.sum()))
-    for concept, count in enumerate(found.counts.tolist()):
-        rows.append({"metric": "share", "concept": concept, "value": count / assigned,
-                     "n_images": n, "baseline": ""})  # fmt: skip
-    layout = features.layout
-    assert layout is not None and layout.grid is not None
-    names = store.samples.id
-    for concept in range(len(found.counts)):
-        for value, row, cell in zip(*(some[concept].tolist() for some in found.top), strict=True):
-            about = {"image": str(names[row]), **cell_columns(layout, cell), "concept": concept}
-            cells = {"metric": "activation", "value": value, "n_images": n, "baseline": ""}
-            rows.append(about | cells)
+    concepts = np.arange(len(found.counts))
+    rows.append({"metric": "share", "concept": concepts, "value": found.counts / assigned,
+                 "n_images": n, "baseline": ""})  # fmt: skip
+    layout, top = features.layout, found.top
+    assert layout is not None
+    rows.append({"metric": "activation", "image": store.samples.id[top.rows.ravel()],
+                 **cell_columns(layout, top.cells.ravel()),
+                 "concept": np.repeat(concepts, top.cells.shape[1]), "value": top.values.ravel(),
+                 "n_images": n, "baseline": ""})  # fmt: skip
     return rows
 
 

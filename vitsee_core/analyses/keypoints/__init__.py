@@ -381,7 +381,7 @@ def _draw_line(
     axes: Axes, rows: pl.DataFrame, models: pl.DataFrame, name: str, dashes: Any
 ) -> None:
     """A baseline: grey if it is the same for all stores, else in their colours."""
-    tints = {curve[0]: look["color"] for curve, look in curve_looks(models).items()}
+    tints = {curve.store: look["color"] for curve, look in curve_looks(models).items()}
     values = rows["value"]
     shared = float(np.nanmax(values) - np.nanmin(values)) < ALIKE
     for own in rows.partition_by("store", maintain_order=True):

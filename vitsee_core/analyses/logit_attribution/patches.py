@@ -39,7 +39,7 @@ from vitsee_core.patch_maps.views import View, grid_sites
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.streaming import Piece
-from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.columns import SITE, cell_columns, site_columns
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float
 from vitsee_stores.errors import NotOffered, VitseeError
@@ -191,7 +191,7 @@ def patch_table(
         },
         "sheet": describe_sheet(shown, origin.data),
     }
-    return Table.from_rows(rows, COLUMNS, notes)
+    return Table.concat(rows, COLUMNS, notes)
 
 
 @dataclass
@@ -231,11 +231,11 @@ class _Images:
         return through_attention(store, stream, readout, found, self.classes, origin)
 
     def rows_of(self, row: int, maps: Mapping[str, Float]) -> Iterator[dict[str, Any]]:
-        """The table's rows about one image; see `PatchParts`."""
+        """Blocks of the table's rows about one image; see `PatchParts`."""
         work, store = self.work, self.work.store
         head = work.stream.head
         layout = store.site(head.site).layout
-        assert layout is not None and layout.grid is not None
+        assert layout is not None
         *inner, (_, _, whole) = work.entries()
         places = {site: (part, place) for (site, kind), part, place in inner if not kind}
         places[WHOLE] = (TOTAL, whole)
@@ -249,9 +249,8 @@ class _Images:
             for site, values in [*maps.items(), (WHOLE, total)]:
                 part, place = places[site]
                 own = site_columns(store, place) | about | {"part": part}
-                at = np.divmod(np.arange(values.shape[1]), layout.grid[1])
-                for y, x, value in zip(*(of.tolist() for of in (*at, values[c])), strict=True):
-                    yield own | {"row": y, "col": x, "value": value}
+                cells = cell_columns(layout, np.arange(values.shape[1]))
+                yield own | cells | {"value": values[c]}
             own = site_columns(store, whole) | about
             logit = float(self.logits[row][number])
             yield own | {"part": REST, "value": logit - float(total[c].sum())}
