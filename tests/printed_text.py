@@ -9,20 +9,22 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from vitsee_core.figures.fitting import all_axes
+from vitsee_core.figures.plotting import DPI
 
 APART = 0.3  # ems
-INSIDE = 0.75  # pixels at 100 dots an inch: antialiasing is no overlap
+PIXEL = DPI / 100  # how many dots a hundredth of an inch has: antialiasing is no overlap
+INSIDE = 0.75 * PIXEL
 
 
 def flaws(figure: Figure) -> list[str]:
     """What is wrong with each text that is drawn, nothing where all can be read."""
-    figure.set_dpi(100)
+    figure.set_dpi(DPI)
     figure.draw_without_rendering()
     paper, found = figure.bbox, []
     texts = [(text, text.get_window_extent()) for text in _texts(figure)]
     for text, box in texts:
-        inside = paper.x0 - 1 <= box.x0 and box.x1 <= paper.x1 + 1
-        if not (inside and paper.y0 - 1 <= box.y0 and box.y1 <= paper.y1 + 1):
+        inside = paper.x0 - PIXEL <= box.x0 and box.x1 <= paper.x1 + PIXEL
+        if not (inside and paper.y0 - PIXEL <= box.y0 and box.y1 <= paper.y1 + PIXEL):
             found.append(f"clipped: {text.get_text()!r}")
     for (one, a), (other, b) in combinations(texts, 2):
         wide = min(a.x1, b.x1) - max(a.x0, b.x0)
@@ -37,7 +39,12 @@ def flaws(figure: Figure) -> list[str]:
             own = axes.get_window_extent()
             wide = min(box.x1, own.x1) - max(box.x0, own.x0)
             tall = min(box.y1, own.y1) - max(box.y0, own.y0)
-            if wide > 2 and tall > 2 and axes.get_visible() and axes.axison and not _of(text, axes):
+            if (
+                min(wide, tall) > 2 * PIXEL
+                and axes.get_visible()
+                and axes.axison
+                and not _of(text, axes)
+            ):
                 found.append(f"on another panel: {text.get_text()!r}")
     return found
 
@@ -50,7 +57,7 @@ def _run_together(axis: Any) -> list[str]:
         f"run together: {one.get_text()!r} and {other.get_text()!r}"
         for (a, one), (b, other) in pairwise(boxes)
         if min(a.y1, b.y1) > max(a.y0, b.y0)
-        and b.x0 - a.x1 < APART * float(one.get_fontsize()) * 100 / 72
+        and b.x0 - a.x1 < APART * float(one.get_fontsize()) * DPI / 72
     ]
 
 

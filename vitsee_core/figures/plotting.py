@@ -282,6 +282,8 @@ def figure_bytes(
     undated: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
     buffer, laid_out = io.BytesIO(), not figure.stale
     with matplotlib.rc_context(settings), _warnings_in_a_line(figure, said=laid_out):
+        if kind == "png" and dpi != DPI:  # letters are not as wide in other numbers of dots
+            fit(figure, dpi)
         if kind == "png" and isinstance(figure.canvas, FigureCanvasAgg):
             # savefig would draw it once more, only to lay it out, which `fit` has done.
             dpi_before, engine = figure.dpi, figure.get_layout_engine()

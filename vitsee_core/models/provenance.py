@@ -358,12 +358,12 @@ class Classifiers:
         return found
 
     def _find(self, store: Store) -> Classifier:
-        from vitsee_core.models.weights.classifier import classifier_of
-
         try:
             return stored_classifier(store)
         except MissingInput as missing:
             kept = missing
+        from vitsee_core.models.weights.classifier import classifier_of  # torch, with the model
+
         try:
             model = model_of(store, self.origin.checkpoint, trust=self.origin.trust)
             found = classifier_of(model)
