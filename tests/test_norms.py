@@ -23,6 +23,7 @@ from vitsee_core.analyses.norms.stream_norms import (
     bimodality,
     histogram,
     mad_threshold,
+    medians_of_half,
     pooled_median,
     share_above_mad,
 )
@@ -337,6 +338,20 @@ def test_the_figure(tmp_path: Path) -> None:
 def threshold_of(norms: Array) -> float:
     middle = np.median(norms)
     return float(middle + 6 * 1.4826 * np.median(np.abs(norms - middle)))
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 3000])
+def test_medians_of_half_precision_are_those_of_numpy(n: int) -> None:
+    """With both zeros, values below the normal ones, the largest, and ties."""
+    x = np.random.default_rng(n).standard_cauchy((5, n)).astype(np.float16)
+    x[0], x[1] = np.resize([-0.0, 0.0, 6e-8, -65504], n), np.resize([2, -2, 2.5], n)
+    expected = np.median(np.abs(x).astype(np.float64), axis=1)
+    np.testing.assert_allclose(medians_of_half(x), expected, rtol=1e-7)
+
+
+def test_the_median_of_half_precision_by_hand() -> None:
+    x = np.array([[-3, 1, 2, -8], [0, -0.0, 5, 0]], np.float16)
+    assert medians_of_half(x).tolist() == [2.5, 0.0]
 
 
 @pytest.mark.parametrize(("n", "tokens", "blocks"), [(1, 1, 1), (5, 1, 5), (41, 3, 20)])

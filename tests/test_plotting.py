@@ -51,6 +51,29 @@ def labelled(text: str, table: Table | None = None) -> Figure:
     return figure
 
 
+def test_titles_are_broken_for_the_dots_that_are_written() -> None:
+    """Letters of few dots are wider, so that titles that fill their line would be cut off."""
+
+    @styled
+    def titled(text: str) -> Figure:
+        figure = new_figure(2, 2)
+        figure.add_subplot()
+        figure.suptitle(text)
+        return figure
+
+    def over(figure: Figure) -> float:
+        """How many times as wide as the figure its title is at 40 dots an inch."""
+        figure.dpi = 40
+        return float(figure._suptitle.get_window_extent().width / figure.bbox.width)  # type: ignore[attr-defined]
+
+    texts = [" ".join(["il"] * n) for n in range(5, 40)]
+    assert max(over(titled(text)) for text in texts) > 1
+    for text in texts:
+        figure = titled(text)
+        figure_bytes(figure, ".png", 40)
+        assert over(figure) < 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", FIGURE_ENDINGS)
 def test_same_picture_same_bytes(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +85,7 @@ def test_same_picture_same_bytes(ending: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def saved(figure: Figure) -> bytes:
-    """What savefig writes."""
+    """The PNG that matplotlib's own savefig writes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI)
     return buffer.getvalue()

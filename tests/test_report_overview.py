@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.test_report import Outline, page_of
 from vitsee_core.report.cards import OTHER, Group, groups_of
 from vitsee_core.report.materials import find_materials
 from vitsee_core.report.overview import overview, stores_by_model
-from vitsee_core.report.pictures import STEP, packed
+from vitsee_core.report.pictures import STEP, Addresses, packed
 from vitsee_core.runtime.progress import SILENT
 
 SECTIONS = {"Similarity": ["cka"], "Attention": ["attn-dist", "norms"]}
@@ -46,7 +47,8 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def grouped(folder: Path) -> dict[str, list[Group]]:
     found = find_materials(folder)
-    return groups_of(found.results, SECTIONS, folder / "r.html", {}, SILENT, {})
+    with closing(Addresses({}, ())) as addresses:
+        return groups_of(found.results, SECTIONS, folder / "r.html", {}, SILENT, {}, addresses, {})
 
 
 @pytest.mark.slow
@@ -71,7 +73,10 @@ def test_what_is_named_alike_has_the_name_of_its_file(study: Path, tmp_path: Pat
 @pytest.mark.slow
 def test_analyses_without_a_heading_come_last(study: Path) -> None:
     found = find_materials(study)
-    groups = groups_of(found.results, {"Rest": ["norms"]}, study / "r.html", {}, SILENT, {})
+    with closing(Addresses({}, ())) as addresses:
+        groups = groups_of(
+            found.results, {"Rest": ["norms"]}, study / "r.html", {}, SILENT, {}, addresses, {}
+        )
     assert list(groups) == ["Rest", OTHER] and groups[OTHER][0].command == "cka"
 
 

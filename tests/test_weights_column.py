@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from vitsee_core.analyses import best_layer
 from vitsee_core.report.cards import groups_of
 from vitsee_core.report.materials import find_materials
 from vitsee_core.report.overview import stores_by_model
+from vitsee_core.report.pictures import Addresses
 from vitsee_core.runtime.progress import SILENT
 from vitsee_stores.manifest import weights_name
 
@@ -93,7 +95,8 @@ def test_tables_info_and_sidecars_have_the_name(folder: Path) -> None:
 def test_a_report_tells_stores_of_one_name_apart(folder: Path) -> None:
     materials = find_materials(folder)
     assert [*stores_by_model(materials)] == ["vit (random 0)", "vit (dino.pth)"]
-    groups = groups_of(materials.results, {}, folder / "r.html", {}, SILENT, {})
+    with closing(Addresses({}, ())) as addresses:
+        groups = groups_of(materials.results, {}, folder / "r.html", {}, SILENT, {}, addresses, {})
     ((group,),) = groups.values()
     assert {card.label for card in group.cards} == {"vit (random 0)", "vit (dino.pth)"}
     assert {store for store, _ in group.answers} == {"vit (random 0)", "vit (dino.pth)"}

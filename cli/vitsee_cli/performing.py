@@ -110,8 +110,8 @@ class Performer:
 
 @dataclass(frozen=True)
 class _About:
-    """What a worker is told as it starts: the study's command, what is shown, and the model of each
-    store."""
+    """The arguments of a worker process: the study's command, how much it shows, and the model of
+    each store."""
 
     command: str
     verbosity: int
@@ -212,7 +212,7 @@ class Workers:
                     return step.name, answer
 
     def _without(self, worker: _Worker, step: Step) -> Outcome | None:
-        """What becomes of the step of a worker that is gone: None if it is performed again."""
+        """The outcome of the step of a worker that is gone; None if it is performed again."""
         from vitsee_core.study.running import Outcome
 
         self._workers.remove(worker)

@@ -378,7 +378,7 @@ class StorePlan:
 
     @property
     def examples(self) -> str:
-        """What its rows are: images or clips."""
+        """The word for its rows: images or clips."""
         return "images" if self.clip is None else CLIPS
 
     @property

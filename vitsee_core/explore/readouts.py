@@ -1,6 +1,6 @@
-"""What the model itself says of the shown images: its attention and its classifier's answers.
+"""The model's attention on the shown images, and its classifier's answers for their patches.
 
-As they are stored, or computed anew with the store's model. Attention is of every head from the
+Both are read from the store, or computed anew with its model. Attention is of every head from the
 class token, and of patches on a coarse grid of queries, the mean over heads. Its rows are over
 spatial keys, not renormalised; each has its largest value in 16 bits and its values in 8 bits of
 that, so that they are within 1/510 of the row's largest. Answers are those of the classifier for

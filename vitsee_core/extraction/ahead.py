@@ -1,5 +1,5 @@
-"""What an extraction would do, before it does: `--dry-run`, the contents of the store; `--plan`, a
-SLURM job array that fills it, followed by a job that validates it."""
+"""An extraction described before it runs: `--dry-run` lists the contents and size of the store,
+`--plan` writes a SLURM job array that fills it, followed by a job that validates it."""
 
 from __future__ import annotations
 

@@ -92,8 +92,8 @@ class NativeCapture:
         return
 
     def run(self, x: Tensor, observer: Observer) -> Any:
-        """As `Capture.run`, for images (images, channels, rows, cols) of one size. Raises
-        ModelError: as `table_of_size`."""
+        """Run the model as `Capture.run` does, on images (images, channels, rows, cols) of one
+        size. Raises ModelError: as `table_of_size`."""
         size = x.shape[2], x.shape[3]
         if size not in self._captures:
             if len(self._captures) == MOST_SIZES:

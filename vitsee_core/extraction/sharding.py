@@ -211,9 +211,10 @@ _HOW = ("--shard", "--dask", "--device", "--workers", "--batch-size")
 
 
 def complete_plan(command: str, output: Place) -> StorePlan | None:
-    """What the store at `output` holds, if it is complete, it or one of its generations was made by
-    this command in this folder, and no file that it names (a list, a checkpoint) is newer; else
-    None. Raises StoreError: not a store, or damaged."""
+    """The plan of the store at `output` where this command has nothing left to do: the store is
+    complete, this command in this folder made it or one of its generations, and no file that the
+    command names (a list, a checkpoint) is newer. Else None. Raises StoreError: not a store, or
+    damaged."""
     writer = StoreWriter.join(output)
     if writer is None or not writer.complete:
         return None

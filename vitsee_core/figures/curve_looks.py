@@ -23,8 +23,8 @@ ALIKE = 1e-9  # values nearer than this are one
 
 
 class Curve(NamedTuple):
-    """What the rows of a curve share: their store, the values of further columns (`token`, `k`),
-    and the kind of their sites."""
+    """The key of a curve, which its rows share: their store, the values of further columns
+    (`token`, `k`), and the kind of their sites."""
 
     store: str
     values: tuple[Any, ...]

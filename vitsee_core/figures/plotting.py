@@ -280,10 +280,11 @@ def figure_bytes(
         "image.composite_image": False,  # each in its own resolution
     }
     undated: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    if kind == "png" and dpi != DPI:  # letters are not as wide in other numbers of dots
+        with _warnings_in_a_line(figure):
+            fit(figure, dpi)
     buffer, laid_out = io.BytesIO(), not figure.stale
     with matplotlib.rc_context(settings), _warnings_in_a_line(figure, said=laid_out):
-        if kind == "png" and dpi != DPI:  # letters are not as wide in other numbers of dots
-            fit(figure, dpi)
         if kind == "png" and isinstance(figure.canvas, FigureCanvasAgg):
             # savefig would draw it once more, only to lay it out, which `fit` has done.
             dpi_before, engine = figure.dpi, figure.get_layout_engine()

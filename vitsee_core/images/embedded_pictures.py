@@ -19,7 +19,7 @@ def encode(pixels: NDArray[np.uint8]) -> str:
 
     buffer, image = io.BytesIO(), Image.fromarray(pixels)
     if features.check("webp") and max(image.size) <= MOST_PIXELS:
-        # A fifth to a third smaller than PNG of level 2, in hardly more time.
+        # A quarter to a third smaller than PNG of level 2, in hardly more time.
         image.convert("RGB").save(buffer, "WEBP", lossless=True, quality=0, method=1)
     else:
         image.save(buffer, "PNG", compress_level=2)

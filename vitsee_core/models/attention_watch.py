@@ -164,7 +164,25 @@ class AttentionEvent:
     window: tuple[int, ...] | None = None
 
 
-class AttentionWatch(TorchFunctionMode):
+class AttentionMode(TorchFunctionMode, ABC):
+    """Hands each function that torch runs while it is entered to `called`; of an
+    `nn.MultiheadAttention`, whose own kernel shows nothing, each of the functions in `attend`."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is MULTIHEAD:
+            with self:
+                return attend(*args, **kwargs)
+        return self.called(func, args, kwargs)
+
+    @abstractmethod
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of `func`, as it is or changed."""
+
+
+class AttentionWatch(AttentionMode):
     """Reports every attention of the forward pass that runs inside it to `sink`.
 
     An explicit softmax is reported with the product that uses it, so that the values are known;
@@ -179,13 +197,8 @@ class AttentionWatch(TorchFunctionMode):
         self.depth = 0
         self.pending: tuple[Tensor, Tensor, int] | None = None
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is MULTIHEAD:
-            with self:
-                return attend(*args, **kwargs)
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result as it is, once it is reported."""
         result = func(*args, **kwargs)
         if self.active:
             if func is KERNEL:

@@ -1,4 +1,4 @@
-"""What is changed of a model for good as it is loaded: skip connections taken out, registers added.
+"""Changes to a model that are made once, as it is loaded: skips taken out, registers added.
 
 Without a skip z + f(z) becomes f(z) (Raghu et al. 2021, Fig. 8): the branch's last module returns
 its output as a tensor that ignores the addition of the skip (`hook_points.branch_only`), so the

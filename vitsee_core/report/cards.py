@@ -154,14 +154,13 @@ def groups_of(
     known: Mapping[str, Any],
     progress: Progress,
     left_out: dict[Path, str],
-    addresses: Addresses | None = None,
-    figures: Sections | None = None,
+    addresses: Addresses,
+    figures: Sections,
 ) -> dict[str, list[Group]]:
     """Heading -> its analyses: `figures` by the stems of their files, then tables over a training,
     then `sections` in the order of the commands, those of no heading last. `left_out` gets the
-    results that were changed into something that cannot be shown, and why. `addresses`: of
-    the pictures."""
-    figures = figures or {}
+    results that were changed into something that cannot be shown, and why. `addresses`: of the
+    pictures."""
     by_file = {stem: heading for heading, stems in figures.items() for stem in stems}
     commands = {name: heading for heading, names in sections.items() for name in names}
     order = [*((stem, True) for stem in by_file), *((name, False) for name in commands)]
@@ -184,7 +183,6 @@ def groups_of(
         for one in results
     ]
     labels = _labels(results, of)
-    addresses = addresses or Addresses({}, ())
     found: dict[str, list[Group]] = {h: [] for h in (*figures, OVER_TRAINING, *sections, OTHER)}
     with counting(progress, len(results), "results"):
         for number, result in enumerate(results):
@@ -312,8 +310,8 @@ def _labels(results: Sequence[Result], groups: Sequence[tuple[str, str]]) -> lis
     found = []
     for group, label, result in zip(groups, labels, results, strict=True):
         stem = result.file.path.stem
-        told = f"{label} ({stem})" if label and seen[group, label] > 1 else label
-        found.append(visible(told or stem))
+        own = f"{label} ({stem})" if label and seen[group, label] > 1 else label
+        found.append(visible(own or stem))
     return found
 
 

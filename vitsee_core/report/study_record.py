@@ -46,8 +46,8 @@ class Section(Struct):
 
 
 class Survey(Struct, frozen=True):
-    """What the models of a study offer. versions: what it was found with; models: name -> fields of
-    a `SurveyedModel`."""
+    """The survey of a study's models: what each offers. versions: of the packages it was made
+    with; models: name -> fields of a `SurveyedModel`."""
 
     versions: dict[str, str] = {}
     models: dict[str, Any] = {}

@@ -45,8 +45,8 @@ def n_cores() -> int:
 
 
 def shared_by(processes: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """What the environment of each of so many processes says, so that together they take no more
-    cores than this one may. A smaller number of threads that the user chose stays."""
+    """Environment variables for each of so many processes, so that together they take no more cores
+    than this one may. A smaller number of threads that the user chose stays."""
     threads = max(1, n_cores() // processes)
     chosen = {name: min(threads, _number(name, environ) or threads) for name in THREADS}
     shared = processes * (_number(SHARED, environ) or 1)

@@ -268,7 +268,7 @@ _IMAGES = re.compile(r"(?<![\w/.\\-])(images|(?<=\b1 )image)(?![\w/\\-]|\.\w)")
 
 
 def examples_of(record: Mapping[str, Any]) -> str:
-    """What the rows of a store are, by its description: images or clips."""
+    """The word for the rows of a store, by its description: images or clips."""
     return "images" if record.get("clip") is None else "clips"
 
 

@@ -1,6 +1,5 @@
-"""What probes are given: settings (user options, with defaults from published protocols); the
-images that they draw, those that train, those that choose l2, and those that test; and the sources
-of their features, a store or a random generator.
+"""The settings of probes (user options, with defaults from published protocols), the images that
+train a probe, choose its l2 and test it, and the sources of features: a store, a random generator.
 
 Images are drawn in the data set's own order (`samples.index`), so that a shuffled store selects the
 same images as an ordered one.

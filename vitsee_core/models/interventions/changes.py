@@ -21,15 +21,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from vitsee_core.models.attention_watch import (
     KERNEL,
     KERNEL_ARGS,
-    MULTIHEAD,
     SOFTMAX,
     AttentionCall,
-    attend,
+    AttentionMode,
 )
 from vitsee_core.models.capture import Capture, Observer
 from vitsee_core.models.hook_points import (
@@ -299,7 +297,7 @@ def refuse_empty_rows(pairs: NDArray[np.bool_], layout: TokenLayout, said: str) 
         raise ModelError(f"{said}: {name} would be left without any token to attend to")
 
 
-class BlockedAttention(TorchFunctionMode):
+class BlockedAttention(AttentionMode):
     """While it is entered, the attention over as many tokens as `pairs` (tokens, tokens; True where
     blocked) has goes without these; `calls` counts it."""
 
@@ -308,13 +306,8 @@ class BlockedAttention(TorchFunctionMode):
         self.blocked = torch.from_numpy(pairs)
         self.calls = 0
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is MULTIHEAD:
-            with self:
-                return attend(*args, **kwargs)
+    def called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result where blocked keys are left out."""
         if func is KERNEL:
             arguments = dict(zip(KERNEL_ARGS, args, strict=False)) | kwargs
             query, key = arguments["query"], arguments["key"]

@@ -1,5 +1,5 @@
-"""What interventions put where: which tokens of a site, and what takes their place, from a store of
-the unchanged model.
+"""The tokens of a site that interventions replace, and their new values, from a store of the
+unchanged model.
 
 mean: over the store's valid images, of the same token. noise: Gaussian with that mean and the
 variance of each channel of that token; drawn for each image by its place in the data set, so that

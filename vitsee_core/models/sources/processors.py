@@ -409,7 +409,7 @@ def canvas_transform(canvas: Canvas) -> dict[str, Any]:
 
 
 def _made(processor: Processor, image: Any, more: Mapping[str, Any]) -> Any:
-    """What the processor makes of an image, None where it refuses it or the arguments."""
+    """The processor's output for an image; None where it refuses the image or the arguments."""
     with quiet(), warnings.catch_warnings():  # transformers' remarks on arguments
         warnings.simplefilter("ignore")
         try:

@@ -265,7 +265,7 @@ def classifiers(model: nn.Module) -> list[nn.Module]:
 
 
 def classifier_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """What the names of the classifier's tensors begin with, `head.`; () without a classifier."""
+    """The prefixes of the names of the classifier's tensors, `head.`; () without a classifier."""
     names = {id(module): name for name, module in model.named_modules()}
     return tuple(f"{names[id(m)]}." for m in classifiers(model) if id(m) in names)
 

@@ -68,7 +68,7 @@ class ClipOrder:
         return bool((self.places == torch.arange(self.n_rows)).all())
 
     def calls(self, n_clips: int) -> ClipCalls:
-        """What lays out an attention whose tokens have this order."""
+        """The object that lays out an attention whose tokens have this order."""
         return ClipCalls(self, n_clips)
 
     def laid(self, x: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class Order:
         return bool((self.index == torch.arange(len(self.index))).all())
 
     def calls(self, n_images: int) -> JoinedCalls:
-        """What joins the calls of an attention whose tokens have this order."""
+        """The object that joins the calls of an attention whose tokens have this order."""
         return JoinedCalls(self, n_images)
 
     def laid(self, x: Tensor) -> Tensor:

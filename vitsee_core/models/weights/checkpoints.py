@@ -5,10 +5,10 @@ Files of DINO, MoCo-v3, MAE, CLIP, BEiT, of training loops that wrap the model, 
 differ in the key of the tensors and in the prefix of their names. Both are found from the model's
 own tensor names; renaming and resampling of position tables is the source's.
 
-Layouts of published checkpoints are told by their keys, never by a file's name, and with them what
-belongs to them: normalisation, crop, and arguments of the architecture that the shapes of tensors
-do not show. Layouts that other files may share are not `sure`: what follows from them is assumed,
-which is said and recorded.
+Layouts of published checkpoints are recognised by their keys, never by a file's name. A layout
+brings what belongs to it: normalisation, crop, and arguments of the architecture that the shapes of
+tensors do not show. Layouts that other files may share are not `sure`: what follows from them is
+assumed, which is said and recorded.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a model lays over its input: the filters that it applies to the pixels, and the position
-embedding that it adds to its tokens.
+"""The first weights that an image meets: the filters that a model applies to the pixels, and the
+position embedding that it adds to its tokens.
 
 The filters are those of the first convolution or linear layer, found by running the model on an
 image of numbered pixels and reading the input of the first weights.
