@@ -66,8 +66,8 @@ def test_titles_are_broken_for_the_dots_that_are_written() -> None:
         figure.dpi = 40
         return float(figure._suptitle.get_window_extent().width / figure.bbox.width)  # type: ignore[attr-defined]
 
-    texts = [" ".join(["il"] * n) for n in range(5, 40)]
-    assert max(over(titled(text)) for text in texts) > 1
+    texts = [" ".join(["il"] * n) for n in (5, 9, 30)]
+    assert min(over(titled(text)) for text in texts) > 1
     for text in texts:
         figure = titled(text)
         figure_bytes(figure, ".png", 40)
