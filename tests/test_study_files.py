@@ -58,6 +58,24 @@ def test_only_the_studys_own_files_are_replaced(tmp_path: Path) -> None:
     check_outputs(moved, [b], Record.read(moved.folder))
 
 
+def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
+    """What a link names would be replaced, wherever it is; folders may be links to other disks."""
+    asked = study(tmp_path / "out")
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results").symlink_to(tmp_path / "disk")
+    table = asked.result("a")
+    step = Step("a", ("a",), (), (table, table.with_suffix(".png")))
+    record = Record(asked.folder / "study.json")
+    check_outputs(asked, [step], record)
+    (tmp_path / "mine.txt").write_text("mine")
+    for link in (table, table.with_suffix(".png"), table.with_name("a.csv.json"), record.path):
+        link.symlink_to(tmp_path / "mine.txt")
+        with pytest.raises(VitseeError, match=r"is a link to .*mine\.txt, outside of the study"):
+            check_outputs(asked, [step], record)
+        link.unlink()
+
+
 @pytest.mark.slow
 def test_files_of_others_are_refused_before_any_work(tmp_path: Path) -> None:
     folder = tmp_path / "out"

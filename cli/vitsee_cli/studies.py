@@ -13,6 +13,7 @@ import click
 from vitsee_cli import console, signals
 from vitsee_cli.declared import a_number
 from vitsee_cli.performing import KEPT, Performer, Workers, n_workers
+from vitsee_cli.recipe_steps import check_steps
 from vitsee_cli.study_settings import commands_of
 from vitsee_stores.errors import VitseeError
 
@@ -113,6 +114,7 @@ def run_recipe(ctx: click.Context, study: Study, recipe: RecipeFile, data: str |
     planning.check_choice(study)
     places = None if data is None else recipe_plan.data_places(recipe, data)
     plan = recipe_plan.plan_recipe(recipe, study, places)
+    check_steps(ctx, study, plan.steps)
     steps = {step.outputs[0]: step for step in plan.extractions if step.make is None}
     names = {place: step.words[1] for place, step in steps.items()}
     record = running.Record.read(study.folder)
@@ -123,7 +125,7 @@ def run_recipe(ctx: click.Context, study: Study, recipe: RecipeFile, data: str |
     models = {place: surveyed[name] for place, name in names.items()}
     n_images = {place: recipe_plan.n_images(step) for place, step in steps.items()}
     needed = cost.cost(plan, models, n_images, cost.measured_speed(study.device))
-    about = needed.describe(len(surveyed), max(n_images.values()))
+    about = needed.describe(len(surveyed), max(n_images.values(), default=0))
     study = replace(study, models={place.stem: name for place, name in names.items()})
     _execute(ctx, study, plan, known, lambda _: plan, about, dry_run=dry_run, at_once=at_once)
 

@@ -122,7 +122,9 @@ def check_name(value: str, where: str) -> None:
 
 def unexpected(where: str, value: Any, expected: str) -> ValueError:
     """The error for a field with an unexpected value."""
-    shown = json.dumps(value) if not isinstance(value, (dict, list)) or not value else "..."
+    # Of TOML there are dates, too.
+    in_full = not isinstance(value, (dict, list)) or not value
+    shown = json.dumps(value, default=str) if in_full else "..."
     kind = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else ""
     shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]} ..."
     return ValueError(f"{where} is {kind or shown}, expected {expected}")

@@ -10,7 +10,7 @@ from msgspec import Struct
 from vitsee_stores.disk import read_regular
 from vitsee_stores.manifest import by_reason
 from vitsee_stores.metadata import parse
-from vitsee_stores.schema import checked
+from vitsee_stores.schema import Real, checked
 
 STUDY = "study.json"
 MOST_BYTES = 64 << 20
@@ -31,9 +31,9 @@ class Printed(Struct, forbid_unknown_fields=True):
     """A number that a paper prints, and the rows of a result among which ours is the largest."""
 
     what: str
-    paper: float
+    paper: Real
     result: str
-    where: dict[str, Any]
+    where: dict[str, bool | int | float | str]
 
 
 class Section(Struct):

@@ -88,7 +88,8 @@ def cost(
         passes = float(n_images[place])
         if "--erf" in words:
             n_sites = model.n_fields + (model.more_fields if more else 0)
-            passes += BACKWARD * int(step.words[step.words.index("--erf") + 1]) * n_sites
+            n_fields = step.words[step.words.index("--erf") + 1]
+            passes += BACKWARD * (int(n_fields) if n_fields.isdecimal() else 0) * n_sites
         seconds += passes * model.flops / (EFFICIENCY * speed)
     analyses = 0.0
     for step in plan.analyses:

@@ -41,9 +41,21 @@ from typing import Any
 from msgspec import Struct
 
 from vitsee_core.report.study_record import Printed
+from vitsee_core.study.recipe_checks import (
+    check_analysis,
+    check_images,
+    check_model_name,
+    check_store_name,
+)
+from vitsee_stores.disk import read_regular
 from vitsee_stores.errors import VitseeError, reason
 from vitsee_stores.schema import checked
 
+MAX_FILE_BYTES = 4 << 20
+# The parser's time grows with the square of a key's parts: 50,000 took a minute.
+MAX_KEY_PARTS = 64
+_KEY_PART = r"""(?:(?<![\w-])[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*"""
+_LONG_KEY = re.compile(rf"{_KEY_PART}(?:\.[ \t]*{_KEY_PART}){{{MAX_KEY_PARTS}}}")
 BUNDLED = files(__package__) / "recipe_files"
 SUFFIX = ".toml"
 
@@ -89,6 +101,11 @@ class FigureRecipe:
     commands: tuple[Command, ...] = ()
     note: str = ""
     printed: tuple[Printed, ...] = ()
+
+    @property
+    def stem(self) -> str:
+        """The beginning of its results' names: `figure-3-c.5`, `table-4`."""
+        return re.sub(r"[^a-z0-9.]+", "-", self.title.lower()).strip("-.") or "figure"
 
     @property
     def title(self) -> str:
@@ -150,10 +167,16 @@ class RecipeFile:
         return replace(quick, stores=stores)
 
     def _with_options(self, change: Callable[[str], str]) -> RecipeFile:
-        stores = {
-            name: replace(store, options=change(store.options))
-            for name, store in self.stores.items()
-        }
+        """The recipe with other options of its stores. Raises RecipeError: they are no words of a
+        shell, or name no images."""
+        stores = dict[str, StoreRecipe]()
+        for name, store in self.stores.items():
+            try:
+                words = _words(change(store.options), f"stores.{name}.options")
+                check_images(words, f"stores.{name}.options")
+            except ValueError as error:
+                raise RecipeError(f"{self.name}: {error}") from None
+            stores[name] = replace(store, options=shlex.join(words))
         return replace(self, stores=stores)
 
 
@@ -189,9 +212,16 @@ def read_toml(place: Any, name: str) -> dict[str, Any]:
     """A TOML file, of a path or a resource. name: in messages. Raises RecipeError: it cannot be
     read, or is something else."""
     try:
-        return tomllib.loads(place.read_text("utf-8"))
+        is_path = isinstance(place, Path)
+        data = read_regular(place, MAX_FILE_BYTES) if is_path else place.read_bytes()
+        text = data.decode("utf-8-sig")
+        if _LONG_KEY.search(text):
+            raise ValueError(f"a key has more than {MAX_KEY_PARTS} parts")
+        return tomllib.loads(text)
     except OSError as error:
         raise RecipeError(f"{name} cannot be read: {reason(error)}") from None
+    except RecursionError:
+        raise RecipeError(f"{name} is no TOML: it is nested too deeply") from None
     except ValueError as error:
         raise RecipeError(f"{name} is no TOML: {error}") from None
 
@@ -227,38 +257,65 @@ def _recipe(name: str, file: _File) -> RecipeFile:
     stores: dict[str, StoreRecipe] = {}
     for store, value in file.stores.items():
         where = f"stores.{store}"
-        given = checked(value, _Store, where)
-        options = str(_command(given.options, where, file.words))
-        made = StoreRecipe(given.model, options, given.quick)
-        if unknown := [one for one in made.stores if one not in stores]:
+        check_store_name(store)
+        fields = checked(value, _Store, where)
+        check_model_name(fields.model, f"{where}.model")
+        check_model_name(fields.quick or fields.model, f"{where}.quick")
+        options = _command(fields.options, where, file.words).words
+        check_images(options, f"{where}.options")
+        recipe = StoreRecipe(fields.model, shlex.join(options), fields.quick)
+        if unknown := [other for other in recipe.stores if other not in stores]:
             raise ValueError(f"{where} names {unknown[0]}.zarr, expected stores above it")
-        stores[store] = made
+        stores[store] = recipe
     figures = []
     for i, figure in enumerate(file.figures):
         where = f"figures[{i}]"
         commands = tuple(_command(text, where, file.words) for text in figure.commands)
+        for number, command in enumerate(commands):
+            check_analysis(command.words, f"{where}.commands[{number}]")
         if unknown := [one for command in commands for one in command.stores if one not in stores]:
             raise ValueError(f"{where} names {unknown[0]}.zarr, expected stores of [stores]")
         figures.append(FigureRecipe(figure.names, commands, figure.note, tuple(figure.printed)))
-    texts = file.title, file.note, file.left_out, file.data, file.quick
-    return RecipeFile(name, *texts, stores, tuple(figures))
+    return RecipeFile(
+        name=name,
+        title=file.title,
+        note=file.note,
+        left_out=file.left_out,
+        data=file.data,
+        quick=file.quick,
+        stores=stores,
+        figures=tuple(figures),
+    )
 
 
 def _command(text: str, where: str, words: Mapping[str, str | list[str]]) -> Command:
     """A command with its {NAME}s put in."""
-    found, some = list[str](), set[str]()
-    for part in re.split(r"(\{[\w-]+\})", text):
-        value: str | list[str] = part
-        if part.startswith("{"):
-            if part[1:-1] not in words:
+    texts, some = list[str](), set[str]()
+    for piece in re.split(r"(\{[\w-]+\})", text):
+        value: str | list[str] = piece
+        if piece.startswith("{"):
+            if piece[1:-1] not in words:
                 known = ", ".join(words)
-                raise ValueError(f"{where} has {part}, expected one of [words], {known}")
-            value = words[part[1:-1]]
+                raise ValueError(f"{where} has {piece}, expected one of [words], {known}")
+            value = words[piece[1:-1]]
         if isinstance(value, list):
             some |= {*value}
             value = " ".join(value)
-        found.append(value)
+        texts.append(value)
+    return Command(_words("".join(texts), where), frozenset(some))
+
+
+def _words(text: str, where: str) -> tuple[str, ...]:
+    """The words of a command line; `--option=value` as two. Raises ValueError: a quote is open, or
+    a character is not printable."""
     try:
-        return Command(tuple(shlex.split("".join(found))), frozenset(some))
+        words = shlex.split(text)
     except ValueError as error:
         raise ValueError(f"{where} is {text}, expected words of a shell ({error})") from None
+    if not "".join(words).isprintable():
+        raise ValueError(f"{where} is {text!r}, expected words without control characters")
+    separate = list[str]()
+    for word in words:
+        option, equals, value = word.partition("=")
+        separate += [option, value] if equals and word.startswith("--") else [word]
+    return tuple(separate)

@@ -16,7 +16,9 @@ import numpy as np
 from vitsee_core.images import open_source
 from vitsee_core.study.recipe_file import Command, FigureRecipe, RecipeError, RecipeFile, store_in
 from vitsee_core.study.steps import SETS, Plan, Step, Study
+from vitsee_core.tables.formats import stem_of
 from vitsee_stores.errors import VitseeError
+from vitsee_stores.schema import SHOWN, check_name
 
 # The bundled miniature of a set of images -> the module of `demo` that writes it.
 MINIATURES = {
@@ -61,15 +63,16 @@ def plan_recipe(recipe: RecipeFile, study: Study, places: Mapping[str, Path] | N
 
 def n_images(step: Step) -> int:
     """How many images an extraction is of, 0 where they are not there yet."""
-    given = dict(pairwise(step.words))
+    options = dict(pairwise(step.words))
     try:
-        labels = open_source(given["--data"]).labels
+        labels = open_source(options["--data"]).labels
     except VitseeError:
         return 0
-    if (most := given.get("--per-class")) is not None:
+    if (per_class := options.get("--per-class", "")).isdecimal():
         counts = np.unique(labels[labels >= 0], return_counts=True)[1]
-        return int(np.minimum(counts, int(most)).sum())
-    return min(len(labels), int(given.get("--images", len(labels))))
+        return int(np.minimum(counts, int(per_class)).sum())
+    asked = options.get("--images", "")  # what is not a number is refused by extract
+    return min(len(labels), int(asked)) if asked.isdecimal() else len(labels)
 
 
 class _Planned:
@@ -80,6 +83,7 @@ class _Planned:
         self.writes = places is None
         self.made: dict[str, Step] = {}  # store -> its step
         self.sets: dict[str, Step] = {}
+        self.results: set[str] = set()  # the names of the steps of figures
         self.plan_ = Plan()
 
     def plan(self) -> Plan:
@@ -96,14 +100,14 @@ class _Planned:
 
     def _figure(self, figure: FigureRecipe, lacking: Mapping[str, str]) -> None:
         steps = list[Step]()
-        stem = re.sub(r"[^a-z0-9.]+", "-", figure.title.lower()).strip("-")
         for number, command in enumerate(figure.commands, 1):
             if not self.study.takes(command.words[0]):
                 continue
-            name = f"{stem}-{command.words[0]}"
+            name = f"{figure.stem}-{command.words[0]}"
             name += f"-{number}" if len(figure.commands) > 1 else ""
             if "-o" in command.words:
-                name = Path(command.words[command.words.index("-o") + 1]).stem
+                name = stem_of(Path(command.words[command.words.index("-o") + 1]))
+            self._check_new(name, figure)
             there, reason = self._there(command, lacking, steps)
             if reason:
                 self.plan_.left_out[f"{figure.title} ({command.words[0]})"] = reason
@@ -116,6 +120,18 @@ class _Planned:
                 "results": [step.outputs[0].stem for step in steps],
                 "printed": [msgspec.structs.asdict(number) for number in figure.printed],
             })  # fmt: skip
+
+    def _check_new(self, name: str, figure: FigureRecipe) -> None:
+        """Refuse the name of a result that the disk cannot have, or that another has. Raises
+        RecipeError: names the figure."""
+        where = f"{self.recipe.name}: {figure.title[:SHOWN]}"
+        try:
+            check_name(name, f"{where}: its result")
+        except ValueError as error:
+            raise RecipeError(str(error)) from None
+        if name in self.results:
+            raise RecipeError(f"{where}: another result is called {name}; say -o NAME.csv of both")
+        self.results.add(name)
 
     def _there(
         self, command: Command, lacking: Mapping[str, str], before: Sequence[Step]

@@ -353,11 +353,19 @@ def fingerprints(paths: Sequence[Path]) -> dict[str, str]:
 
 
 def check_outputs(study: Study, steps: Sequence[Step], record: Record) -> None:
-    """Refuse outputs of steps that are not the study's own, by its record. Stores are left to
-    extract, which replaces none. Raises VitseeError: names the files; or the study's folder is
-    inside a store or among its images."""
+    """Refuse outputs of steps that are not the study's own, by its record, and links that lead out
+    of its folder. Stores are left to extract, which replaces none. Raises VitseeError: names the
+    files; or the study's folder is inside a store or among its images."""
     for images in (study.data, study.train or ""):
         check_place(record.path, images=images)
+    files = [path for step in steps for output in step.outputs for path in _files_of(output)]
+    for path in [record.path, *files]:
+        outside = not path.resolve().is_relative_to(study.folder.resolve())
+        if path.is_symlink() and path.suffix != ".zarr" and outside:
+            raise VitseeError(
+                f"{path} is a link to {path.resolve()}, outside of the study's folder; remove it, "
+                "or choose another -o"
+            )
     found = [
         path
         for step in steps

@@ -1,0 +1,94 @@
+"""Checks the steps of a study in a file before any of its work: their options exist, and what they
+write lies in the study's folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import click
+
+from vitsee_cli.study_settings import commands_of
+from vitsee_cli.values import PathType
+from vitsee_core.tables.files import TABLE_ENDINGS
+from vitsee_stores.errors import VitseeError
+
+if TYPE_CHECKING:
+    from vitsee_core.study.steps import Step, Study
+
+# Options of paths that are read and never written, by parameter. Any other path, of a guest's
+# options, too, is taken for a place that is written.
+READ_PATHS = frozenset(
+    (
+        *("checkpoint", "depth", "dictionary", "ids", "masks", "only", "pairs", "panoptic"),
+        *("response", "response_ids", "truth"),
+    )
+)
+# Options that a study's file cannot give: of any command, and of extract.
+NOT_OF_A_FILE = ("--help",)
+NOT_OF_A_STORE = ("--dry-run", "--force", "--help", "--plan", "--shard")
+
+
+class Value(NamedTuple):
+    """The text that a parameter has in a command line."""
+
+    param: click.Parameter
+    text: str
+
+
+def check_steps(ctx: click.Context, study: Study, steps: Sequence[Step]) -> None:
+    """Refuse a step with unknown options, and one that writes outside of the study's folder. What
+    the user set with --set is not checked.
+
+    Raises:
+        VitseeError: names the command, and the option or path.
+    """
+    for step in steps:
+        if step.make is not None:
+            continue
+        command = commands_of(ctx)(step.command)
+        if command is None:
+            raise VitseeError(f"{step.name}: there is no command {step.command}")
+        try:
+            for value in _values(command, step):
+                _check(study, step, value)
+        except click.UsageError as error:
+            raise VitseeError(f"{step.name}: {step.command}: {error.format_message()}") from None
+
+
+def _values(command: click.Command, step: Step) -> Iterator[Value]:
+    """What each parameter is given; nothing is converted, and no callback is called."""
+    ctx = click.Context(command, info_name=step.command)
+    parser = command.make_parser(ctx)
+    texts, rest, order = parser.parse_args(list(step.words[1:]))
+    if rest:
+        raise click.UsageError(f"{rest[0]} is one word too many")
+    if "output" in [param.name for param in order if order.count(param) > 1]:
+        raise click.UsageError("-o is given twice")
+    for param in command.get_params(ctx):  # with --help
+        given = texts.get(param.name or "")
+        several = given if isinstance(given, (list, tuple)) else [given]
+        yield from (Value(param, text) for text in several if isinstance(text, str))
+        refused = NOT_OF_A_STORE if step.command == "extract" else NOT_OF_A_FILE
+        if given and param.opts[-1] in refused:
+            raise click.UsageError(f"{param.opts[-1]} is not of a study's file")
+
+
+def _check(study: Study, step: Step, value: Value) -> None:
+    """Refuse a path that is written, or a store that is read, outside of the study's folder."""
+    param, text = value.param, value.text
+    if not isinstance(param.type, PathType) or param.name in READ_PATHS:
+        return
+    if isinstance(param, click.Option) and study.sets(step.command, param.opts[-1]):
+        return
+    is_table = isinstance(param, click.Argument) and text.endswith(TABLE_ENDINGS)
+    path = text.rpartition("=")[2] if isinstance(param, click.Argument) else text
+    if is_table or Path(os.path.abspath(path)).is_relative_to(os.path.abspath(study.folder)):
+        return
+    name = param.opts[-1] if isinstance(param, click.Option) else "the store"
+    raise VitseeError(
+        f"{step.name}: {name} {text} is not in {study.folder}, where all that a study's file makes "
+        "is written"
+    )
