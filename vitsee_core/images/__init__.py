@@ -10,6 +10,7 @@ and the rest, around them:
 
     the model's input     transform, torch_transforms (a caller's own), placement (boxes, cells)
     clips                 clips, videos
+    formats, memory       formats (of image files that are opened), shared_memory (with workers)
     names and errors      folders (kinds, classes, splits), errors; embedded_pictures, of sidecars
     kinds of data         sources/: lists, arrays, archives (tar_index), parquet, libraries, remote
                           (remote_files); base is what they share

@@ -9,16 +9,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
-import mmap
 import os
-import shutil
-import tempfile
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
@@ -26,55 +22,13 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from vitsee_core.images.errors import DataError, ImageError
+from vitsee_core.images.formats import FORMAT_NAMES, readable_formats
+from vitsee_core.images.shared_memory import SharedBlock
 from vitsee_stores.disk import open_regular, read_regular
 from vitsee_stores.errors import reason
 from vitsee_stores.files import Files, NoAnswer
 from vitsee_stores.folder import Folder
 from vitsee_stores.plan import Size
-
-_RAM_DISK = Path("/dev/shm")
-
-
-class SharedBlock:
-    """`size` bytes shared with children started with `fd` among their inherited descriptors.
-
-    One descriptor per block, however many arrays it holds; the creator closes `fd` once the
-    children have started, and the memory lives until its last view is freed. The file behind it has
-    no name, so that nothing is left over when every process is killed. Pickles as its descriptor's
-    number: only a child that inherited it can unpickle it.
-    """
-
-    def __init__(self, size: int, fd: int | None = None) -> None:
-        self.size = size
-        self.fd = _anonymous_file(size) if fd is None else fd
-        self._map = mmap.mmap(self.fd, size)
-
-    def array(self, shape: tuple[int, ...], offset: int = 0) -> NDArray[np.uint8]:
-        """A writable uint8 view of that shape from `offset` on."""
-        count = int(np.prod(shape))
-        return np.frombuffer(self._map, np.uint8, count, offset).reshape(shape)
-
-    def __reduce__(self) -> tuple[type[SharedBlock], tuple[int, int]]:
-        return type(self), (self.size, self.fd)
-
-
-def _anonymous_file(size: int) -> int:
-    """A descriptor of an unnamed file of that size, in memory if there is room for it."""
-    # Containers often come with 64 MB here; a page that finds no room kills the process.
-    in_memory = _RAM_DISK.is_dir() and shutil.disk_usage(_RAM_DISK).free > size
-    try:
-        with tempfile.TemporaryFile(dir=_RAM_DISK if in_memory else None) as file:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, size)
-            else:
-                file.truncate(size)
-            return os.dup(file.fileno())
-    except OSError as error:
-        raise DataError(
-            f"cannot share {size / 1e6:.0f} MB with the loading processes: {reason(error)}; "
-            "run with smaller batches or --workers 0"
-        ) from None
-
 
 # The process or the machine ran out of something: the image is not to blame.
 _NOT_THE_IMAGE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
@@ -344,7 +298,7 @@ def header_size(name: str, file: IO[bytes]) -> Size:
 
 
 def _opened(name: str, file: IO[bytes]) -> Image.Image:
-    image, most = Image.open(file), Image.MAX_IMAGE_PIXELS
+    image, most = Image.open(file, formats=readable_formats()), Image.MAX_IMAGE_PIXELS
     if most and image.width * image.height > most:
         size = f"{image.width} x {image.height}"
         raise ImageError(name, f"too many pixels: {size}, expected at most {most}; make it smaller")
@@ -356,10 +310,13 @@ def _pillow(name: str) -> Iterator[None]:
     """Context that turns whatever Pillow raises into an ImageError."""
     try:
         yield
-    except (MemoryError, ImageError):
+    except ImageError:
         raise
+    except MemoryError:
+        # Pillow's answer to a size in a damaged file, far above the limit of pixels.
+        raise ImageError(name, "it asks for more memory than there is: damaged") from None
     except UnidentifiedImageError:
-        raise ImageError(name, "not an image, or of a format that Pillow does not read") from None
+        raise ImageError(name, f"not an image, or of a format other than {FORMAT_NAMES}") from None
     except Image.DecompressionBombError as error:
         raise ImageError(name, f"too many pixels: {one_line(error)}") from None
     except Exception as error:  # Pillow's decoders raise nearly anything on damaged files

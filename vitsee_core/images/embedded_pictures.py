@@ -30,4 +30,5 @@ def decode(text: str) -> NDArray[np.uint8]:
     """(height, width, 3) from what `encode` wrote."""
     from PIL import Image
 
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(text))).convert("RGB"))
+    encoded = io.BytesIO(base64.b64decode(text))
+    return np.asarray(Image.open(encoded, formats=["WEBP", "PNG"]).convert("RGB"))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.images.decoding import FileOpener
 from vitsee_core.images.errors import DataError
+from vitsee_core.images.formats import FORMAT_OF_ENDING
 from vitsee_core.images.image_source import SPLIT_NAMES, ImageSource
 from vitsee_core.tables.files import TABLE_ENDINGS
 from vitsee_stores.disk import read_regular
@@ -25,19 +26,12 @@ from vitsee_stores.metadata import MOST_BYTES, ZARR_JSON
 
 log = logging.getLogger(__name__)
 
-EXTENSIONS = frozenset(
-    f".{kind}"
-    for kind in (
-        *("avif", "bmp", "gif", "jp2", "jpe", "jpeg", "jpg", "pbm"),
-        *("pgm", "png", "pnm", "ppm", "tif", "tiff", "webp"),
-    )
-)
 VIDEOS = frozenset((".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".webm"))
 
 
 def is_image(name: str) -> bool:
     """Whether a file's name ends like an image's and does not start with a dot."""
-    return not name.startswith(".") and os.path.splitext(name)[1].lower() in EXTENSIONS
+    return not name.startswith(".") and os.path.splitext(name)[1].lower() in FORMAT_OF_ENDING
 
 
 def is_video(name: str) -> bool:
@@ -48,7 +42,7 @@ def is_video(name: str) -> bool:
 def image_stem(name: str) -> str:
     """A name without the ending of an image file."""
     stem, ending = os.path.splitext(name)
-    return stem if ending.lower() in EXTENSIONS else name
+    return stem if ending.lower() in FORMAT_OF_ENDING else name
 
 
 def natural_key(text: str) -> tuple[list[int | str], str]:

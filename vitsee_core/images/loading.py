@@ -32,9 +32,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitsee_core.images.clips import ClipRecipe
-from vitsee_core.images.decoding import Facts, Opener, SharedBlock, load_into
+from vitsee_core.images.decoding import Facts, Opener, load_into
 from vitsee_core.images.errors import DataError, ImageError
 from vitsee_core.images.selection import Selection
+from vitsee_core.images.shared_memory import SharedBlock
 from vitsee_core.images.transform import AnyRecipe, make_recipe
 from vitsee_core.images.videos import Sampling
 

@@ -79,7 +79,11 @@ def to_mode(image: Image.Image, mode: str) -> Image.Image:
         image = Image.fromarray(((wide + 128) // 257).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise ImageError("image", f"32-bit pixels (mode {image.mode}); expected 8 or 16 bits")
-    return image if image.mode == mode else image.convert(mode)
+    try:
+        return image if image.mode == mode else image.convert(mode)
+    except ValueError:  # Pillow converts CIELAB by a colour profile alone
+        why = f"colours of the mode {image.mode}, which Pillow does not convert to {mode}"
+        raise ImageError("image", why) from None
 
 
 def make_recipe(transform: Mapping[str, Any]) -> Recipe:

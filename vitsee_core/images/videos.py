@@ -300,15 +300,18 @@ class Video:
 
     @contextmanager
     def _opened(self) -> Iterator[tuple[Any, Any]]:
-        """The container and its first stream of moving pictures; what PyAV raises becomes an
-        ImageError."""
+        """The container and the stream that FFmpeg calls the best, as its own tools, torchcodec and
+        decord take it (by disposition, then bit rate and number of frames); what PyAV raises
+        becomes an ImageError."""
         try:
             import av
         except ImportError:
             raise DataError(MISSING) from None
         self.file.seek(0)
         try:
-            with av.open(self.file, "r", options={"format_whitelist": FORMATS}) as container:
+            options = {"format_whitelist": FORMATS}
+            # A title of other bytes than UTF-8 is no reason not to read the frames.
+            with av.open(self.file, "r", options=options, metadata_errors="replace") as container:
                 moving = [
                     stream
                     for stream in container.streams.video
@@ -316,7 +319,9 @@ class Video:
                 ]
                 if not moving:
                     raise ImageError(self.name, "it has no video stream")
-                stream = moving[0]
+                stream = container.streams.best("video")
+                if stream not in moving:  # a cover picture may be called the default stream
+                    stream = moving[0]
                 self._scaler = av.video.reformatter.VideoReformatter()
                 context, most = stream.codec_context, Image.MAX_IMAGE_PIXELS
                 if context is None:
@@ -330,8 +335,8 @@ class Video:
                     )
                 yield container, stream
         except av.error.FFmpegError as error:
-            if isinstance(error, MemoryError):
-                raise
+            # FFmpeg's ENOMEM, a MemoryError of Python's too, mostly is a size in a damaged file
+            # that no machine has.
             text = str(error.strerror or one_line(error))  # without FFmpeg's error numbers
             why = f"not a video that FFmpeg reads ({text[0].lower()}{text[1:]})"
             raise ImageError(self.name, why) from None

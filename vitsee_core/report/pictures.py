@@ -141,7 +141,7 @@ def packed(png: bytes) -> tuple[bytes, str]:
     steps = [255 if value > 255 - STEP / 2 else round(value / STEP) * STEP for value in range(256)]
     found = io.BytesIO()
     try:
-        with Image.open(io.BytesIO(png)) as image:
+        with Image.open(io.BytesIO(png), formats=["PNG"]) as image:
             if image.mode == "RGBA" and image.getchannel("A").getextrema() != (255, 255):
                 return png, "image/png"
             kept = image.convert("RGB").point(steps * 3)

@@ -377,6 +377,7 @@ def queries_list(truth: RetrievalTruth, source: Path, to: Path) -> bytes:
     """
     from PIL import Image
 
+    from vitsee_core.images.formats import readable_formats
     from vitsee_core.images.placement import box_pixels, box_text
 
     if not truth.boxed:
@@ -388,7 +389,7 @@ def queries_list(truth: RetrievalTruth, source: Path, to: Path) -> bytes:
         image = _image_of(query.name, source)
         assert query.box is not None
         try:
-            with Image.open(image) as opened:
+            with Image.open(image, formats=readable_formats()) as opened:
                 width, height = opened.size
         except Exception as error:  # Pillow can raise anything
             why = type(error).__name__

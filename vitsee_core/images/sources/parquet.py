@@ -74,7 +74,6 @@ def open_parquet(asked: Asked, found: Found) -> ImageSource:
     """
     if importlib.util.find_spec("pyarrow") is None:
         raise DataError(f"{asked.data} needs pyarrow; run: pip install 'vitsee[parquet]'")
-    from pyarrow import ArrowException
 
     def read(name: str) -> _Rows:
         try:
@@ -83,7 +82,7 @@ def open_parquet(asked: Asked, found: Found) -> ImageSource:
             raise DataError(f"{found.shown(name)} {error}") from None
         except NoAnswer as error:
             raise no_answer(found.shown(name), error) from None
-        except (ArrowException, OSError) as error:
+        except Exception as error:  # pyarrow raises nearly anything on damaged files
             why = reason(error) if isinstance(error, OSError) else one_line(error)
             why = " ".join(why.split()).rstrip(".")
             raise DataError(f"{found.shown(name)} cannot be read as parquet: {why}") from None
@@ -159,19 +158,29 @@ def _read(asked: Asked, files: Files, name: str) -> _Rows:
     columns = _columns(asked, schema)
     about = [file.metadata.row_group(k) for k in range(file.num_row_groups)]
     rows = np.array([group.num_rows for group in about], np.int64)
-    leaves = [file.metadata.schema.column(k).path for k in range(file.metadata.num_columns)]
-    leaf = next(k for k, path in enumerate(leaves) if path.startswith(columns.encoded))
-    largest = max((group.column(leaf).total_uncompressed_size for group in about), default=0)
+    # Of all columns: what pyarrow has of a single one ends the process where it is damaged.
+    largest = max((group.total_byte_size for group in about), default=0)
+    n_rows = file.metadata.num_rows
+    if (rows < 0).any() or int(rows.sum()) != n_rows:
+        raise DataError(f"is damaged: {n_rows} rows, and {int(rows.sum())} in its groups")
     paths: NDArray[Any] = strings([""]).repeat(int(rows.sum()))
     if columns.nested and schema.field(columns.image).type.get_field_index("path") >= 0:
         found = _column(file, f"{columns.image}.path")
         paths = strings(path or "" for path in found.to_pylist())
+        _check_length(len(paths), n_rows)
     labels: Coded = np.full(len(paths), -1, np.int32), []
     if columns.label is not None:
         coded = _column(file, columns.label).combine_chunks().dictionary_encode()
         codes = coded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int32)
         labels = codes, [str(value) for value in coded.dictionary.to_pylist()]
+        _check_length(len(codes), n_rows)
     return _Rows(columns, paths, labels, _class_names(schema, columns.label), rows, largest)
+
+
+def _check_length(n_values: int, n_rows: int) -> None:
+    """Raises DataError: a column has other rows than its file says."""
+    if n_values != n_rows:
+        raise DataError(f"is damaged: {n_rows} rows, and {n_values} in one of its columns")
 
 
 def _columns(asked: Asked, schema: Any) -> _Columns:
@@ -221,7 +230,7 @@ def _class_names(schema: Any, label: str | None) -> list[str] | None:
     try:
         about = json.loads((schema.metadata or {})[b"huggingface"])
         return [str(name) for name in about["info"]["features"][label]["names"]]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         return None
 
 
@@ -261,10 +270,14 @@ class ParquetOpener(Opener):
         name = f"row {row} of group {group} of {self.names[file]}"
         try:
             with _reading:  # a file is read in one thread, and each group once
-                found = _group(self.files, self.names[file], self.column, group)[row]
-        except ArrowException as error:
+                rows = _group(self.files, self.names[file], self.column, group)
+        except (ArrowException, MemoryError) as error:
             why = f"the parquet file is damaged: {one_line(error)}"
             raise ImageError(name, why) from None
+        if row >= len(rows):
+            why = f"the parquet file is damaged: the group has {len(rows)} rows, fewer than it says"
+            raise ImageError(name, why)
+        found = rows[row]
         if not found.is_valid:
             raise ImageError(name, "the row has no image")
         encoded = found.as_buffer()
