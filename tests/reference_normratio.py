@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from numpy.typing import NDArray
+from scipy.stats import binom, norm
 
 from vitsee_core.analyses.normratio import METRICS
 
@@ -58,3 +59,19 @@ def loop_jackknife(values: list[list[float]], metric: str, blocks: list[int]) ->
     ]
     centre, m = statistics.fmean(without), len(without)
     return math.sqrt((m - 1) / m * math.fsum((v - centre) ** 2 for v in without))
+
+
+def loop_median_shares(values: list[float]) -> tuple[float, float, list[float]]:
+    """Ends of the interval of a median of images, and each image's share in its standard error."""
+    n = len(values)
+    ranks = [k for k in range(1, n // 2 + 1) if binom.cdf(k - 1, n, 0.5) <= 0.025]
+    if not ranks:
+        return math.nan, math.nan, [math.nan] * n
+    k = max(ranks)
+    low, high = sorted(values)[k - 1], sorted(values)[n - k]
+    outside = 2 * float(binom.cdf(k - 1, n, 0.5))
+    error = (high - low) / (2 * float(norm.ppf(1 - outside / 2)))
+    middle = statistics.median(values)
+    signs = [(v > middle) - (v < middle) for v in values]
+    scale = error * math.sqrt((n - 1) / n / sum(s * s for s in signs))
+    return low, high, [s * scale for s in signs]

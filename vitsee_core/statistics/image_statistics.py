@@ -4,17 +4,19 @@ Values are (tokens, images) float64, contiguous per token, NaN for missing; ever
 token's own row, so that no result depends on which tokens are processed together.
 
 A mean over tokens is the mean of the tokens' own statistics: images first, then tokens. Its
-interval is still over images: each statistic carries a trace (the images' shares in a mean, or the
-statistic without one block of images each), and traces are averaged over tokens, too.
+interval is still over images: each statistic carries a trace (the images' shares in the error of a
+mean or a median, or the statistic without one block of images each), and traces are averaged over
+tokens, too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.statistics.medians import Medians, medians_over_images
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.types import Float, Integers, Mask
 
@@ -25,10 +27,16 @@ METHODS = {
     "error that of the infinitesimal jackknife (for one token, or where every token has a value in "
     "every image: of a plain mean of images); empty where n < 2",
     "jackknife": "95 % interval over images: value -+ t(0.975, blocks - 1) * standard error, from "
-    f"a delete-a-block jackknife of {BLOCKS} blocks (each image one below {BLOCKS}); rough below "
-    "some 400 images, where blocks are too short for a median; empty where n < 2",
+    f"a delete-a-block jackknife of {BLOCKS} blocks (each image one below {BLOCKS}); empty where "
+    "n < 2",
+    "median": "95 % interval over images, whatever the distribution: of one value an image "
+    "between two order statistics, whose ranks are exact by the binomial distribution (empty where "
+    "n < 6); of several values an image (norms of tokens) Woodruff's interval (1952), empty where "
+    "images are too few for it; of a mean over tokens of their medians value -+ t(0.975, n - 1) * "
+    "standard error, by each image's influence on each median",
     "std": "sqrt(n) * standard error over images in every row: for a mean the sample standard "
-    "deviation over images",
+    "deviation over images; for a median the standard error is its interval's width over twice the "
+    "quantile",
 }
 
 
@@ -41,8 +49,8 @@ class Estimates:
     low: Float
     high: Float
     n: Integers  # images with a value
-    # (entries, blocks) the statistic without each block of images (for a mean over tokens that lack
-    # values in different images, to first order), None where there are none
+    # (entries, blocks) the statistic without each block of images (to first order for a median, and
+    # for a mean over tokens that lack values in different images), None where there are none
     without: Float | None = None
 
 
@@ -51,16 +59,21 @@ class Statistic:
     """One statistic of some tokens."""
 
     value: Float  # (tokens,)
-    # (tokens, images) an image's share in the error of a mean, 0 where it has no value; or (tokens,
-    # blocks) the statistic without one block of images each, NaN where nothing is left
+    # (tokens, images) an image's share in the error of a mean or a median, 0 where it has no value;
+    # or (tokens, blocks) the statistic without one block of images each, NaN where nothing is left
     trace: Float
     present: Mask  # (tokens, images) which images have a value
     jackknife: bool
     labels: Integers  # (images,) the blocks
+    low: Float | None = None  # (tokens,) of intervals that do not follow from the trace
+    high: Float | None = None
 
     def estimates(self) -> Estimates:
         """Estimates for each token."""
-        return estimates_of(self.value, self.trace, self.present, self.jackknife, self.labels)
+        estimates = estimates_of(self.value, self.trace, self.present, self.jackknife, self.labels)
+        if self.low is None or self.high is None:
+            return estimates
+        return replace(estimates, low=self.low, high=self.high)
 
 
 def estimates_of(
@@ -116,8 +129,24 @@ def statistic(x: Float, estimator: str, labels: Integers) -> Statistic:
         value = np.where(n > 0, total / np.maximum(n, 1), np.nan)
         share = (x - value[:, np.newaxis]) / np.maximum(n, 1)[:, np.newaxis]
         return Statistic(value, _filled(share, present, 0.0), present, False, labels)
-    value, without = (_medians if estimator == "median" else _geomeans)(x, present, labels)
+    if estimator == "median":
+        medians = medians_over_images(x, present)
+        return median_statistic(medians, present, labels)
+    value, without = _geomeans(x, present, labels)
     return Statistic(value, without, present, True, labels)
+
+
+def median_statistic(medians: Medians, present: Mask, labels: Integers) -> Statistic:
+    """The statistic of medians with intervals of their own. present, labels: see `Statistic`."""
+    return Statistic(
+        medians.value,
+        trace=medians.shares,
+        present=present,
+        jackknife=False,
+        labels=labels,
+        low=medians.low,
+        high=medians.high,
+    )
 
 
 def _filled(x: Float, present: Mask, value: float) -> Float:
@@ -145,56 +174,3 @@ def _geomeans(x: Float, present: Mask, labels: Integers) -> tuple[Float, Float]:
     with np.errstate(invalid="ignore", divide="ignore"):
         # The value must not depend on the blocks, not even by rounding.
         return np.exp(logs.sum(1) / present.sum(1)), np.exp(np.stack(others, 1) / left)
-
-
-def _medians(x: Float, present: Mask, labels: Integers) -> tuple[Float, Float]:
-    """(tokens,) over all images, and (tokens, blocks) without each block; both exact."""
-    value = np.full(len(x), np.nan)
-    without = np.full((len(x), labels.max() + 1), np.nan)
-    counts = present.sum(1)
-    for n in np.unique(counts[counts > 0]):  # one count, unless images lack values
-        rows = np.flatnonzero(counts == n)
-        of_block = _block_sums(present[rows], labels).astype(np.int64)
-        value[rows], without[rows] = _medians_of(x[rows], int(n), of_block, labels)
-    return value, without
-
-
-def _medians_of(x: Float, n: int, of_block: Integers, labels: Integers) -> tuple[Float, Float]:
-    """Like `_medians`, for rows with `n` values each, `of_block` (rows, blocks) of them in a block.
-
-    Without the d values of a block, a row's middle is at most (d + 1) / 2 ranks from the middle of
-    the whole. So only that window of ranks is sorted.
-    """
-    reach = (int(of_block.max()) + 1) // 2
-    low, high = max(0, (n - 1) // 2 - reach), min(n - 1, n // 2 + reach)
-    order = np.argpartition(x, (low, high), axis=1)  # NaN sort last
-    window = order[:, low : high + 1]
-    values = np.take_along_axis(x, window, axis=1)
-    by_value = np.argsort(values, axis=1, kind="stable")
-    values = np.take_along_axis(values, by_value, axis=1)
-    value = (values[:, (n - 1) // 2 - low] + values[:, n // 2 - low]) / 2
-
-    n_blocks = of_block.shape[1]
-    rows = np.arange(len(x))[:, np.newaxis]
-    below = np.bincount(
-        (labels[order[:, :low]] + n_blocks * rows).ravel(), minlength=len(x) * n_blocks
-    ).reshape(len(x), n_blocks)
-    blocks = labels[np.take_along_axis(window, by_value, axis=1)]
-    without = np.empty((len(x), n_blocks))
-    for b in range(n_blocks):
-        left = n - of_block[:, b]
-        seen = np.cumsum(blocks != b, axis=1)
-        first = low - below[:, b]  # ranks below the window that stay
-        ends = [
-            np.take_along_axis(
-                values,
-                # The first place where `rank + 1` values were passed.
-                np.minimum((seen < (rank + 1 - first)[:, np.newaxis]).sum(1), high - low)[
-                    :, np.newaxis
-                ],
-                axis=1,
-            )[:, 0]
-            for rank in ((left - 1) // 2, left // 2)
-        ]
-        without[:, b] = np.where(left > 0, (ends[0] + ends[1]) / 2, np.nan)
-    return value, without

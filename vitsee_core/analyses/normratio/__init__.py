@@ -112,6 +112,8 @@ METRICS = {
     "skip_norm": ("skip_norm", "mean"),
     "branch_norm": ("branch_norm", "mean"),
 }
+# statistic over images -> the method of its interval
+INTERVALS = {"mean": "mean", "median": "median", "geomean": "jackknife"}
 DEFAULT_METRICS = tuple(METRICS)[:5]
 COLUMNS = (
     *(*SITE, "token", "row", "col", "metric"),
@@ -190,9 +192,7 @@ def run(
                 progress.advance(picked.n)
             zero[store.label] = _report_zeros(store.label, counts)
     notes = {
-        "interval": {
-            m: METHODS["mean" if METRICS[m][1] == "mean" else "jackknife"] for m in wanted
-        },
+        "interval": {metric: METHODS[INTERVALS[METRICS[metric][1]]] for metric in wanted},
         "std": METHODS["std"],
         "tokens": "rows about several tokens: the mean over them of each one's statistic",
         "zero_branch": {label: sites for label, sites in zero.items() if sites},

@@ -44,7 +44,6 @@ from vitsee_core.analyses.norms.stream_norms import (
     histogram,
     mad_threshold,
     norm_source,
-    pooled_median,
     share_above_mad,
 )
 from vitsee_core.patch_maps.photos import frames_seen
@@ -55,8 +54,20 @@ from vitsee_core.runtime.options import FLOW, SITES, Offers, Option, metrics_opt
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.runtime.streaming import Rows, each_slab
-from vitsee_core.statistics.image_statistics import METHODS, block_labels, statistic
-from vitsee_core.statistics.jackknife import Cells, columns_of, jackknife_cells, mean_cells
+from vitsee_core.statistics.image_statistics import (
+    METHODS,
+    block_labels,
+    median_statistic,
+    statistic,
+)
+from vitsee_core.statistics.jackknife import (
+    Cells,
+    cells_of,
+    columns_of,
+    jackknife_cells,
+    mean_cells,
+)
+from vitsee_core.statistics.medians import pooled_median
 from vitsee_core.statistics.shares import METHOD as SHARES
 from vitsee_core.statistics.shares import as_share
 from vitsee_core.statistics.skip_branch import TokenPlace, place_columns, places_of
@@ -187,7 +198,8 @@ def run(
         "interval": {
             "norm, massive_top1, massive_ratio, neighbour_cos": METHODS["mean"],
             "shares": SHARES,
-            "norm_median, bimodality": METHODS["jackknife"],
+            "norm_median": METHODS["median"],
+            "bimodality": METHODS["jackknife"],
         },
         "std": METHODS["std"],
         "outliers": f"outlier_share: above {threshold:g}; outlier_share_mad: above median + 6 x "
@@ -298,8 +310,7 @@ class _Site:
             own = _columns(norms, place.members)
             blocks.append(_about(place, "norm") | mean_cells(own.mean(1), self.labels))
             if "norm_median" in self.metrics:
-                median = jackknife_cells(*pooled_median(own, self.labels), self.n)
-                blocks.append(_about(place, "norm_median") | median)
+                blocks.append(_about(place, "norm_median") | self._median(own))
             if place.token == "patches":
                 blocks += self._of_patches(place, own, above[:, place.members])
         singles = [place for place in singles if place not in kinds]
@@ -308,6 +319,12 @@ class _Site:
         blocks += _of_tokens(patches, "outlier_share", above, self.labels)
         blocks += _of_tokens(patches, "outlier_share_mad", above_mad, self.labels)
         return blocks
+
+    def _median(self, norms: Float) -> Cells:
+        """Cells of the median of all norms (images, tokens)."""
+        present = np.ones((1, len(norms)), bool)
+        statistic = median_statistic(pooled_median(norms), present, self.labels)
+        return cells_of(statistic.estimates(), 0)
 
     def _of_patches(self, place: TokenPlace, norms: Float, above: Any) -> list[Cells]:
         blocks = [_about(place, "outlier_share") | mean_cells(above.mean(1), self.labels)]

@@ -269,13 +269,6 @@ def _nearest(ascending: Float, middle: float, k: int) -> float:
     return float(max(middle - ascending[low], ascending[low + k - 1] - middle))
 
 
-def pooled_median(norms: Float, labels: Integers) -> tuple[float, Float]:
-    """The median over all tokens of all images, and the same without each block of images; NaN if
-    nothing is left. Memory as for `share_above_mad`."""
-    values, blocks = _in_order(norms, labels)
-    return _median(values), np.array([_median(values[keep]) for keep in blocks_out(blocks)])
-
-
 def _median(ascending: Float) -> float:
     n = len(ascending)
     return float(ascending[(n - 1) // 2] + ascending[n // 2]) / 2 if n else np.nan

@@ -56,7 +56,8 @@ LEAST_TESTED = 3  # per test set, as two always correlate by 1 or -1
 Sets = list[tuple[Integers, Integers]]  # places among the training images and the tested, of a fit
 METHOD = (
     "delete-a-block jackknife over blocks of test images (t quantile); the probe, its l2, the "
-    "training images and the noise ceiling held fixed, and the columns those that were measured"
+    "training images and the noise ceiling held fixed, and the columns those that were measured; "
+    "of a median over columns that are alike it is wider than it need be"
 )
 
 
