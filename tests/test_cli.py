@@ -117,6 +117,33 @@ def test_head_ends_quietly(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_rich_does_not_end_the_program_on_a_broken_pipe(tmp_path: Path, stream: str) -> None:
+    """rich would exit with 1: to `vitsee info X | head -1`, to an extraction `2>&1 | head -1`."""
+    script = tmp_path / "many.py"
+    script.write_text(
+        "import click\n"
+        "from vitsee_cli import console\n"
+        "from vitsee_cli.main import CommandGroup\n"
+        "class Group(CommandGroup):\n"
+        "    def get_command(self, ctx, name): return many\n"
+        "@click.command()\n"
+        "def many():\n"
+        "    console.setup(0)\n"
+        f"    for i in range(30): console.{stream}().print('a line ' * 2000)\n"
+        f"    open({str(tmp_path / 'end')!r}, 'w')\n"
+        "Group('vitsee')(['many'])\n"
+    )
+    pipe = "|" if stream == "stdout" else "2>&1 >/dev/null |"
+    command = f"{sys.executable} {script} {pipe} true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=True, env=ENVIRONMENT
+    )
+    assert (done.stdout, done.stderr) == ("0\n", "")
+    # What is written for nobody ends at once; the command whose remarks nobody reads does its work.
+    assert (tmp_path / "end").exists() == (stream == "stderr")
+
+
 def shell(command: str, store: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """A line of bash in which `vitsee` is this one and $S the store; its status is the result's."""
     script = f'vitsee() {{ "{sys.executable}" -m vitsee_cli "$@"; }}; {command}'
@@ -157,6 +184,67 @@ def test_a_full_disk_behind_stdout(make_store: Callable[..., Path]) -> None:
     done = shell("vitsee info $S --json > /dev/full", make_store())
     assert done.returncode == 1
     assert done.stderr == "vitsee info: no space left on device\n"
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_a_full_disk_behind_what_click_prints(tmp_path: Path, option: str) -> None:
+    done = shell(f"vitsee {option} > /dev/full", tmp_path)
+    assert (done.returncode, done.stderr) == (1, "vitsee: no space left on device\n")
+
+
+def test_help_for_a_reader_that_is_gone(tmp_path: Path) -> None:
+    done = shell("vitsee --help | true; echo ${PIPESTATUS[0]}", tmp_path)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_the_package_is_the_program(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "vitsee", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=ENVIRONMENT,
+    )
+    assert done.stdout.startswith("vitsee ")
+
+
+class PanicException(BaseException):
+    """polars raises one of this kind."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("can't start new thread"),
+        BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+        PanicException("could not spawn threads: ThreadPoolBuildError { code: 11, WouldBlock }"),
+        PanicException("OS can't spawn worker thread: Resource temporarily unavailable"),
+    ],
+)
+def test_a_limit_of_threads_is_one_line(error: BaseException) -> None:
+    for raised in (error, _caused_by(error)):
+        result = run(raising(raised))
+        assert result.exit_code == 1
+        assert result.stderr.startswith("vitsee probe: the system starts no more threads")
+        assert "ulimit -u" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def _caused_by(error: BaseException) -> BaseException:
+    try:
+        try:
+            raise error
+        except BaseException as cause:
+            raise ImportError("polars") from cause
+    except ImportError as outer:
+        return outer
+
+
+def test_other_panics_keep_their_traceback() -> None:
+    error = PanicException("index out of bounds")
+    with pytest.raises(PanicException):
+        run(raising(error))
+    full = BlockingIOError(errno.EAGAIN, "write could not complete without blocking")
+    assert run(raising(full)).exception is full
 
 
 @pytest.mark.slow
@@ -334,6 +422,21 @@ def test_a_command_shows_and_takes_the_defaults_of_its_analysis() -> None:
         assert f"[default: {default}]" in text
     given = CliRunner().invoke(command, ["--mass", "1", "--kind", "c", "--shallow"]).stdout
     assert ast.literal_eval(given) == values | {"mass": 1.0, "kinds": ("c",), "deep": False}
+
+
+def test_a_switch_takes_the_default_of_its_analysis_with_older_releases_of_click() -> None:
+    """They give a switch without a default False, newer ones their own word for none."""
+
+    def run(residual: bool = True) -> None:
+        pass
+
+    @click.command()
+    @options.defaults_of(run)
+    @click.option("--residual/--no-residual", default=False)
+    def command(**values: Any) -> None:
+        console.out(repr(values))
+
+    assert ast.literal_eval(CliRunner().invoke(command).stdout) == {"residual": True}
 
 
 # ---------------------------------------------------------------- stderr

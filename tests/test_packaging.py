@@ -147,7 +147,7 @@ def test_the_recipe_for_conda() -> None:
     found = yaml.safe_load(release.recipe(about, "0" * 64).replace("${{", "").replace("}}", ""))
     run = found["requirements"]["run"]
     assert len(run) == len(about["dependencies"]) + 1
-    assert "pytorch >=2.6" in run and "matplotlib-base >=3.9" in run and "timm >=1.0.26" in run
+    assert "pytorch >=2.6" in run and "matplotlib-base >=3.10" in run and "timm >=1.0.26" in run
     assert found["build"]["python"]["entry_points"] == ["vitsee = vitsee_cli.__main__:main"]
 
 

@@ -173,10 +173,15 @@ def show_lines_of(package: str) -> None:
 
 @lru_cache(maxsize=1)
 def stderr() -> Console:
-    """The one rich console on stderr, shared by bars and log lines."""
+    """The one rich console on stderr, shared by bars and log lines. Once its reader is gone
+    (`2>&1 | head`) it is silent, and the command goes on."""
     from rich.console import Console
 
-    return Console(stderr=True)
+    class Stderr(Console):
+        def on_broken_pipe(self) -> None:
+            self.quiet = True
+
+    return Stderr(stderr=True)
 
 
 def stdout(width: int | None = None) -> Console:
@@ -184,9 +189,14 @@ def stdout(width: int | None = None) -> Console:
     width: columns; by default the terminal's, or wide enough for any row."""
     from rich.console import Console
 
+    class Stdout(Console):
+        def on_broken_pipe(self) -> None:
+            # rich would end the program with 1; that `head` has enough is not a failure.
+            raise
+
     if width is None and not sys.stdout.isatty():
         width = 10_000
-    return Console(width=width, highlight=False, soft_wrap=False)
+    return Stdout(width=width, highlight=False, soft_wrap=False)
 
 
 def say(line: str) -> None:

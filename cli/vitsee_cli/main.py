@@ -14,7 +14,7 @@ from click.shell_completion import CompletionItem
 
 from vitsee_cli import console, options, sections, signals
 from vitsee_core.runtime import registry
-from vitsee_core.runtime.machine import is_out_of_memory
+from vitsee_core.runtime.machine import is_out_of_memory, is_out_of_threads
 from vitsee_stores.errors import NotOffered, VitseeError, reason
 
 # Conditions of a path or a disk that the user named; any other OSError keeps its traceback.
@@ -32,6 +32,10 @@ PATH_ERRNOS = frozenset(
         errno.EPERM,
         errno.EROFS,
     }
+)
+OUT_OF_THREADS = (
+    "the system starts no more threads or processes; raise the limit (ulimit -u, or that of the "
+    "container or job), or use fewer: --jobs 1, OMP_NUM_THREADS=1, POLARS_MAX_THREADS=1"
 )
 
 
@@ -99,10 +103,11 @@ class CommandGroup(click.Group):
         console.prepare_streams()
         try:
             return super().main(*args, **kwargs)
-        except VitseeError as error:  # before any command: --help to a stdout that is closed
-            if not kwargs.get("standalone_mode", True):
+        except (VitseeError, OSError) as error:  # of --help and --version, before any command
+            line = _one_line(error)
+            if line is None or not kwargs.get("standalone_mode", True):
                 raise
-            console.fail(f"vitsee: {_one_line(error)}")
+            console.fail(f"vitsee: {line}")
             sys.exit(1)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -111,7 +116,12 @@ class CommandGroup(click.Group):
         if args[:1] == ["help"]:
             args = [*args[1:], "--help"]
         ctx.meta[console.ARGUMENTS] = list(args)
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except BrokenPipeError:  # of --help, which is printed here
+            if not _stdout_is_closed():
+                raise
+            ctx.exit(0)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; errors that a user can cause become one line on stderr."""
@@ -144,6 +154,10 @@ class CommandGroup(click.Group):
             if resumes:
                 _fail(ctx, f"interrupted; {resumes}", signals.EXIT_RESUMABLE)
             _fail(ctx, "interrupted", signals.exit_code(stop))
+        except BaseException as error:  # polars' panics are no Exceptions
+            if not is_out_of_threads(error):
+                raise
+            _fail(ctx, OUT_OF_THREADS, 1)
         return result
 
 
@@ -180,6 +194,8 @@ def _one_line(error: Exception) -> str | None:
         return "out of memory; give it more, or use less: --memory, --batch-size, --slab, --jobs"
     if is_out_of_memory(error):
         return "out of memory on the device; use a smaller --batch-size or another --device"
+    if is_out_of_threads(error):
+        return OUT_OF_THREADS
     return None
 
 

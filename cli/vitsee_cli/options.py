@@ -107,6 +107,11 @@ def refuse_twice(command: click.Command, ctx: click.Context, args: Sequence[str]
 _UNSET = click.Option(["--x"]).default  # None, or click's own word for it from 8.3 on
 
 
+def _lacks_default(option: click.Option) -> bool:
+    """Whether a command gave an option no default. Before 8.5 click gives switches False."""
+    return option.default is _UNSET or (option.is_flag and option.default is False)
+
+
 def defaults_of(*functions: Callable[..., Any]) -> Decorator:
     """Decorator, above the options: those without a default take, and show, that of the parameter
     with the same name; so a command and its analysis cannot drift apart."""
@@ -119,7 +124,7 @@ def defaults_of(*functions: Callable[..., Any]) -> Decorator:
 
     def decorate(command: Any) -> Any:
         for option in command.__click_params__:
-            if option.default is _UNSET and option.name in defaults:
+            if _lacks_default(option) and option.name in defaults:
                 option.default = defaults[option.name]
                 option.show_default = option.show_default or True
         return command

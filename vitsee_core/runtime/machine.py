@@ -107,6 +107,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def is_out_of_threads(error: BaseException) -> bool:
+    """Whether an error, or one that led to it, means that the system refused a new thread or
+    process: of Python, of polars (a panic), or of fork."""
+    errors: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in errors:
+        errors.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return any(map(_refuses_thread, errors))
+
+
+def _refuses_thread(error: BaseException) -> bool:
+    text = str(error)
+    if isinstance(error, BlockingIOError):  # fork's EAGAIN; a full pipe's has another text
+        return "Resource temporarily unavailable" in text
+    refused = "WouldBlock" in text or "Resource temporarily unavailable" in text
+    return "can't start new thread" in text or ("thread" in text and refused)
+
+
 def free_disk_bytes(path: Path) -> int:
     """Free bytes on the file system of `path`, which need not exist."""
     return shutil.disk_usage(_existing(path)).free

@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.sources.meta_device import meta_device
 from vitsee_stores.plan import Canvas
 
 # Of error lines: letters, and names.
@@ -162,7 +163,7 @@ class Source(ABC):
         """The module on torch's meta device, where nothing is computed and no memory taken; of a
         model that cannot be made there, with random weights. Errors as `make`."""
         try:
-            with torch.device("meta"):
+            with meta_device():
                 return self.make(pretrained=False, seed=0, wanted=wanted)
         except ModelError as error:
             # What computes with tensors while it is made (torchvision's RegNets their widths).

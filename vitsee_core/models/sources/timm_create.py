@@ -21,6 +21,7 @@ from torch import nn
 
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.sources.base import Unfilled, near_names, one_line, some
+from vitsee_core.models.sources.meta_device import meta_device
 from vitsee_core.models.sources.transforms import checked_size
 from vitsee_core.models.survey.structure import classifier_prefixes
 from vitsee_core.runtime.machine import human_bytes, memory_bytes
@@ -86,7 +87,7 @@ def create_model(
 
 def on_meta(full: str, wanted: dict[str, Any]) -> nn.Module:
     """The module without weights and without memory for them."""
-    with torch.device("meta"), Unfilled():
+    with meta_device(), Unfilled():
         return _build(full, False, 0, wanted)
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.sources.base import missing_extra
+from vitsee_core.models.sources.meta_device import meta_device
 from vitsee_core.models.sources.transformers_inputs import refuse_others
 from vitsee_core.models.tokens.towers import (
     FEATURES,
@@ -226,7 +227,7 @@ def read_parts(module: nn.Module, file_of: Callable[[str], str | None]) -> bool:
 
 def on_meta(kind: Any, config: Any) -> nn.Module:
     """The model without values."""
-    with torch.device("meta"):
+    with meta_device():
         made: nn.Module = kind(config)
     return made
 
