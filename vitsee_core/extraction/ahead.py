@@ -114,7 +114,7 @@ def _from_shapes(options: ModelOptions, asked: Request) -> DryRun | None:
     first_images(selection, model.transform, {})
     choose_strategy(contents, table, device, run.batch_size, default_batch(device))
     left_out = {**choices.left_out, **table.left_out}
-    notes = [*notes, *cut_sides(options, model), *selection.notes, UNCHECKED]
+    notes = [*notes, *cut_sides(options, model), *table.remarks, *selection.notes, UNCHECKED]
     return DryRun(with_samples(contents, selection.samples), left_out, tuple(notes))
 
 

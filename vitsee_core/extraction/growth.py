@@ -26,7 +26,7 @@ from vitsee_core.extraction.prepare import (
     choose_of,
     of_same_model,
     run_self_check,
-    unseen_pixels,
+    table_notes,
     with_dtypes,
 )
 from vitsee_core.images import Selection
@@ -101,7 +101,7 @@ def grow_store(writer: StoreWriter, request: Request, progress: Progress = SILEN
     check_same_images(writer, selection, first)
     prepared = Prepared(
         *(model, table, selection, device, asked.precision, store.manifest, writer, first),
-        notes=(*model.notes(), *unseen_pixels(model, table), *selection.notes),
+        notes=(*model.notes(), *table_notes(model, table), *selection.notes),
     )
     if added is None:
         if unfinished is not None and unfinished.published:

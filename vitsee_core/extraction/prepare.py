@@ -154,7 +154,7 @@ def join_store(writer: StoreWriter, asked: Request, progress: Progress = SILENT)
     erf = None
     if plan.erf is not None and not writer.complete:
         _, erf, _ = prepare_erf(model, table, plan, plan.erf, first.pixels, device)
-    notes = (*model.notes(), *unseen_pixels(model, table), *selection.notes, *check.notes)
+    notes = (*model.notes(), *table_notes(model, table), *selection.notes, *check.notes)
     return Prepared(
         *(model, table, selection, device, choices.precision, writer.manifest, writer, first),
         notes=(*notes, *change_notes(model, changes)),
@@ -174,7 +174,7 @@ def plan_store(asked: Request, progress: Progress = SILENT) -> Prepared:
     selection = as_model_takes(selection, layout, data, {})
     model, table = layout.model, layout.table
     choices, plan, weights, notes = plan_contents(layout, keep, len(selection.samples))
-    notes += [*model.notes(), *cut_sides(asked.model, model), *unseen_pixels(model, table)]
+    notes += [*model.notes(), *cut_sides(asked.model, model), *table_notes(model, table)]
     changes = changes_of(layout, keep, selection, data.seed or 0)
     model.module.to(device)
     first = first_images(selection, model.transform, {})
@@ -381,6 +381,11 @@ def cut_sides(options: ModelOptions | LoadedModel, model: LoadedModel) -> list[s
         f"--crop-mode {options.crop_mode} with the model's own crop keeps {share:g} of the sides: "
         "give --crop-pct 1 for whole images"
     ]
+
+
+def table_notes(model: LoadedModel, table: SiteTable) -> list[str]:
+    """Remarks that follow from what was found of a model's tokens and blocks."""
+    return [*unseen_pixels(model, table), *table.remarks]
 
 
 def unseen_pixels(model: LoadedModel, table: SiteTable) -> list[str]:

@@ -136,7 +136,7 @@ def first_tensor(value: Any, n_images: int | None = None) -> Tensor | None:
     only one that has the batch in front, or a tuple's first one if no other has as many
     dimensions (features, then a state of another kind) but square ones (attention weights). Else
     None."""
-    found = list(_tensors(value))
+    found = list(tensors_in(value))
     if len(found) > 1 and n_images is not None:
         found = [x for x in found if x.ndim > 1 and len(x) == n_images]
         if len(found) > 1 and isinstance(value, tuple) and (first := value[0]) is found[0]:
@@ -153,14 +153,15 @@ def output_tensor(module: nn.Module, output: Any, n_images: int) -> Tensor | Non
     return first_tensor(output, n_images)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in tuples, lists and mappings of them."""
     if isinstance(value, Tensor):
         yield plain(value)
     elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+        yield from tensors_in(list(value.values()))
     elif isinstance(value, tuple | list):
         for entry in value:
-            yield from _tensors(entry)
+            yield from tensors_in(entry)
 
 
 def input_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

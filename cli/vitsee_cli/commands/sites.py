@@ -93,6 +93,8 @@ def command(
         _show(rows, table, n_modules, renamed=renamed)
     for line in changed:
         console.say(f"extract runs the model with {line}")
+    for remark in found.table.remarks:
+        console.warn(remark)
     if not found.proven:
         console.say("read from shapes; extract, or --prove, verifies branches and attention")
 

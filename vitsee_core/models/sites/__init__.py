@@ -62,6 +62,7 @@ class SiteTable:
 
     *_refusal: why nothing of that kind can be captured, None if something can.
     left_out: name of a module, block or sublayer -> why it has no site, attention or branch.
+    remarks: on the table as a whole, for the user (blocks that are no chain).
     patches: the grids whose patches were measured, in the order of the forward pass.
     points, residuals, attention_modules, heads, turned, orders: for `Capture` and the self-check;
         turned: as `Trace.turned`; orders: of the tokens of packed images and of clips.
@@ -74,6 +75,7 @@ class SiteTable:
     residual_refusal: str | None
     rollout_refusal: str | None
     left_out: Mapping[str, str]
+    remarks: tuple[str, ...] = ()
     patches: tuple[Patches, ...] = ()
     points: Mapping[str, Point] = field(repr=False, default_factory=dict)
     residuals: Mapping[str, Residual] = field(repr=False, default_factory=dict)

@@ -4,6 +4,7 @@ the depth of each, and what a store keeps of it."""
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from vitsee_core.models.sites.attention import Attention, attention_blocks, roll
 from vitsee_core.models.sites.block_sums import describe
 from vitsee_core.models.sites.families import Description, Part, Residual
 from vitsee_core.models.survey import Reader, Survey
+from vitsee_core.models.survey.block_flow import block_inputs, flow_remark, side_by_side
 from vitsee_core.models.survey.structure import has_weights, head_hook_points, is_leaf
 from vitsee_core.models.survey.tracing import Seen
 from vitsee_core.models.tokens.towers import PART, is_language_input
@@ -173,6 +175,7 @@ class TableBuilder:
         self.modules = self.read.modules
         self.index = {name: i for i, name in enumerate(self.modules)}
         self.names = survey.names
+        self.inputs = block_inputs(self.trace, self.blocks)
         self.described: dict[str, Description] = {}
         for path in self.blocks:
             readings = describe(model, path, self.trace)
@@ -190,6 +193,7 @@ class TableBuilder:
         by_name = {site.name: site for site in sites}
         sublayers, residuals = self._sublayers(by_name)
         attention = attention_blocks(self.read, self.names, self.demoted)
+        remark = flow_remark(self.inputs, [self.names[path] for path in self.blocks])
         residual_refusal = None if sublayers else "no block whose branches are known"
         return SiteTable(
             sites=tuple(sites),
@@ -199,6 +203,7 @@ class TableBuilder:
             residual_refusal=residual_refusal,
             rollout_refusal=self._rollout_refusal(attention),
             left_out={**self.left_out, **attention.left_out},
+            remarks=() if remark is None else (remark,),
             patches=self.geometry.patches,
             points={x.name: Point(x.hook_points, x.view, x.difference) for x in drafts},
             residuals=residuals,
@@ -213,7 +218,12 @@ class TableBuilder:
         cut = sorted(name for name in self.ablated if name.endswith(".attn"))
         if cut:
             return f"its identity stands for skips, and {cut[0]} works without its own"
-        return rollout_refusal(attention, len(self.blocks))
+        refusal = rollout_refusal(attention, len(self.blocks))
+        apart = side_by_side(self.inputs)
+        if refusal is None and apart is not None:
+            block, before = self.names[self.blocks[apart]], self.names[self.blocks[apart - 1]]
+            return f"{block} takes nothing of {before}, which ran before it: blocks are no chain"
+        return refusal
 
     def _drafts(self) -> Iterator[SiteDraft]:
         """All sites in the model's order."""
@@ -221,22 +231,15 @@ class TableBuilder:
         inside: dict[str | None, list[str]] = defaultdict(list)
         for name in leaves:
             inside[self._block_of(name)].append(name)
-        outside = inside[None]
-        first = self.index[self.blocks[0]] if self.blocks else len(self.index)
-        before = [name for name in outside if self.index[name] < first]
         head, missing = head_hook_points(self.model, self.trace, self.blocks)
-        yield from self._lone_modules(before, head)
+        around = self._between_blocks(inside[None])
+        yield from self._lone_modules(around[0], head)
         for i, path in enumerate(self.blocks):
             entrance = self._entrance(path, i)
             if entrance:
                 yield entrance
             yield from self._block_drafts(path, inside[path])
-            start = self.index[path]
-            end = self.index[self.blocks[i + 1]] if i + 1 < len(self.blocks) else start
-            between = [name for name in outside if start < self.index[name] < end]
-            yield from self._lone_modules(between, head)
-        last = self.index[self.blocks[-1]] if self.blocks else first
-        yield from self._lone_modules([n for n in outside if self.index[n] > last], head)
+            yield from self._lone_modules(around[i + 1], head)
         for part in ("pooled", "logits"):
             if part in head:
                 yield from self._whole(part, head[part])
@@ -245,6 +248,22 @@ class TableBuilder:
         if received is not None and received.grid is not None:
             view = View("tokens", self.geometry.layout(received.grid))
             yield SiteDraft(PART, PART, None, {"head"}, (HookPoint(""),), received, view)
+
+    def _between_blocks(self, outside: Sequence[str]) -> list[list[str]]:
+        """The modules outside of blocks that lie before the first block, behind it and so on: by
+        their places in the model, or by when they ran where blocks ran in another order than they
+        have there."""
+        numbers = [self.index[path] for path in self.blocks]
+        in_place = numbers == sorted(numbers)
+        starts = numbers
+        if not in_place:
+            starts = [self.trace.calls[path][0].began for path in self.blocks]
+        around: list[list[str]] = [[] for _ in range(len(self.blocks) + 1)]
+        for name in outside:
+            calls = self.trace.calls.get(name)
+            at = self.index[name] if in_place or not calls else calls[0].began
+            around[bisect_left(starts, at)].append(name)
+        return around
 
     def _entrance(self, path: str, i: int) -> SiteDraft | None:
         """embed or stem before the first block, and embed before the blocks that follow a

@@ -42,18 +42,19 @@ def join(path: str, name: str) -> str:
 
 
 def find_blocks(model: nn.Module, trace: Trace) -> list[str]:
-    """Paths of the model's blocks in the model's own order.
+    """Paths of the model's blocks in the order in which they ran.
 
     A block is what the model itself records as its hidden states (transformers); else a repeated
     child of the containers `blocks`, `stages` or `layers`, at the root or in a backbone below it;
-    else a member of the list of one class that ran in order, gave tokens and holds most weights;
+    else a member of the list of one class that ran once each, gave tokens and holds most weights;
     in models without these, of the modules that follow one another at the root. Only what gives one
     activation with the batch in front counts.
     """
     finder = _BlockFinder(model, trace)
-    found = finder.recorded() or list(finder.named("", model)) or finder.lone_list()
+    found = finder.recorded() or finder.in_containers() or finder.lone_list()
     found = found or list(finder.trunk("", model))
-    return found or list(finder.runs(model, at_least=1))
+    found = found or list(finder.runs(model, at_least=1))
+    return sorted(found, key=lambda path: trace.calls[path][0].ended)
 
 
 def block_names(blocks: Sequence[str], trace: Trace) -> dict[str, str]:
@@ -67,7 +68,12 @@ def block_names(blocks: Sequence[str], trace: Trace) -> dict[str, str]:
         return {}
     parents = {path.rpartition(".")[0] for path in blocks}
     if len(parents) == 1 and "" not in parents and _alike(blocks, trace):
-        return {path: f"blocks.{i}" for i, path in enumerate(blocks)}
+        ends = [path.rpartition(".")[2] for path in blocks]
+        numbers = [int(end) for end in ends if end.isdigit()]
+        if len(numbers) < len(ends) or numbers == sorted(numbers):
+            numbers = list(range(len(ends)))
+        # A list that ran in another order keeps its own numbers: depth is what counts the order.
+        return {path: f"blocks.{n}" for path, n in zip(blocks, numbers, strict=True)}
     parts = [path.split(".") for path in blocks]
     n = 0
     while len(parts) > 1 and all(len(own) > n + 1 and own[n] == parts[0][n] for own in parts):
@@ -106,19 +112,39 @@ class _BlockFinder:
                 return [x for below, child in places for x in self.expand(below, child)]
         return []
 
-    def lone_list(self) -> list[str]:
-        """The members of the one list of a class that ran in order, gave tokens and hold most of
-        the model's weights; [] where there are several such lists."""
-        found: dict[type[nn.Module], list[list[str]]] = defaultdict(list)
+    def in_containers(self) -> list[str]:
+        """Blocks in containers of the usual names; where other lists of blocks hold more weights
+        than these (a tower that embeds the patches of a larger model), the members of both."""
+        found = list(self.named("", self.model))
+        if not found:
+            return []
+        others = [
+            below
+            for kids in self.token_lists()
+            if not any(_one_holds_other(below, path) for below in kids for path in found)
+            for below in kids
+        ]
+        weights = [_n_weights(map(self.model.get_submodule, paths)) for paths in (found, others)]
+        return [*found, *others] if weights[1] > weights[0] else found
+
+    def token_lists(self) -> Iterator[list[str]]:
+        """The paths of the members of each list of one class whose members ran once each and gave
+        tokens."""
         for path, module in self.model.named_modules():
             kids = [join(path, name) for name, _ in module.named_children()]
             kinds = {type(kid) for kid in module.children() if not is_leaf(kid)}
             if not isinstance(module, _LISTS) or len(kids) < 2 or len(kinds) != 1:
                 continue
             seen = [self.gives(below) for below in kids]
-            keys = [x.key for x in seen if x is not None and len(x.shape) == 3]
-            if len(keys) == len(kids) and keys == sorted(keys):
-                found[kinds.pop()].append(kids)
+            if all(x is not None and len(x.shape) == 3 for x in seen):
+                yield kids
+
+    def lone_list(self) -> list[str]:
+        """The members of the one list of a class that ran once each, gave tokens and hold most of
+        the model's weights; [] where there are several such lists."""
+        found: dict[type[nn.Module], list[list[str]]] = defaultdict(list)
+        for kids in self.token_lists():
+            found[_kind(self.model, kids)].append(kids)
         lone = [lists[0] for lists in found.values() if len(lists) == 1]
         half = _n_weights([self.model]) / 2
         large = [x for x in lone if _n_weights(map(self.model.get_submodule, x)) > half]
@@ -154,6 +180,12 @@ class _BlockFinder:
             found = list(self._each([(join(path, n), kid) for n, kid in chosen.items()]))
             if found:
                 yield from found
+                kinds = {type(self.model.get_submodule(below)) for below in found}
+                # A block between two lists (the middle of a U).
+                alone = {n: kid for n, kid in kids.items() if n not in chosen}
+                for n, kid in alone.items() if chosen is lists else ():
+                    if type(kid) in kinds and self.gives(join(path, n)):
+                        yield join(path, n)
                 return
         found = list(self.runs(module, path))
         if not found:
@@ -239,6 +271,16 @@ def _alike(blocks: Sequence[str], trace: Trace) -> bool:
     watched = [f"{module}." for module in trace.events]
     attend = all(any(module.startswith(f"{path}.") for module in watched) for path in blocks)
     return len(shape) == 3 or attend
+
+
+def _kind(model: nn.Module, paths: Sequence[str]) -> type[nn.Module]:
+    """The class of the first of these modules that has parts."""
+    modules = map(model.get_submodule, paths)
+    return next(type(module) for module in modules if not is_leaf(module))
+
+
+def _one_holds_other(path: str, other: str) -> bool:
+    return f"{path}.".startswith(f"{other}.") or f"{other}.".startswith(f"{path}.")
 
 
 def _n_weights(modules: Iterable[nn.Module]) -> int:

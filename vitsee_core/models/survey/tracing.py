@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from vitsee_core.models.hook_points import (
     input_tensor,
     output_tensor,
     plain,
+    tensors_in,
 )
 from vitsee_core.models.tokens.clip_order import ClipCalls, ClipOrder
 from vitsee_core.models.tokens.clips import frames_of
@@ -52,11 +53,19 @@ class Seen:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a module; None where input or output is no single tensor."""
+    """One call of a module; None where input or output is no single tensor.
+
+    began, ended: how many modules had been entered or left before. inputs, outputs: the keys of all
+    tensors among its arguments and results.
+    """
 
     entered: Seen | None
     left: Seen | None
     left_type: str
+    began: int = 0
+    ended: int = 0
+    inputs: tuple[Key, ...] = ()
+    outputs: tuple[Key, ...] = ()
 
 
 @dataclass
@@ -71,8 +80,9 @@ class AttentionSeen(AttentionEvent):
 class Trace:
     """All calls by module name, the attention events by module name, and the images used.
 
-    sums: tensor -> the two tensors of its own shape that were added for it. orders: of the tokens
-    of packed images and of clips, by place.
+    sums: tensor -> the two tensors of its own shape that were added for it. made_of: tensor -> the
+    tensors that the functions that gave or changed it were called with. orders: of the tokens of
+    packed images and of clips, by place.
     """
 
     n_images: int
@@ -80,6 +90,7 @@ class Trace:
     calls: dict[str, list[Call]] = field(default_factory=lambda: defaultdict(list))
     events: dict[str, list[AttentionSeen]] = field(default_factory=lambda: defaultdict(list))
     sums: dict[Key, tuple[Key, Key]] = field(default_factory=dict)
+    made_of: dict[Key, set[Key]] = field(default_factory=lambda: defaultdict(set))
     orders: Mapping[Place, Order | ClipOrder] = field(default_factory=dict)
 
     def once(self, name: str) -> Call | None:
@@ -131,26 +142,47 @@ def probe_images(size: tuple[int, int, int], corners: bool, frames: int | None =
     return torch.cat([images, changed])
 
 
+class _Entrance(NamedTuple):
+    """A module's input, how many modules had been entered or left before, and the keys of all
+    tensors among its arguments."""
+
+    seen: Seen | None
+    began: int
+    keys: tuple[Key, ...]
+
+
 class _Recorder:
     def __init__(self, trace: Trace, responses: bool, module: nn.Module) -> None:
         self.trace, self.responses = trace, responses
         # Only around these is a tensor of (tokens, images, dim) expected.
         self.sequences = any(isinstance(m, nn.MultiheadAttention) for m in module.modules())
         self.of_clips = any(isinstance(one, ClipOrder) for one in trace.orders.values())
+        self.mark = object()
         self.serial = 0
+        self.n_passages = 0
         self.stack: list[str] = []
-        self.inputs: list[Seen | None] = []
+        self.inputs: list[_Entrance] = []
         self.joining: dict[str, JoinedCalls | ClipCalls] = {}
+
+    def key(self, x: Tensor) -> Key:
+        """The tensor's identity in its present state."""
+        # An attribute, not id(): ids are reused once a tensor is freed. Parameters keep theirs from
+        # one trace to the next, and so the attribute says which trace gave it.
+        trace_mark, number = getattr(x, "_vitsee_serial", (None, 0))
+        if trace_mark is not self.mark:
+            self.serial += 1
+            number = self.serial
+            x._vitsee_serial = self.mark, number  # type: ignore[attr-defined]
+        return number, 0 if x.is_inference() else x._version
+
+    def keys(self, value: Any) -> tuple[Key, ...]:
+        """The identities of all tensors in a value."""
+        return tuple(self.key(x) for x in tensors_in(value))
 
     def see(self, x: Tensor | None, place: Place | None = None) -> Seen | None:
         if x is None:
             return None
-        number = getattr(x, "_vitsee_serial", None)
-        if number is None:
-            # An attribute, not id(): ids are reused once a tensor is freed.
-            self.serial += 1
-            number = x._vitsee_serial = self.serial  # type: ignore[attr-defined]
-        version = 0 if x.is_inference() else x._version
+        key = self.key(x)
         order = None if place is None else self.trace.orders.get(place)
         x = order.laid(x) if isinstance(order, Order) else x
         turned = self.sequences and x.ndim == 3 and x.shape[1] == self.trace.n_images != len(x)
@@ -163,19 +195,43 @@ class _Recorder:
             axes = range(1, change.ndim)
             response = tuple(change.sum(tuple(a for a in axes if a != axis)) for axis in axes)
         own = () if order is None else (order.grid, order.n_prefix)
-        return Seen((number, version), tuple(x.shape), response, turned, *own)
+        return Seen(key, tuple(x.shape), response, turned, *own)
 
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.stack.append(name)
-        self.inputs.append(self.see(input_tensor(args, kwargs), (name, True)))
+        entered = self.see(input_tensor(args, kwargs), (name, True))
+        keys = self.keys([args, kwargs])
+        self.inputs.append(_Entrance(entered, began=self.n_passages, keys=keys))
+        self.n_passages += 1
 
     def leave(self, name: str, module: nn.Module, output: Any) -> None:
         self.stack.pop()
         for event in self.joining.pop(name).events if name in self.joining else ():
             self.note(name, event)
         left = self.see(output_tensor(module, output, self.trace.n_images), (name, False))
-        call = Call(self.inputs.pop(), left, type(output).__name__)
+        entrance = self.inputs.pop()
+        call = Call(
+            entrance.seen,
+            left,
+            type(output).__name__,
+            began=entrance.began,
+            ended=self.n_passages,
+            inputs=entrance.keys,
+            outputs=self.keys(output),
+        )
+        self.n_passages += 1
         self.trace.calls[name].append(call)
+
+    def computed(self, terms: Sequence[Tensor], call: Callable[[], Any]) -> Any:
+        """The result of a function of these tensors; noted is what it is made of, and what it
+        changed in place."""
+        before = [self.key(x) for x in terms]
+        result = call()
+        after = [self.key(x) for x in terms]
+        changed = [new for old, new in zip(before, after, strict=True) if old != new]
+        for key in (*changed, *self.keys(result)):
+            self.trace.made_of[key].update(known for known in before if known != key)
+        return result
 
     def added(self, terms: list[Tensor], add: Callable[[], Tensor]) -> Tensor:
         """The sum of two tensors of one shape, noted."""
@@ -213,8 +269,8 @@ def _bare(seen: Seen) -> tuple[int, ...]:
     return seen.shape[first:]
 
 
-class _SumWatch(TorchFunctionMode):
-    """Tells a recorder which tensors are added."""
+class _FunctionWatch(TorchFunctionMode):
+    """Tells a recorder which tensors are made of which, and which are added."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -223,11 +279,12 @@ class _SumWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        add = partial(func, *args, **(kwargs or {}))
+        call = partial(func, *args, **(kwargs or {}))
         terms = [x for x in args if isinstance(x, Tensor)]
         if func in SUMS and len(terms) == 2 and not kwargs:
-            return self.recorder.added(terms, add)
-        return add()
+            call = partial(self.recorder.added, terms, call)
+        activations = [x for x in tensors_in([args, kwargs]) if not isinstance(x, nn.Parameter)]
+        return self.recorder.computed(activations, call) if activations else call()
 
 
 def trace(
@@ -250,7 +307,7 @@ def trace(
     recorder = _Recorder(record, corners, module)
     device = next(iter(module.parameters()), images).device
     # no_grad, not inference_mode: in-place changes are known by version counters only.
-    sums, watch = _SumWatch(recorder), AttentionWatch(recorder.event)
+    sums, watch = _FunctionWatch(recorder), AttentionWatch(recorder.event)
 
     def enter(name: str, args: Any, kwargs: dict[str, Any]) -> None:
         recorder.enter(name, args, kwargs)
