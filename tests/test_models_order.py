@@ -115,8 +115,8 @@ def test_rollout_follows_execution(tmp_path: Path, kind: str) -> None:
 def test_blocks_that_join_are_said() -> None:
     u_shape = site_table(model_of(small_vits.UShape()))
     assert u_shape.remarks == (
-        "branches join: out_blocks.0 takes what in_blocks.1 and mid_block give, and 1 more blocks "
-        "take several; depth is the order in which blocks ran, not a distance along one path",
+        "branches join: out_blocks.0 takes what in_blocks.1 and mid_block give, and so 1 more "
+        "block; depth is the order in which blocks ran, not a distance along one path",
     )
     assert u_shape.rollout_refusal is None
     (remark,) = site_table(model_of(small_vits.DecoderFirst())).remarks

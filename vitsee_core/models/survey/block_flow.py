@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from vitsee_core.models.survey.tracing import Key, Trace
+from vitsee_core.runtime.machine import counted
 
 
 def block_inputs(trace: Trace, blocks: Sequence[str]) -> list[set[int]]:
@@ -79,7 +80,7 @@ def flow_remark(inputs: Sequence[set[int]], names: Sequence[str]) -> str | None:
         sources = [names[index] for index in sorted(inputs[first])]
         listed = f"{', '.join(sources[:-1])} and {sources[-1]}"
         n_others = len(joining) - 1
-        others = f", and {n_others} more blocks take several" if n_others else ""
+        others = f", and so {counted(n_others, 'more blocks')}" if n_others else ""
         fact = f"branches join: {names[first]} takes what {listed} give{others}"
     else:
         assert apart is not None

@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -180,17 +180,26 @@ class _BlockFinder:
             found = list(self._each([(join(path, n), kid) for n, kid in chosen.items()]))
             if found:
                 yield from found
-                kinds = {type(self.model.get_submodule(below)) for below in found}
-                # A block between two lists (the middle of a U).
-                alone = {n: kid for n, kid in kids.items() if n not in chosen}
-                for n, kid in alone.items() if chosen is lists else ():
-                    if type(kid) in kinds and self.gives(join(path, n)):
-                        yield join(path, n)
+                yield from self._middle(path, kids, found) if chosen is lists else ()
                 return
         found = list(self.runs(module, path))
         if not found:
             found = list(self._each([(join(path, n), kid) for n, kid in kids.items()]))
         yield from found
+
+    def _middle(
+        self, path: str, kids: Mapping[str, nn.Module], listed: Sequence[str]
+    ) -> Iterator[str]:
+        """Siblings of lists, of a class of their members, that ran between these: the middle of
+        a U."""
+        kinds = {type(self.model.get_submodule(below)) for below in listed}
+        ended = [self.trace.calls[below][0].ended for below in listed]
+        for name, kid in kids.items():
+            below = join(path, name)
+            if type(kid) not in kinds or below in listed or not self.gives(below):
+                continue
+            if min(ended) < self.trace.calls[below][0].ended < max(ended):
+                yield below
 
     def _each(self, kids: list[tuple[str, nn.Module]], stages: bool = True) -> Iterator[str]:
         """The blocks of several siblings; one layer with its norm is none beside real blocks."""
