@@ -142,6 +142,20 @@ def test_what_a_release_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     ]
 
 
+def test_the_owner_is_set_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "pyproject.toml"
+    path.write_text((ROOT / "pyproject.toml").read_text())
+    monkeypatch.setattr(release, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match="cannot be an account's name"):
+        release.set_owner("a/b")
+    release.set_owner("some-lab")
+    urls = release.project()["urls"]
+    assert urls["Repository"] == "https://github.com/some-lab/vitsee"
+    assert "OWNER" not in path.read_text()
+    with pytest.raises(SystemExit, match="the owner is set"):
+        release.set_owner("other")
+
+
 def test_the_recipe_for_conda() -> None:
     about = release.project()
     found = yaml.safe_load(release.recipe(about, "0" * 64).replace("${{", "").replace("}}", ""))

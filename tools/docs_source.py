@@ -36,7 +36,7 @@ GUIDES = (
     "explore", "study", "training", "training-vit", "extraction", "interventions", "two-libraries",
     "vision-language", "data", "clips",
     "tables", "intervals", "notebook", "guests", "export", "cluster", "dask", "bucket", "faults",
-    "papers", "real-vit",
+    "papers", "real-vit", "stability",
 )  # fmt: skip
 # Other files of the repository that are pages of the site, and how they are called there.
 PAGES = {

@@ -2,6 +2,7 @@
 
     python tools/release.py check v0.1.0            # is everything said that a release says?
     python tools/release.py conda SHA256 > recipe.yaml  # conda-forge's recipe, of the sdist on PyPI
+    python tools/release.py owner NAME              # put the repository's owner into its address
 
 pyproject.toml is the one place of the version, the authors and the repository's address.
 """
@@ -75,13 +76,29 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check").add_argument("tag")
     commands.add_parser("conda").add_argument("sha256")
+    commands.add_parser("owner").add_argument("name")
     given = parser.parse_args()
+    if given.command == "owner":
+        set_owner(given.name)
+        return
     about = project()
     if given.command == "conda":
         sys.stdout.write(recipe(about, given.sha256))
         return
     if wrong := lacks(about, given.tag):
         sys.exit("\n".join(wrong))
+
+
+def set_owner(name: str) -> None:
+    """Write the owner's name in place of `PLACEHOLDER` in pyproject.toml, the one place of the
+    repository's address. Exits with a line if the name cannot be an owner's, or was set before."""
+    if not re.fullmatch(r"[A-Za-z0-9](?:-?[A-Za-z0-9]){0,38}", name):
+        sys.exit(f"{name!r} cannot be an account's name; expected letters, digits and single -")
+    path = ROOT / "pyproject.toml"
+    text = path.read_text()
+    if PLACEHOLDER not in text:
+        sys.exit(f"{path} has no {PLACEHOLDER} left: the owner is set")
+    path.write_text(text.replace(PLACEHOLDER, name))
 
 
 def project() -> dict[str, Any]:

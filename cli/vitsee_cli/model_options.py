@@ -22,6 +22,7 @@ from vitsee_cli.values import (
     parse_words,
 )
 from vitsee_core.images.selection import ORDERS
+from vitsee_core.runtime.stability import experimental
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.plan import TIMES
 
@@ -106,21 +107,27 @@ data_options = together(
     ),
     a_number(
         "--frames",
-        help="DATA has clips (videos, or folders of frames): take N frames of each, evenly spread; "
-        "an image model sees them one by one.  [default: of a model of clips its own number]",
+        help=experimental(
+            "DATA has clips (videos, or folders of frames): take N frames of each, evenly spread; "
+            "an image model sees them one by one.  [default: of a model of clips its own number]"
+        ),
     ),
     click.option(
         "--every",
         metavar="K",
         type=WholeNumber(min=1),
-        help="Of clips: take each K-th frame, around the middle of the clip.  [default: evenly "
-        "spread]",
+        help=experimental(
+            "Of clips: take each K-th frame, around the middle of the clip.  [default: evenly "
+            "spread]"
+        ),
     ),
     click.option(
         "--time",
         type=click.Choice(TIMES),
-        help="Of clips: frames in order, shuffled, or the middle one N times (still): what is in "
-        "both is no matter of time.  [default: ordered]",
+        help=experimental(
+            "Of clips: frames in order, shuffled, or the middle one N times (still): what is in "
+            "both is no matter of time.  [default: ordered]"
+        ),
     ),
     click.option(
         "--tiles",
@@ -131,16 +138,22 @@ data_options = together(
     click.option(
         "--native",
         is_flag=True,
-        help="Of towers of vision-language models: bring each image to the size that the model's "
-        "own image processor gives it, in its own proportions, with a grid of its own.",
+        help=experimental(
+            "Of towers of vision-language models: bring each image to the size that the model's "
+            "own image processor gives it, in its own proportions, with a grid of its own."
+        ),
     ),
     a_number(
         "--min-pixels",
-        help="Of --native: enlarge images of fewer pixels.  [default: the image processor's]",
+        help=experimental(
+            "Of --native: enlarge images of fewer pixels.  [default: the image processor's]"
+        ),
     ),
     a_number(
         "--max-pixels",
-        help="Of --native: shrink images of more pixels.  [default: the image processor's]",
+        help=experimental(
+            "Of --native: shrink images of more pixels.  [default: the image processor's]"
+        ),
     ),
 )
 

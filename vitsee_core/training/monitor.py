@@ -57,7 +57,7 @@ def _to_stderr(line: str) -> None:
 
 
 class Monitor:
-    """Measures a model every N steps of its training, on images that stay the same.
+    """Measures a model every N steps of its training, on images that stay the same. Experimental.
 
         monitor = vitsee.Monitor(model, "photos", "run.zarrs", every=1000, images=512,
                                  analyses=["attn-dist", "spectrum", "cka:first"], most=0.02)

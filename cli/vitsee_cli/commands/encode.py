@@ -100,6 +100,7 @@ def command(
     places, which probe, knn, retrieve, cluster, pca, cosine-map and explore read as any other.
     Prints per site r2 (1 minus the fraction of variance unexplained), l0 (codes of a token that
     are not 0) and never_active, the share of directions without any. Repeat the command to resume.
+    Experimental.
 
     \b
       $ vitsee encode b16.zarr --dictionary sae.pt --sites blocks.8.out -o codes.zarr

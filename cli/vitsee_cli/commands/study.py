@@ -21,6 +21,7 @@ from vitsee_cli.studies import (
 from vitsee_cli.study_settings import file_option, settings
 from vitsee_cli.values import parse_folder, parse_size, parse_words
 from vitsee_core.runtime.registry import names
+from vitsee_core.runtime.stability import experimental
 
 QUESTION = STORES
 
@@ -118,8 +119,10 @@ def models_and_recipes() -> list[str]:
 @click.option(
     "--checkpoints",
     metavar="GLOB",
-    help="Of one model: its weights over a training, in quotes, as 'run/step_*.pt'; each is a step "
-    "of every table. The step is read from the name, else from the file.  [default: none]",
+    help=experimental(
+        "Of one model: its weights over a training, in quotes, as 'run/step_*.pt'; each is a step "
+        "of every table. The step is read from the name, else from the file.  [default: none]"
+    ),
 )
 @click.option(
     "--keep",
