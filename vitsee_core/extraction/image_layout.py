@@ -26,6 +26,7 @@ from vitsee_core.extraction.tiles import TILED, n_tiles
 from vitsee_core.images import ImageError, Selection
 from vitsee_core.images.transform import MOST_PIXELS
 from vitsee_core.images.videos import SHUFFLED
+from vitsee_core.models.batch_independence import ChangingModelError
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
@@ -101,7 +102,7 @@ def lay_out(asked: Request, selection: Selection, stored: StorePlan | None = Non
         table = site_table(model)
     except ModelError as error:
         own = isinstance(options, LoadedModel) or model.origin.get("kind") == "file"
-        if frames is None and own:
+        if frames is None and own and not isinstance(error, ChangingModelError):
             option = "frames=N" if isinstance(options, LoadedModel) else "--frames N"
             raise ModelError(f"{error}; if it takes clips, give {option}") from error
         raise

@@ -12,6 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitsee_core.models.attention_watch import AttentionCall
+from vitsee_core.models.batch_independence import (
+    Composition,
+    Fingerprints,
+    batch_dependence,
+    changing,
+    compositions,
+)
 from vitsee_core.models.capture import Capture
 from vitsee_core.models.hook_points import CaptureError, first_tensor
 from vitsee_core.models.loaded import LoadedModel
@@ -19,6 +27,7 @@ from vitsee_core.models.proofs import AliasProof, AttentionProof, SumProof, beyo
 from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
 from vitsee_core.models.survey.patches import disproof
 from vitsee_core.runtime.device import current_precision
+from vitsee_core.runtime.machine import counted, is_out_of_memory
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import SiteSpec
 from vitsee_stores.manifest import few
@@ -69,9 +78,11 @@ class _Examiner(AttentionProof):
         self.max_abs: dict[str, float] = {}
         self.offset: dict[str, float | None] = {}
         self.broken: dict[str, int] = {}
+        self.fingerprints = Fingerprints()
 
     def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
         """Largest value, values that are not finite, and the offset ratio."""
+        self.fingerprints.site(site, prefix, body)
         parts = [part.flatten(1).float() for part in (prefix, body) if part is not None]
         finite = all(bool(part.isfinite().all()) for part in parts)
         if not finite:
@@ -82,10 +93,16 @@ class _Examiner(AttentionProof):
 
     def branch(self, sublayer: Sublayer, z: Tensor, f: Tensor) -> None:
         """Sums are verified from the sites; here only that both have one shape."""
+        self.fingerprints.branch(sublayer, z, f)
         if z.shape != f.shape:
             raise CaptureError(
                 f"{sublayer.name}: skip {tuple(z.shape)} and branch {tuple(f.shape)} differ"
             )
+
+    def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
+        """The proof of `AttentionProof`."""
+        self.fingerprints.attention(block, call)
+        super().attention(block, call)
 
 
 def _offset_ratio(parts: Sequence[Tensor]) -> float | None:
@@ -113,12 +130,13 @@ def self_check(
 ) -> SelfCheck:
     """Run one normalised batch (images, channels, rows, cols) plainly and with hooks, and compare.
 
-    Checked: the hooked output equals the plain one (bit for bit on the CPU); skip + branch == sum
-    for every chosen sublayer and for every sublayer that a chosen site belongs to (branch == sum
-    where the skip is ablated); aliases equal what they stand for; softmax(scores) @ value is what
-    the block uses next; the cells of patch embeddings depend on the pixels of their patches and on
-    no others (on the first image); every site was captured as often as expected; no NaN or inf, nor
-    after the cast to the site's type. The model is left unchanged; nothing of the batch is kept.
+    Checked: the hooked output equals the plain one (bit for bit on the CPU); what is captured of an
+    image is the same beside other images, and in the next run; skip + branch == sum for every
+    chosen sublayer and for every sublayer that a chosen site belongs to (branch == sum where the
+    skip is ablated); aliases equal what they stand for; softmax(scores) @ value is what the block
+    uses next; the cells of patch embeddings depend on the pixels of their patches and on no others
+    (on the first image); every site was captured as often as expected; no NaN or inf, nor after the
+    cast to the site's type. The model is left unchanged; nothing of the batch is kept.
     """
     check = SelfCheck()
     within = autocast or nullcontext
@@ -141,12 +159,22 @@ def self_check(
         plain = first_tensor(model.module(x))
         try:
             with capture:
-                hooked = first_tensor(capture.run(x, examiner))
+                output = capture.run(x, examiner)
         except CaptureError as error:
-            check.failures.append(str(error))
+            check.failures.append(_changing(model, x) or str(error))
             return check
+        examiner.fingerprints.note_output(output, len(x))
+        hooked = first_tensor(output)
+        if _judge_output(check, plain, hooked, OUTPUT_TOLERANCE[precision]):
+            dependence = _changing(model, x)
+        else:
+            again = Capture(model, table, sites=stored, sublayers=sublayers, attention=attention)
+            dependence = _batch_failure(check, again, x, examiner.fingerprints, precision)
+    if dependence is not None:
+        # Whatever else a changing model fails is a consequence.
+        check.failures = [dependence]
+        return check
     _judge_patches(check, model, table, x)
-    _judge_output(check, plain, hooked, OUTPUT_TOLERANCE[precision])
     residuals = table.residuals
     check.failures += [
         f"{residuals[name].formula} is not {residuals[name].total} ({error:.3g} roundings apart)"
@@ -180,12 +208,79 @@ def _sums(table: SiteTable, wanted: set[str], sublayers: Sequence[Sublayer]) -> 
     return [name for name in table.residuals if name in chosen]
 
 
+def _changing(model: LoadedModel, x: Tensor) -> str | None:
+    """The failure of a model that changes from run to run; None of any other."""
+    words = changing(model.module, x)
+    return None if words is None else f"it {words}"
+
+
+def _batch_failure(
+    check: SelfCheck, capture: Capture, x: Tensor, first: Fingerprints, precision: str
+) -> str | None:
+    """The failure of a model whose features of an image depend on its batch; None if they do not.
+    The largest difference is recorded."""
+    model = capture.model
+    largest: dict[str, float] = {}
+    for other in compositions(x):
+        n_images = f"a batch of {counted(len(other.images), 'images')}"
+        prints = Fingerprints()
+        try:
+            with capture:
+                output = capture.run(other.images, prints)
+            prints.note_output(output, len(other.images))
+        except CaptureError as error:
+            return _changing(model, x) or f"in {n_images} instead of {len(x)}: {error}"
+        except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise
+            text = " ".join(str(error).split())
+            return f"it runs on {counted(len(x), 'images')} and not on {n_images}: {text}"
+        errors = prints.differences(first, other.rows, other.first_rows)
+        for name, gap in errors.items():
+            largest[name] = max(gap, largest.get(name, 0.0))
+        suspicious = beyond(errors, errors, other.tolerance(precision))
+        if suspicious:
+            failure = _changing(model, x) or _depending(model, x, other, suspicious, precision)
+            if failure is not None:
+                return failure
+    check.figures["batches"] = _worst(largest)
+    return None
+
+
+def _depending(
+    model: LoadedModel,
+    x: Tensor,
+    other: Composition,
+    suspicious: Mapping[str, float],
+    precision: str,
+) -> str | None:
+    """The failure of a model that gave this in another batch; None if roundings explain it."""
+    dependence = batch_dependence(model.module, x, other)
+    if dependence is None and precision == "fp32":
+        # Between modules: in what a site is made of, or the output.
+        first = next(iter(suspicious))
+        where, error = first, suspicious[first]
+    elif dependence is None or dependence.module is None:
+        return None
+    else:
+        where, error = dependence.module, dependence.error
+    return (
+        f"features of an image depend on the other images of its batch, first in {where} "
+        f"(relative difference {error:.2g}): normalisation, centring or attention over the batch; "
+        "expected a model in evaluation mode, which gives the same for an image in every batch"
+    )
+
+
 def _judge_output(
     check: SelfCheck, plain: Tensor | None, hooked: Tensor | None, tolerance: float
-) -> None:
+) -> bool:
+    """Record how far the output with hooks is from the plain one; returns whether they differ."""
     if plain is None or hooked is None:
         check.notes.append("the model's output is no single tensor: not compared")
-        return
+        return False
+    if plain.shape != hooked.shape:
+        check.failures.append("the shape of the model's output changes when hooks are installed")
+        return True
     gap = float((plain.float() - hooked.float()).abs().nan_to_num(0.0).max())
     scale = float(plain.float().abs().nan_to_num(0.0).max())
     check.figures["output_max_abs_difference"] = gap
@@ -195,6 +290,7 @@ def _judge_output(
     if not bool(plain.isfinite().all()):
         check.finite = False
         check.failures.append("the model's output has NaN or inf on the first images")
+    return gap > allowed
 
 
 def _judge_patches(check: SelfCheck, model: LoadedModel, table: SiteTable, x: Tensor) -> None:

@@ -18,8 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from vitsee_core.models.batch_independence import ChangingModelError, changing
 from vitsee_core.models.capture import Capture
-from vitsee_core.models.hook_points import ModelError, input_tensor, refuse_compiled
+from vitsee_core.models.hook_points import (
+    CaptureError,
+    ModelError,
+    input_tensor,
+    refuse_compiled,
+)
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.proofs import AttentionProof, SumProof, beyond
 from vitsee_core.models.sites import SiteTable
@@ -77,7 +83,11 @@ def sketch(module: nn.Module, size: tuple[int, int, int], *, doubtful: bool = Tr
 
 def verify(model: LoadedModel, table: SiteTable) -> dict[str, str]:
     """The claims of the table that two random images disprove: block path, or "PATH attention", ->
-    reason. {} where nothing is disproved."""
+    reason. {} where nothing is disproved.
+
+    Raises:
+        ChangingModelError: other modules are called in every run.
+    """
     if not table.residuals and not table.attention:
         return {}
     names = list(table.residuals)
@@ -88,7 +98,13 @@ def verify(model: LoadedModel, table: SiteTable) -> dict[str, str]:
     device = next(model.module.parameters()).device
     images = probe_images(model.input_size, False, frames_of(model.module)).to(device)
     with torch.inference_mode(), capture:
-        capture.run(images, heads)
+        try:
+            capture.run(images, heads)
+        except CaptureError:
+            words = changing(model.module, images)
+            if words is None:
+                raise
+            raise ChangingModelError(f"{model.name} {words}") from None
     failed = {}
     for name in beyond(sums.errors, names, 1):
         residual = table.residuals[name]
