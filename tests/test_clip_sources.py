@@ -215,7 +215,7 @@ def test_images_are_no_clips_and_are_listed_as_before(
 ) -> None:
     (videos / "class0" / "moving.gif").write_bytes(b"x")
     assert open_source(str(videos)).ids == ["class0/moving.gif", "class1/poster.jpg"]
-    assert not caplog.text
+    assert caplog.messages == [f"5 files are left out of {videos} by the ending: 5 .mp4"]
     (videos / "class1" / "poster.jpg").unlink()  # GIFs alone may be meant as clips
     n = len([path for path in videos.rglob("*.*") if path.suffix in (".mp4", ".mov", ".webm")])
     assert open_source(str(videos)).ids == ["class0/moving.gif"]

@@ -11,8 +11,8 @@ import pytest
 
 from tests.image_files import encoded, plant, refused
 from vitsee_core.images import ImageSource, open_source
+from vitsee_core.images.class_labels import natural_key
 from vitsee_core.images.decoding import hash64
-from vitsee_core.images.folders import natural_key
 
 
 def test_class_folders_give_sorted_ids_and_labels(tmp_path: Path) -> None:

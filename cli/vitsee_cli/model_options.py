@@ -46,7 +46,7 @@ data_options = together(
         metavar="KEY",
         type=parse_words,
         help="Of .tar files: where an image's label is, cls or txt for that file beside it, else a "
-        "field of its .json.  [default: .cls, else label, cls or class of .json, else .txt if a "
+        "field of its .json; none for no labels.  [default: .cls, else label, cls or class of .json, else .txt if a "
         "number]",
     ),
     click.option(
@@ -59,7 +59,8 @@ data_options = together(
         "--label-column",
         metavar="COLUMN",
         type=parse_words,
-        help="Of .parquet files: the column of labels, numbers or names.  [default: label, labels, "
+        help="Of .parquet files: the column of labels, numbers or names; none for no labels.  "
+        "[default: label, labels, "
         "fine_label, cls or class]",
     ),
     click.option(

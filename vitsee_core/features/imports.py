@@ -26,8 +26,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.images.class_labels import class_labels
 from vitsee_core.images.decoding import hash64, one_line
-from vitsee_core.images.folders import class_labels
 from vitsee_core.images.sources.arrays import read_npz
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.progress import SILENT, Progress, counting

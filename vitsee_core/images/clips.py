@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from vitsee_core.images.class_labels import natural_key
 from vitsee_core.images.decoding import MOST_BYTES, Opener, decode, hash64, hash64_of
 from vitsee_core.images.errors import DataError, ImageError
-from vitsee_core.images.folders import is_image, natural_key
+from vitsee_core.images.folders import is_image
 from vitsee_core.images.image_source import ImageSource
 from vitsee_core.images.transform import Recipe
 from vitsee_core.images.videos import MISSING, Sampling, Timeline, Video

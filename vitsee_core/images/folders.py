@@ -7,17 +7,19 @@ import itertools
 import json
 import logging
 import os
-import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.images.class_labels import number
 from vitsee_core.images.decoding import FileOpener
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.formats import FORMAT_OF_ENDING
 from vitsee_core.images.image_source import SPLIT_NAMES, ImageSource
+from vitsee_core.images.left_out import count_ending, left_out_line
 from vitsee_core.tables.files import TABLE_ENDINGS
 from vitsee_stores.disk import read_regular
 from vitsee_stores.errors import reason
@@ -45,13 +47,6 @@ def image_stem(name: str) -> str:
     return stem if ending.lower() in FORMAT_OF_ENDING else name
 
 
-def natural_key(text: str) -> tuple[list[int | str], str]:
-    """Sorts digits by their value and letters without case; ties by code point."""
-    pieces = re.split(r"([0-9]+)", text.lower())
-    return [int(p) if k % 2 else p for k, p in enumerate(pieces)], text
-
-
-_LARGEST_LABEL = 2**62
 PICTURES = ("--png", "--table")  # options of commands behind which a picture's name stands
 STUDY, SIDECARS = "study.json", tuple(f"{ending}.json" for ending in TABLE_ENDINGS)
 
@@ -62,9 +57,16 @@ def open_folder(path: Path, name: str) -> ImageSource:
     A sample's id is its path below the folder; `classify` determines its class and split. Raises
     DataError: no images, or a folder that cannot be read.
     """
-    paths = walk(str(path))
+    others = Counter[str]()
+    paths = walk(str(path), others=others)
+    line = left_out_line(path, others)
     if not paths:
-        raise DataError(f"no images below {path}; expected .jpg, .png or other image files")
+        raise DataError(
+            f"no images below {path}; expected .jpg, .png or other image files"
+            f"{f' ({line})' if line else ''}"
+        )
+    if line:
+        log.warning("%s", line)
     labels, splits, class_names = classify(paths)
     return ImageSource(
         name, FileOpener(str(path.absolute())), paths, paths, labels, splits, class_names
@@ -76,40 +78,50 @@ def classify(paths: Sequence[str]) -> tuple[NDArray[np.int64], list[str], list[s
 
     The first folder of a path is its class. If every first folder is a split's name (train, val,
     test and their synonyms), it is the split, and the folder below it the class. Folders below the
-    class do not count. Classes are numbered in natural order, as timm does: 2 before 10.
+    class do not count, and neither does a folder that all others lie in. Classes are numbered in
+    natural order, as timm does: 2 before 10.
     """
     folders = [path.split("/")[:-1] for path in paths]
-    tops = {parts[0] for parts in folders if parts}
-    level = int(bool(tops) and all(top.lower() in SPLIT_NAMES for top in tops))
-    splits = [parts[0] if level and parts else "" for parts in folders]
+    level = _common_folders(folders, 0)
+    tops = {parts[level] for parts in folders if len(parts) > level}
+    splits = [""] * len(paths)
+    if tops and all(top.lower() in SPLIT_NAMES for top in tops):
+        splits = [parts[level] if len(parts) > level else "" for parts in folders]
+        level = _common_folders(folders, level + 1)
     names = [parts[level] if len(parts) > level else "" for parts in folders]
     labels, class_names = number(names)
     return labels, splits, class_names
 
 
-def number(names: Sequence[str]) -> tuple[NDArray[np.int64], list[str] | None]:
-    """Labels for class names, "" being none (-1), and the names in natural order (None if none)."""
-    class_names = sorted({name for name in names if name}, key=natural_key)
-    code = {name: k for k, name in enumerate(class_names)}
-    labels = np.array([code.get(name, -1) for name in names], np.int64)
-    return labels, class_names or None
+def _common_folders(folders: Sequence[Sequence[str]], level: int) -> int:
+    """The level of the first folders that differ, from this one on: a folder that holds all
+    others, as `zip -r` puts one into its archive, is no class. A split's name is passed over
+    nowhere, and neither is a folder without folders in it."""
+    while True:
+        names = {parts[level] for parts in folders if len(parts) > level}
+        goes_on = any(len(parts) > level + 1 for parts in folders)
+        if len(names) != 1 or not goes_on or min(names).lower() in SPLIT_NAMES:
+            return level
+        level += 1
 
 
-def class_labels(values: Sequence[str]) -> tuple[NDArray[np.int64], list[str] | None]:
-    """Labels for what users write: class numbers, or names where any is none; "" is none (-1).
-    The names are None if all are numbers."""
-    try:
-        numbers = [int(value) if value else -1 for value in values]
-    except ValueError:
-        return number(values)
-    if min(numbers, default=0) < -1 or max(numbers, default=0) > _LARGEST_LABEL:
-        return number(values)
-    return np.array(numbers, np.int64), None
+def member_path(name: str) -> str:
+    """The path of an archive's member, without `./` and empty parts."""
+    return "/".join(part for part in name.split("/") if part not in ("", "."))
 
 
-def walk(root: str, wanted: Callable[[str], bool] = is_image) -> list[str]:
+def is_hidden(path: str) -> bool:
+    """Whether a member of an archive lies in a hidden folder, or in the one that macOS adds."""
+    return any(
+        (part.startswith(".") and part != "..") or part == "__MACOSX" for part in path.split("/")
+    )
+
+
+def walk(
+    root: str, wanted: Callable[[str], bool] = is_image, others: Counter[str] | None = None
+) -> list[str]:
     """Paths of all images below `root`, with forward slashes, sorted by code point; wanted: of
-    files whose name it says yes to.
+    files whose name it says yes to; others: counts those left out by their endings.
 
     Links are followed unless they lead back to a folder that contains them; names that start with a
     dot are ignored. Left out with a warning: images whose name is not UTF-8, as ids are, folders
@@ -118,7 +130,7 @@ def walk(root: str, wanted: Callable[[str], bool] = is_image) -> list[str]:
     read.
     """
     left_out: list[str] = []
-    found = sorted(_walk(root, "", frozenset(), left_out, wanted))
+    found = sorted(_walk(root, "", frozenset(), left_out, wanted, others))
     if left_out:
         log.warning("left out of %s: %s", root, few(sorted(left_out)))
     return found
@@ -130,6 +142,7 @@ def _walk(
     above: frozenset[tuple[int, int]],
     left_out: list[str],
     wanted: Callable[[str], bool],
+    others: Counter[str] | None,
 ) -> Iterator[str]:
     folder = os.path.join(root, below)
     try:
@@ -149,12 +162,14 @@ def _walk(
                 continue
             path = f"{below}/{entry.name}" if below else entry.name
             if entry.is_dir():
-                yield from _walk(root, path, above | {here}, left_out, wanted)
+                yield from _walk(root, path, above | {here}, left_out, wanted, others)
             elif wanted(entry.name):
                 try:
                     yield utf8(path)
                 except DataError as error:
                     left_out.append(str(error))
+            elif others is not None:
+                count_ending(others, entry.name)
     except OSError as error:
         raise DataError(f"cannot read the folder {folder}: {reason(error)}") from None
 

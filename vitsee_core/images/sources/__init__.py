@@ -7,7 +7,8 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
@@ -15,7 +16,9 @@ from vitsee_core.images.clips import as_clips
 from vitsee_core.images.decoding import FileOpener, FilesOpener
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.folders import classify, is_video, open_folder, walk
+from vitsee_core.images.formats import FORMAT_OF_ENDING
 from vitsee_core.images.image_source import ImageSource
+from vitsee_core.images.left_out import left_out_line
 from vitsee_core.images.sources.archives import open_tars, open_zips
 from vitsee_core.images.sources.arrays import open_demo, open_npz, open_nyu
 from vitsee_core.images.sources.base import Asked, Found, expand_braces, found_paths
@@ -97,6 +100,8 @@ def open_source(
             asked.check("")
             return open_library(data, split)
     source = _open(asked)
+    if source.class_names is not None and len(source.class_names) == 1 < len(source):
+        log.info("all labels of %s are of one class, %s", data, source.class_names[0])
     source = as_clips(source) if clips else source
     return source if split is None else source.part(split)
 
@@ -209,11 +214,14 @@ def _open_folder(asked: Asked, path: Path) -> ImageSource:
 def _folder_of_clips(path: Path, asked: Asked) -> ImageSource:
     """The videos below a folder, or else the folders below it that hold images, their frames.
     Raises DataError: neither, or images in the folder itself."""
-    paths = walk(str(path), is_video)
+    others = Counter[str]()
+    paths = walk(str(path), is_video, others)
     images = [name for name in walk(str(path)) if not is_video(name)]
     if paths and images:
         log.warning("%s beside videos in %s are left out", counted(len(images), "images"), path)
-    if not paths:
+    if paths:
+        asked.say_left_out(_but_images(others))
+    else:
         paths = sorted({name.rpartition("/")[0] for name in images})
     if not paths:
         raise DataError(f"no clips in {path}; expected {_OF_CLIPS}")
@@ -226,13 +234,25 @@ def _folder_of_clips(path: Path, asked: Asked) -> ImageSource:
     return ImageSource(asked.data, opener, paths, paths, *classify(paths))
 
 
+def _but_images(others: Mapping[str, int]) -> dict[str, int]:
+    return {ending: n for ending, n in others.items() if ending not in FORMAT_OF_ENDING}
+
+
 def _of_folder(found: Found, asked: Asked) -> Found:
     """The images among all files of a folder, or else its archives of one kind."""
     names = [name for name in found.names if not any(p.startswith(".") for p in name.split("/"))]
     images = [name for name in names if asked.wants(name)]
+    others = Counter[str]()
+    for name in names:
+        if not asked.wants(name):
+            asked.count_other(others, name)
     tars = [name for name in names if re.search(r"\.(tar|tgz)$|\.tar\.", name.lower())]
     zips, parquets = ([n for n in names if n.lower().endswith(e)] for e in (".zip", ".parquet"))
     chosen = images or tars or zips or parquets
     if not chosen:
-        raise DataError(asked.nothing.replace(" in ", " below ") % found.root)
+        line = left_out_line(found.root, others)
+        nothing = asked.nothing.replace(" in ", " below ") % found.root
+        raise DataError(nothing + (f" ({line})" if line else ""))
+    if images:
+        asked.say_left_out(others)
     return replace(found, names=chosen)

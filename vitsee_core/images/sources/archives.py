@@ -14,7 +14,7 @@ import os
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,20 +24,23 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.images.class_labels import NO_LABELS
 from vitsee_core.images.decoding import TarOpener, ZipMember, ZipOpener, one_line
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.folders import classify, utf8
+from vitsee_core.images.folders import classify, is_hidden, member_path, utf8
 from vitsee_core.images.image_source import ImageSource
+from vitsee_core.images.left_out import left_out_line
 from vitsee_core.images.sources.base import Asked, Found, labels_of, no_answer, strings
 from vitsee_core.images.sources.tar_index import MEMBERS, TarIndex, index_tar, key_of
-from vitsee_core.runtime.machine import TAR_INDEX, user_caches
+from vitsee_core.runtime.machine import TAR_INDEX, counted, user_caches
 from vitsee_core.runtime.progress import counting
 from vitsee_stores.disk import temporary_name
 from vitsee_stores.errors import reason
 from vitsee_stores.files import NoAnswer
+from vitsee_stores.manifest import few
 
 CACHE_AFTER_SECONDS = 1.0
-_VERSION = 1
+_VERSION = 2
 _ARRAYS = ("offset", "size", "label", "whole")
 Stamp = tuple[int, str]
 
@@ -51,13 +54,20 @@ def open_zips(zips: Sequence[Path], asked: Asked) -> ImageSource:
     damaged or encrypted zip, members with a compression other than deflate, or none with an image.
     """
     found: dict[str, ZipMember] = {}
+    replaced: list[str] = []
+    others = Counter[str]()
     for k, path in enumerate(zips):
         prefix = f"{path.stem}/" if len(zips) > 1 else ""
         try:
             with zipfile.ZipFile(path) as file:
                 for member in file.infolist():
-                    inner = utf8(prefix + member.filename.removeprefix("./"))
-                    if member.is_dir() or not asked.wants(inner):
+                    # The format knows forward slashes only; some programs of Windows do not.
+                    path_inside = member_path(member.filename.replace("\\", "/"))
+                    inner = utf8(prefix + path_inside)
+                    if member.is_dir() or is_hidden(path_inside):
+                        continue
+                    if not asked.wants(inner):
+                        asked.count_other(others, inner)
                         continue
                     if member.flag_bits & 1:
                         raise DataError(f"{path} is encrypted; unpack it to a folder")
@@ -66,12 +76,16 @@ def open_zips(zips: Sequence[Path], asked: Asked) -> ImageSource:
                         why = "packed by another method than deflate"
                         raise DataError(f"{path} is {why}; unpack it to a folder")
                     sizes = member.compress_size, member.file_size
+                    if inner in found:
+                        replaced.append(inner)
                     found[inner] = (k, inner, member.header_offset, *sizes, deflated, member.CRC)
         except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError, ValueError) as error:
             raise DataError(f"{path} cannot be read as a zip file: {one_line(error)}") from None
     opener = ZipOpener(tuple(str(path.absolute()) for path in zips))
     if not found:
-        raise DataError(asked.nothing % asked.data)
+        raise DataError(_nothing(asked, others))
+    asked.say_left_out(others)
+    _say_replaced(asked, replaced)
     paths = sorted(found)
     labels, splits, class_names = classify(paths)
     locations = [found[p] for p in paths]
@@ -89,9 +103,12 @@ def open_tars(asked: Asked, found: Found) -> ImageSource:
     image; labels that do not fit.
     """
     indexes = _indexes(asked, found)
+    others = Counter[str]()
+    for index in indexes:
+        others.update(index.others)
     if labelled := any(index.label_texts for index in indexes):
         indexes = [index.at(index.whole) for index in indexes]
-    elif asked.label_key is not None:
+    elif asked.label_key not in (None, NO_LABELS):
         key = asked.label_key
         expected = f"KEY.{key}" if key in MEMBERS else f"a field {key!r} of KEY.json"
         raise DataError(
@@ -102,7 +119,9 @@ def open_tars(asked: Asked, found: Found) -> ImageSource:
     tar = np.repeat(np.arange(len(indexes), dtype=np.int32), lengths)
     paths = np.concatenate([index.paths for index in indexes])
     if not len(paths):
-        raise DataError(asked.nothing % asked.data)
+        raise DataError(_nothing(asked, others))
+    asked.say_left_out(others)
+    _say_replaced(asked, [path for index in indexes for path in index.replaced])
     order = _in_order(paths)
     if len(indexes) > 1 and (order is None or not (found.given or labelled)):
         paths = np.concatenate(
@@ -121,7 +140,10 @@ def open_tars(asked: Asked, found: Found) -> ImageSource:
         for before, path in pairwise(ids):  # those of one key are neighbours in this order
             if key_of(path) == key_of(before):
                 raise DataError(f"{before} and {path} are images of one key; expected one")
-        labels, class_names = labels_of((own.label, own.label_texts) for own in indexes)
+        try:
+            labels, class_names = labels_of((own.label, own.label_texts) for own in indexes)
+        except DataError as error:
+            raise DataError(f"{asked.data}: {error} (--label-key KEY names another)") from None
         labels, splits = labels[order], [""] * len(paths)
     else:
         labels, splits, class_names = classify(ids)
@@ -132,6 +154,21 @@ def open_tars(asked: Asked, found: Found) -> ImageSource:
     members = cast(Sequence[Any], _Members(tar, paths, offset, size))
     opener = TarOpener(found.files, tuple(found.names))
     return ImageSource(asked.data, opener, members, ids, labels, splits, class_names)
+
+
+def _nothing(asked: Asked, others: Mapping[str, int]) -> str:
+    """The message for archives without images."""
+    line = left_out_line(asked.data, others)
+    return asked.nothing % asked.data + (f" ({line})" if line else "")
+
+
+def _say_replaced(asked: Asked, replaced: Sequence[str]) -> None:
+    """Log the paths that an archive has twice, as one to which files were appended."""
+    if replaced:
+        log.warning(
+            "of members of one path in %s the last is taken, and %d before it left out: %s",
+            *(asked.data, len(replaced), few(sorted(set(replaced)))),
+        )
 
 
 def _in_order(paths: NDArray[Any]) -> NDArray[np.int64] | None:
@@ -215,11 +252,11 @@ def _unpacked(
     head: Any, arrays: dict[str, NDArray[Any]]
 ) -> Iterator[tuple[str, tuple[Stamp, TarIndex]]]:
     row = byte = 0
-    for name, size, version, n_images, n_bytes, texts in head:
+    for name, size, version, n_images, n_bytes, texts, others, replaced in head:
         rows, text = slice(row, row + n_images), arrays["paths"][byte : byte + n_bytes].tobytes()
         paths = strings(text.decode().split("\0") if n_images else [])
         offset, length, label, whole = (arrays[key][rows] for key in _ARRAYS)
-        index = TarIndex(paths, offset, length, label, whole, texts)
+        index = TarIndex(paths, offset, length, label, whole, texts, others, replaced)
         if {len(paths), len(index.offset), len(index.whole)} != {n_images}:
             raise ValueError("cut short")
         yield name, ((size, version), index)
@@ -230,7 +267,10 @@ def _keep(place: Path, made: dict[str, tuple[Stamp, TarIndex]]) -> None:
     """Write the index; without room or right to, a line in the log is all."""
     blobs = ["\0".join(index.paths).encode() for _, index in made.values()]
     head = [
-        [name, *stamp, len(index.paths), len(blob), index.label_texts]
+        [
+            *(name, *stamp, len(index.paths), len(blob)),
+            *(index.label_texts, index.others, index.replaced),
+        ]
         for (name, (stamp, index)), blob in zip(made.items(), blobs, strict=True)
     ]
     arrays = {

@@ -3,9 +3,11 @@ with braces as a shell expands them (`in1k-{0000..0063}.tar`, `{train,val}.tar`)
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.images.class_labels import class_labels
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.folders import class_labels, is_image, is_video
+from vitsee_core.images.folders import is_hidden, is_image, is_video
+from vitsee_core.images.left_out import count_ending, left_out_line
 from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_stores.files import Files, NoAnswer
 from vitsee_stores.folder import Folder
+
+log = logging.getLogger(__name__)
 
 Coded = tuple[NDArray[np.int32], list[str]]  # (images,) index into the texts, -1 for none
 
@@ -28,8 +34,9 @@ class Asked:
 
     Attributes:
         data: as the user wrote it.
-        label_key: of tars: the member (`cls`, `txt`), or the field of the `.json`, with the label.
-        image_column, label_column: of parquet files.
+        label_key: of tars: the member (`cls`, `txt`), or the field of the `.json`, with the label;
+            `none` for no labels.
+        image_column, label_column: of parquet files; `none` for no labels.
         clips: whether videos and folders of frames are asked for, not images.
         progress: shown while many files are read for the first time.
     """
@@ -46,6 +53,17 @@ class Asked:
         """Whether a file is one of the asked kind by its name."""
         base = path.rpartition("/")[2]
         return is_video(base) if self.clips else is_image(base)
+
+    def count_other(self, others: Counter[str], path: str) -> None:
+        """Count a file that is not wanted because of its ending; images beside videos, which may
+        be previews of them, are not counted."""
+        if not is_hidden(path) and not (self.clips and is_image(path.rpartition("/")[2])):
+            count_ending(others, path)
+
+    def say_left_out(self, others: Mapping[str, int]) -> None:
+        """Log the files that `count_other` counted, in one line."""
+        if line := left_out_line(self.data, others):
+            log.warning("%s", line)
 
     @property
     def nothing(self) -> str:

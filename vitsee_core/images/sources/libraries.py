@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from vitsee_core.images.class_labels import class_labels, label_text
 from vitsee_core.images.decoding import ArrayOpener, FileOpener, RowOpener
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.folders import open_folder
@@ -124,12 +125,14 @@ def _load_hugging_face(data: str, name: str, root: str, split: str) -> ImageSour
     n = len(rows)
     key = next((key for key in _LABELS if key in rows.features), None)
     labels = np.full(n, -1, np.int64)
+    names: list[str] | None = None
     if key is not None:
         try:
-            labels = np.array([-1 if v is None else int(v) for v in rows[key]], np.int64)
-        except (TypeError, ValueError):
-            raise DataError(f"the column {key!r} of {data} has no class numbers") from None
-    classes = list((getattr(rows.features[key], "names", None) if key else None) or ()) or None
+            labels, names = class_labels([label_text(value) for value in rows[key]])
+        except DataError as error:
+            raise DataError(f"the column {key!r} of {data}: {error}") from None
+    named = getattr(rows.features[key], "names", None) if key else None
+    classes = list(named or names or ()) or None
     ids = [f"{split}/{row}" for row in range(n)]
     return ImageSource(data, opener, range(n), ids, labels, [split] * n, classes)
 

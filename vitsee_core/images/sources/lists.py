@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from vitsee_core.images.class_labels import class_labels
 from vitsee_core.images.decoding import FileOpener, one_line
 from vitsee_core.images.errors import DataError, ImageError
-from vitsee_core.images.folders import class_labels
 from vitsee_core.images.image_source import ImageSource
 from vitsee_core.images.placement import Box, BoxOpener, box_pixels, box_text, parse_box
 from vitsee_core.images.sources.base import expand_braces
@@ -156,7 +156,10 @@ def _source(path: Path, name: str, fields: dict[str, list[str]], lines: list[int
             f"line {lines[0]} of {name} looks like a header without a path column; "
             f"expected one of: {', '.join(_COLUMNS['path'])}"
         )
-    labels, class_names = class_labels(fields.get("label", [""] * n))
+    try:
+        labels, class_names = class_labels(fields.get("label", [""] * n))
+    except DataError as error:
+        raise DataError(f"{name}: {error}") from None
     splits = fields.get("split", [""] * n)
     whole = ImageSource(name, FileOpener(folder), paths, ids, labels, splits, class_names)
     return _cut(whole, boxes, lines) if any(box is not None for box in boxes) else whole

@@ -13,7 +13,7 @@ import io
 import json
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, cast
@@ -21,6 +21,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.images.class_labels import NO_LABELS, label_text
 from vitsee_core.images.decoding import MOST_BYTES, Opener, one_line
 from vitsee_core.images.errors import DataError, ImageError
 from vitsee_core.images.image_source import SPLIT_NAMES, ImageSource
@@ -111,7 +112,10 @@ def open_parquet(asked: Asked, found: Found) -> ImageSource:
             "--order dataset reads each once, a folder or tar files need no such reads",
             *(asked.data, human_bytes(largest)),
         )
-    labels, class_names = labels_of(own.labels for own in files)
+    try:
+        labels, class_names = labels_of(own.labels for own in files)
+    except DataError as error:
+        raise DataError(f"the column {columns.label!r} of {asked.data}: {error}") from None
     named = files[0].class_names
     if class_names is None and named and int(labels.max(initial=-1)) < len(named):
         class_names = named
@@ -172,9 +176,24 @@ def _read(asked: Asked, files: Files, name: str) -> _Rows:
     if columns.label is not None:
         coded = _column(file, columns.label).combine_chunks().dictionary_encode()
         codes = coded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int32)
-        labels = codes, [str(value) for value in coded.dictionary.to_pylist()]
+        texts = [label_text(value) for value in coded.dictionary.to_pylist()]
+        labels = codes, texts
         _check_length(len(codes), n_rows)
     return _Rows(columns, paths, labels, _class_names(schema, columns.label), rows, largest)
+
+
+def _label_kinds() -> tuple[Callable[[Any], bool], ...]:
+    """pyarrow's tests of the types that hold labels; floats may be whole numbers with gaps."""
+    from pyarrow import types
+
+    return (
+        types.is_integer,
+        types.is_floating,
+        types.is_boolean,
+        types.is_null,
+        types.is_string,
+        types.is_large_string,
+    )
 
 
 def _check_length(n_values: int, n_rows: int) -> None:
@@ -195,7 +214,11 @@ def _columns(asked: Asked, schema: Any) -> _Columns:
 
     kinds = {field.name: field.type for field in schema}
     listed = ", ".join(f"{name} ({str(kind)[:40]})" for name, kind in kinds.items())
-    for which, given in (("image", asked.image_column), ("label", asked.label_column)):
+    label_column = asked.label_column
+    without_labels = label_column == NO_LABELS and NO_LABELS not in kinds
+    if without_labels:
+        label_column = None
+    for which, given in (("image", asked.image_column), ("label", label_column)):
         if given is not None and given not in kinds:
             raise DataError(f"has no column {given!r} (--{which}-column); it has: {listed}")
     structs = [name for name, kind in kinds.items() if nested(kind)]
@@ -210,18 +233,18 @@ def _columns(asked: Asked, schema: Any) -> _Columns:
             f"has no images in the column {image!r}, which is {str(kinds[image])[:60]}; expected "
             "bytes, or a struct with bytes and path"
         )
-    label = asked.label_column or next((name for name in LABELS if name in kinds), None)
+    label = label_column or next((name for name in LABELS if name in kinds), None)
+    if without_labels:
+        label = None
     if label is not None:
         kind = kinds[label]
         if types.is_dictionary(kind):
             kind = kind.value_type
-        if not (types.is_integer(kind) or types.is_string(kind) or types.is_large_string(kind)):
-            if asked.label_column is not None:
-                raise DataError(
-                    f"has no labels in the column {label!r}, which is {str(kind)[:60]}; expected "
-                    "whole numbers or names"
-                )
-            label = None
+        if not any(is_kind(kind) for is_kind in _label_kinds()):
+            raise DataError(
+                f"has no labels in the column {label!r}, which is {str(kind)[:60]}; expected "
+                "class numbers or names (--label-column COLUMN names another, or none)"
+            )
     return _Columns(image, nested(kinds[image]), label)
 
 

@@ -7,17 +7,19 @@ member, and asks a server for each header: an index of a million members is a fe
 from __future__ import annotations
 
 import json
-import os
 from array import array
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.images.class_labels import NO_LABELS, label_text
 from vitsee_core.images.errors import DataError
-from vitsee_core.images.folders import VIDEOS, is_image, is_video, utf8
+from vitsee_core.images.folders import VIDEOS, is_hidden, is_image, is_video, member_path, utf8
+from vitsee_core.images.left_out import count_ending
 from vitsee_core.images.sources.base import strings
 from vitsee_stores.files import Files
 from vitsee_stores.folder import Folder
@@ -27,6 +29,7 @@ PATH_MOST, LABEL_MOST = 1 << 16, 1 << 20  # bytes of a long name, and of a membe
 # Read at once: on a disk less than most images, so that these are passed over; of a server, whose
 # answers take longer to come than to be sent, several images.
 WINDOW, WINDOW_FAR = 1 << 14, 1 << 20
+MAX_REPLACED_SHOWN = 1000
 FLUSH = 1 << 15  # Python objects that become arrays at once
 PACKED = {b"\x1f\x8b": "gunzip", b"(\xb5/\xfd": "zstd -d", b"BZh": "bunzip2", b"\xfd7zX": "unxz"}
 IMAGES = frozenset(("jpg", "jpeg", "png", "webp"))  # endings that make an image of a key
@@ -47,6 +50,8 @@ class TarIndex:
         offset, size: (images,) where the bytes are.
         label: (images,) index into `label_texts`, -1 for none.
         whole: (images,) whether the name is a key and an image's ending, no further one between.
+        others: files that are left out because of their ending -> how many.
+        replaced: paths of images that a later member replaces, at most a thousand.
     """
 
     paths: NDArray[Any]
@@ -55,10 +60,19 @@ class TarIndex:
     label: NDArray[np.int32]
     whole: NDArray[np.bool_]
     label_texts: list[str]
+    others: dict[str, int] = field(default_factory=dict)
+    replaced: list[str] = field(default_factory=list)
 
     def at(self, rows: NDArray[Any]) -> TarIndex:
         offset, size, label = self.offset[rows], self.size[rows], self.label[rows]
-        return TarIndex(self.paths[rows], offset, size, label, self.whole[rows], self.label_texts)
+        return replace(
+            self,
+            paths=self.paths[rows],
+            offset=offset,
+            size=size,
+            label=label,
+            whole=self.whole[rows],
+        )
 
 
 def index_tar(
@@ -81,14 +95,19 @@ def index_tar(
     try:
         if not size:
             raise ValueError("it is empty")
+        others = Counter[str]()
         for path, offset, length in _members(window, 0, size, ""):
             base = path.rpartition("/")[2]
             ending = base.rpartition(".")[2].lower()
+            if is_hidden(path):
+                continue
             if wanted(base):
                 seen.add_image(utf8(path), offset, length)
             elif seen.reads(ending) and length <= LABEL_MOST:
                 seen.add_label(path, ending, window.read(offset, length))
-        return seen.index()
+            elif not (clips and is_image(base)):
+                count_ending(others, base)
+        return replace(seen.index(), others=dict(others))
     except (ValueError, RecursionError) as error:
         start = bytes(window.read(0, min(size, 4)))
         tool = next((tool for magic, tool in PACKED.items() if start.startswith(magic)), None)
@@ -146,8 +165,9 @@ def _members(window: _Window, at: int, stop: int, prefix: str) -> Iterator[tuple
             given = {}
             if kind not in _FILES or sparse or path.endswith("/"):
                 continue
-            folder, base = os.path.split(path.removeprefix("./"))
-            path = f"{prefix}{folder}/{base}" if folder else prefix + base
+            path = member_path(path)
+            base = path.rpartition("/")[2]
+            path = prefix + path
             if base.lower().endswith(".tar"):
                 yield from _members(window, body, body + size, path[: -len(".tar")] + "/")
             else:
@@ -221,6 +241,8 @@ class _Seen:
         self._endings: tuple[str, ...] = ("txt", "json", "cls")
         if label_key is not None:
             self._endings = (label_key,) if label_key in MEMBERS else ("json",)
+        if label_key == NO_LABELS:
+            self._endings = ()
         self._paths, self._whole = _Packed(), array("b")
         self._offset, self._size = array("q"), array("q")
         self._keys, self._label, self._ending = _Packed(), array("i"), array("b")
@@ -239,6 +261,8 @@ class _Seen:
         """Raises ValueError: not of the kind that its ending says."""
         try:
             text = self._json_label(data) if ending == "json" else data.decode("utf-8").strip()
+        except DataError as error:
+            raise ValueError(f"{path}: {error} (--label-key KEY names another, or none)") from None
         except (ValueError, RecursionError):
             raise ValueError(f"{path} is no {'JSON' if ending == 'json' else 'text'}") from None
         if self._label_key is None and ending == "txt" and not text.removeprefix("-").isdigit():
@@ -252,9 +276,8 @@ class _Seen:
         fields = JSON_FIELDS if self._label_key is None else (self._label_key,)
         record = json.loads(data)
         values = (record.get(field) for field in fields) if isinstance(record, dict) else ()
-        value = next((value for value in values if value is not None), "")
-        known = isinstance(value, int | str) and not isinstance(value, bool)
-        return str(value).strip() if known else ""
+        value = next((value for value in values if value is not None), None)
+        return label_text(value)
 
     def index(self) -> TarIndex:
         """Raises ValueError: two images of one key, or a label without an image."""
@@ -266,7 +289,10 @@ class _Seen:
             np.array(self._whole, np.bool_),
             [],
         )
-        made = _latest(made)
+        replaced = _replaced(made)
+        if replaced.any():
+            paths = [str(path) for path in made.paths[replaced][:MAX_REPLACED_SHOWN]]
+            made = replace(made.at(~replaced), replaced=paths)
         keys = self._keys.array()
         if len(keys):
             self._join(made, keys)
@@ -300,10 +326,10 @@ class _Seen:
         made.label, made.label_texts = label[of_images], list(self._codes)
 
 
-def _latest(index: TarIndex) -> TarIndex:
-    """The index without images that another of the same path, appended later, replaces."""
+def _replaced(index: TarIndex) -> NDArray[np.bool_]:
+    """(images,) which have the path of another that was appended later."""
     order = np.argsort(index.paths, kind="stable")
     ordered = index.paths[order]
-    if not (replaced := ordered[1:] == ordered[:-1]).any():
-        return index
-    return index.at(np.sort(order[np.concatenate([~replaced, [True]])]))
+    replaced = np.zeros(len(order), np.bool_)
+    replaced[order[:-1]] = ordered[1:] == ordered[:-1]
+    return replaced
