@@ -46,8 +46,8 @@ data_options = together(
         metavar="KEY",
         type=parse_words,
         help="Of .tar files: where an image's label is, cls or txt for that file beside it, else a "
-        "field of its .json; none for no labels.  [default: .cls, else label, cls or class of .json, else .txt if a "
-        "number]",
+        "field of its .json; none for no labels.  [default: .cls, else label, cls or class of "
+        ".json, else .txt if a number]",
     ),
     click.option(
         "--image-column",

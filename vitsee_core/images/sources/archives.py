@@ -32,7 +32,7 @@ from vitsee_core.images.image_source import ImageSource
 from vitsee_core.images.left_out import left_out_line
 from vitsee_core.images.sources.base import Asked, Found, labels_of, no_answer, strings
 from vitsee_core.images.sources.tar_index import MEMBERS, TarIndex, index_tar, key_of
-from vitsee_core.runtime.machine import TAR_INDEX, counted, user_caches
+from vitsee_core.runtime.machine import TAR_INDEX, user_caches
 from vitsee_core.runtime.progress import counting
 from vitsee_stores.disk import temporary_name
 from vitsee_stores.errors import reason
