@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "needs code of its repository, which runs with --trust-remote-code alone",
     ),
     "cut weights": ("transformers:{}/cut", {}, "cannot be loaded: SafetensorError"),
-    "other weights": ("transformers:{}/mismatched", {}, "have other shapes than its config.json"),
+    "other weights": ("transformers:{}/mismatched", {}, "does not fit this model: of another size"),
     "revision of a folder": ("transformers:{}/vit@main", {}, "names the revision 'main' of a fol"),
     "revision of a class": (
         "transformers:ViTModel@main",

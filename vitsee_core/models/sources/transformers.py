@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.sources.base import OWN_TRANSFORM, Choices, Source, drawn, one_line
@@ -52,6 +52,7 @@ from vitsee_core.models.sources.transformers_classes import (
     with_features,
 )
 from vitsee_core.models.sources.transformers_inputs import adapt, as_patches, refuse_others
+from vitsee_core.models.sources.transformers_weights import load_whole
 from vitsee_core.models.sources.transforms import DEFAULT, changed, pair
 from vitsee_core.models.tokens.clips import accept_clips
 from vitsee_core.models.tokens.towers import (
@@ -503,21 +504,48 @@ class TransformersSource(Source):
                 raise self._explained(error) from error
             if alone is not None:
                 return alone
-        given: dict[str, Any] = {"revision": revision, "weights_only": True, **self._access}
-        given |= {"dtype": torch.float32, "output_loading_info": True, "config": config}
+        given: dict[str, Any] = {"weights_only": True, "config": config, "dtype": torch.float32}
+        given |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
-        def load(how: str) -> Any:
-            return kind.from_pretrained(place, attn_implementation=how, **given)
+        def load(state: dict[str, Tensor] | None) -> Any:
+            if state is None:
+                where, extra = place, {"revision": revision, **self._access}
+            else:
+                where, extra = None, {"state_dict": state}
+
+            def loaded(how: str) -> Any:
+                return kind.from_pretrained(where, attn_implementation=how, **given, **extra)
+
+            return by_attention(loaded)
 
         try:
-            found, info = by_attention(load)
+            module, missing, left_over, copies = load_whole(
+                load, self._file, self.name, part=part, base_names=self._names_of_saved_class
+            )
         except Exception as error:
             raise self._explained(error) from error
-        missing = sorted(info.get("missing_keys", ()))
-        unexpected = sorted(info.get("unexpected_keys", ()))
-        kept = {"missing": missing, "unexpected": unexpected if part and part != PART else []}
-        self.loaded = {key: names for key, names in kept.items() if names}
-        return with_features(found) if part == PART else self._part(found)
+        record = {
+            "missing": missing,
+            "unexpected": left_over if part != PART else [],
+            "other_keys": copies,
+        }
+        self.loaded = {key: names for key, names in record.items() if names}
+        return with_features(module) if part == PART else self._part(module)
+
+    def _names_of_saved_class(self) -> set[str]:
+        """The names of the tensors of the class that the checkpoint was saved from, which lie
+        beside the encoder that is used of it; empty where that class is not known."""
+        config = copy.deepcopy(self._config)
+        names: set[str] = set()
+        for architecture in getattr(config, "architectures", None) or ():
+            kind = getattr(library(), str(architecture), None)
+            if inspect.isclass(kind) and issubclass(kind, library().PreTrainedModel):
+                saved = on_meta(kind, config)
+                inside = f"{kind.base_model_prefix}."
+                names |= {name for name in saved.state_dict() if not name.startswith(inside)}
+                if not hasattr(saved, kind.base_model_prefix):
+                    return set()
+        return names
 
     def _alone(self, kind: Any, config: Any, tower: _Tower | None) -> nn.Module | None:
         """The part that the name names, with its weights; None where it has no configuration of its

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.sources.base import missing_extra
@@ -25,6 +25,8 @@ from vitsee_core.models.tokens.towers import (
     packed_inputs,
     take_features,
 )
+from vitsee_core.models.weights.fitting import require_fit, require_numbers
+from vitsee_core.models.weights.left_over import unknown
 
 PIXELS = "pixel_values"
 VIDEOS = "pixel_values_videos"
@@ -221,7 +223,7 @@ def read_parts(module: nn.Module, file_of: Callable[[str], str | None]) -> bool:
         if local is None:
             return False
         with safe_open(local, "pt") as tensors, torch.no_grad():
-            own.copy_(tensors.get_tensor(found[0]))
+            copy_into(own, tensors.get_tensor(found[0]), found[0])
     return True
 
 
@@ -246,6 +248,10 @@ def read_weights(module: nn.Module, file_of: Callable[[str], str | None], path: 
     prefix = _prefix(own, shards, path)
     if prefix is None:
         return False
+    inside = [key.removeprefix(prefix) for key in shards if key.startswith(prefix)]
+    kept = {*own, *(name for name, _ in module.named_buffers())}
+    left_over = [name for name in inside if name not in kept]
+    require_fit(f"{path} of the checkpoint", left_over=unknown(left_over))
     by_file: dict[str, list[str]] = defaultdict(list)
     for name in own:
         by_file[shards[prefix + name]].append(name)
@@ -255,8 +261,21 @@ def read_weights(module: nn.Module, file_of: Callable[[str], str | None], path: 
             return False
         with safe_open(local, "pt") as tensors, torch.no_grad():
             for name in names:
-                own[name].copy_(tensors.get_tensor(prefix + name))
+                copy_into(own[name], tensors.get_tensor(prefix + name), prefix + name)
     return True
+
+
+def copy_into(own: Tensor, stored: Tensor, name: str) -> None:
+    """Copy a checkpoint's tensor, by its name there, into a model's.
+
+    Raises:
+        ModelError: it has another shape, or no numbers of the model's kind.
+    """
+    require_numbers("the checkpoint", {name: stored}, {name: own})
+    if stored.shape != own.shape:
+        size = f"{name} {tuple(stored.shape)} for {tuple(own.shape)}"
+        require_fit("the checkpoint", sizes=[size])
+    own.copy_(stored)
 
 
 def _shards(file_of: Callable[[str], str | None]) -> dict[str, str]:

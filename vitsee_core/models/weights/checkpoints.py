@@ -13,8 +13,6 @@ assumed, which is said and recorded.
 
 from __future__ import annotations
 
-import inspect
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,20 +22,19 @@ from torch import Tensor, nn
 
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.sources.base import some
-from vitsee_core.models.survey.structure import classifier_prefixes
 from vitsee_core.models.weights.checkpoint_files import read_file
+from vitsee_core.models.weights.fitting import Resampling, State, fit
+from vitsee_core.models.weights.names import WRAPPER_WORDS, is_averaged, without_wrappers
 
 # Which of several state dicts in a file, or of several copies of the model in one, is taken: the
 # one its authors evaluate. Averaged weights (EMA) are taken only where a file has nothing else.
 KEY_ORDER = ("state_dict", "model", "model_state_dict", "teacher", "student", "encoder")
-COPY_ORDER = ("teacher", "base_encoder", "student", "momentum_encoder")
 
-State = dict[str, Tensor]
 # Mean and standard deviation of RGB from 0 to 1.
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HALF = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 CLIP_IMAGES = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-WRAPPERS = ("module", "_orig_mod", "model", "backbone")
+WRAPPERS = WRAPPER_WORDS | {"model", "backbone"}
 CROPPED = 224 / 256  # resize to 256, centre crop of 224: what most publications evaluate with
 MOCO_SMALL, MOCO_HEADS = 384, 12
 
@@ -48,6 +45,7 @@ class Checkpoint:
 
     key: of the file's state dict, "" if the file is that itself. others: keys of the others.
     layout: of a known publication, which says how its images are prepared; None for other files.
+    is_part: the key is a prefix of names within a state dict; cut: that prefix, as in the file.
     """
 
     path: Path
@@ -55,6 +53,8 @@ class Checkpoint:
     state: State
     others: list[str]
     layout: Layout | None
+    is_part: bool = False
+    cut: str = ""
 
     @classmethod
     def read(cls, path: Path, key: str | None = None) -> Checkpoint:
@@ -68,44 +68,61 @@ class Checkpoint:
             file, _, in_name = path.name.rpartition("#")
             path = path.with_name(file)
         content = read_file(path)
-        found, state, others = _state_dict(content, key if key is not None else in_name, path)
+        chosen = _state_dict(content, key if key is not None else in_name, path)
         whole = {str(name): x for name, x in content.items()}
-        layout = recognise(whole, found, whole[found] if found else whole)
-        return cls(path, found, state, others, layout)
+        layout = recognise(whole, chosen.key, chosen.state)
+        return cls(path, layout=layout, **vars(chosen))
 
     def put_into(
-        self, model: nn.Module, convert: Callable[..., Any] | None = None
+        self,
+        model: nn.Module,
+        convert: Callable[..., Any] | None = None,
+        resampling: Resampling | None = None,
     ) -> dict[str, Any]:
-        """Load the weights; only the classifier may be missing, and the counters of batches that
-        older files lack. convert: see `Source.converter`.
+        """Load the weights, by the rule of `fitting`. convert: see `Source.converter`.
 
-        Comes back: file, key, other_keys, prefix (cut from the names), missing (the model's tensors
-        that keep their random values), unexpected (the file's tensors that the model has no use
-        for, those under another prefix summed up as "prefix.* (n)") and, where there are any,
-        resampled (tensors of another size in the file, position tables above all).
+        Comes back: file, key, other_keys (of state dicts and copies that were not taken), prefix
+        (cut from the names), missing (the model's tensors that keep their random values),
+        unexpected (the file's tensors that the model has no use for, those under another prefix
+        summed up as "prefix.* (n)") and, where there are any, resampled (tensors of another size
+        in the file, position tables above all) and notes (what was assumed).
 
         Raises:
             ModelError: the weights do not fit; names what is missing or left over.
         """
-        model_keys = set(model.state_dict())
-        prefix = _prefix(self.state, model_keys)
-        kept = {name[len(prefix) :]: x for name, x in self.state.items() if name.startswith(prefix)}
-        others = [name for name in self.state if prefix and not name.startswith(prefix)]
-        filtered = _filtered(model, kept, self.path, convert)
-        missing, unexpected = _fit(model, filtered, self.path)
-        renamed = not set(kept) & set(filtered)
-        unexpected += [name for name in kept if not renamed and name not in filtered]
-        unexpected += [f"{top}.* ({n})" for top, n in Counter(map(_top, others)).items()]
-        resampled = _resampled(kept, filtered)
-        return {
+        taken = fit(
+            model,
+            self.state,
+            str(self.path),
+            convert=convert,
+            alone=self.is_part,
+            resampling=resampling,
+        )
+        model.load_state_dict(taken.tensors, strict=False)
+        record: dict[str, Any] = {
             "file": self.path.name,
             "key": self.key,
-            "other_keys": self.others,
-            "prefix": prefix,
-            "missing": missing,
-            "unexpected": unexpected,
-            **({"resampled": resampled} if resampled else {}),
+            "other_keys": [*self.others, *taken.copies],
+            "prefix": self.cut + taken.prefix,
+            "missing": taken.missing,
+            "unexpected": taken.left_over,
         }
+        if taken.resampled:
+            record["resampled"] = taken.resampled
+        if taken.notes:
+            record["notes"] = taken.notes
+        return record
+
+
+@dataclass
+class _Chosen:
+    """See the attributes of `Checkpoint`."""
+
+    key: str
+    state: State
+    others: list[str]
+    is_part: bool = False
+    cut: str = ""
 
 
 def _is_state(value: Any) -> bool:
@@ -117,126 +134,87 @@ def _is_state(value: Any) -> bool:
     )
 
 
-def _state_dict(content: Any, wanted: str | None, path: Path) -> tuple[str, State, list[str]]:
-    """Key, tensors, and the keys of the other state dicts in the file."""
+def _state_dict(content: Any, wanted: str | None, path: Path) -> _Chosen:
+    """The state dict that `wanted` names, or else the preferred one."""
     if not isinstance(content, Mapping):
         raise ModelError(f"{path} holds a {type(content).__name__}; expected a dict of tensors")
-    found = {str(key): value for key, value in content.items() if _is_state(value)}
-    if wanted is not None and wanted not in found:
-        held = ", ".join(found) or "none"
-        if _is_state(content) and not found:
-            raise ModelError(f"{path} is itself one state dict: leave out --checkpoint-key")
-        raise ModelError(
-            f"{path} has no state dict under {wanted!r} (--checkpoint-key); it has: {held}"
-        )
-    if wanted is None and _is_state(content) and not found:
-        return "", {str(k): x for k, x in content.items() if isinstance(x, Tensor)}, []
-    if not found:
-        held = ", ".join(map(str, list(content)[:8])) or "nothing"
-        raise ModelError(f"{path} holds no state dict; its keys are: {held}")
-    names = sorted(found, key=lambda key: ("ema" in key.lower(), _place(key, KEY_ORDER)))
-    key = wanted or names[0]
-    tensors = {str(k): x for k, x in found[key].items() if isinstance(x, Tensor)}
-    return key, tensors, [name for name in found if name != key]
-
-
-def _place(name: str, order: tuple[str, ...]) -> int:
-    return next((i for i, word in enumerate(order) if word in name), len(order))
-
-
-def _top(name: str) -> str:
-    """The word that names a copy or a part of a model in a file: the first that is no wrapper."""
-    words = [word for word in name.split(".") if word not in ("module", "_orig_mod", "model")]
-    return words[0] if words else name
-
-
-def _prefix(state: State, model_keys: set[str]) -> str:
-    """The prefix under which most of the model's own tensor names are found in the file."""
-    counts: Counter[str] = Counter()
-    for name in state:
-        words = name.split(".")
-        for n in range(len(words)):
-            if ".".join(words[n:]) in model_keys:
-                counts[".".join(words[:n]) + "." * bool(n)] += 1
-                break
-    # Foreign names (raw CLIP): only wrappers around everything can be recognised.
-    wrapped = next(
-        (p for p in ("module.", "_orig_mod.") if all(k.startswith(p) for k in state)), ""
+    states = _state_dicts(content)
+    if _is_state(content):
+        states[""] = _tensors(content)
+    most = max(map(len, states.values()), default=0)
+    # Averaged weights only where there is nothing else, and a head's own state dict never first.
+    ranked = sorted(
+        states,
+        key=lambda key: (len(states[key]) < most / 2, is_averaged(key), _place(key)),
     )
-    if not counts or counts.most_common(1)[0][1] < len(model_keys) / 4:
-        return wrapped
-    most = max(counts.values())
-    best = [prefix for prefix, n in counts.items() if n >= 0.9 * most]
-    return min(best, key=lambda prefix: (_place(prefix, COPY_ORDER), len(prefix)))
-
-
-def _filtered(
-    model: nn.Module, state: State, path: Path, convert: Callable[..., Any] | None
-) -> State:
-    if convert is None:
-        return dict(state)
-    given: dict[str, Any] = {}
-    if "adapt_layer_scale" in inspect.signature(convert).parameters:
-        given["adapt_layer_scale"] = any("gamma_1" in name for name in state)
-    try:
-        converted: State = convert(dict(state), model, **given)
-    except Exception as error:
-        text = " ".join(str(error).split())[:200]
-        raise ModelError(
-            f"{path} cannot be converted for this model ({type(error).__name__}: {text}); "
-            "expected weights of the same architecture"
-        ) from error
-    return {name: x for name, x in converted.items() if isinstance(x, Tensor)}
-
-
-def _resampled(before: State, after: State) -> list[str]:
-    """Tensors that the conversion gave another size, as "NAME (shape) to (shape)"."""
-    counts = {x.numel() for name, x in before.items() if "pos" in name}
-    found = []
-    for name, x in after.items():
-        if name in before:
-            if before[name].numel() != x.numel():
-                found.append(f"{name} {tuple(before[name].shape)} to {tuple(x.shape)}")
-        elif "pos" in name and x.numel() not in counts:
-            found.append(f"{name} to {tuple(x.shape)}")
-    return found
-
-
-def _fit(model: nn.Module, state: State, path: Path) -> tuple[list[str], list[str]]:
-    """Load; what the model lacks (its classifier at most) and what it has no use for."""
-    own = model.state_dict()
-    heads = classifier_prefixes(model)
-    sizes = {
-        name: f"{tuple(x.shape)} for {tuple(own[name].shape)}"
-        for name, x in state.items()
-        if name in own and x.shape != own[name].shape
-    }
-    odd = [f"{name} {size}" for name, size in sizes.items() if not name.startswith(heads)]
-    # What torch's own strict loading does without, too: nothing computes with it.
-    counters = {name for name in own if name.rpartition(".")[2] == "num_batches_tracked"}
-    missing = [name for name in own if name in sizes or name not in {*state, *counters}]
-    lacking = [name for name in missing if not name.startswith(heads)]
-    buffers = {name for name, _ in model.named_buffers()}
-    extra = [name for name in state if name not in own and name not in buffers]
-    inside = {name.partition(".")[0] for name, _ in model.named_parameters()}
-    alien = [x for x in extra if x.partition(".")[0] in inside and not x.startswith(heads)]
-    if lacking or odd or alien:
-        problems = [
-            f"{what} {len(found)} ({some(found)})"
-            for what, found in (
-                ("missing:", [n for n in lacking if n not in sizes]),
-                ("of another size:", odd),
-                ("left over:", alien or (extra if lacking else [])),
-            )
-            if found
-        ]
-        raise ModelError(
-            f"{path} does not fit this model: {'; '.join(problems)}; expected all but the "
-            "classifier: try another MODEL or --model-arg"
+    if wanted is None:
+        if not ranked:
+            held = ", ".join(map(str, list(content)[:8])) or "nothing"
+            raise ModelError(f"{path} holds no state dict; its keys are: {held}")
+        key, others = ranked[0], [name for name in states if name and name != ranked[0]]
+        return _Chosen(key, states[key], others)
+    if wanted in states:
+        return _Chosen(
+            wanted, states[wanted], [name for name in states if name not in ("", wanted)]
         )
-    fitting = {name: x for name, x in state.items() if name in own and name not in sizes}
-    model.load_state_dict(fitting, strict=False)
-    return missing, extra + [f"{name} {size}" for name, size in sizes.items()]
+    for key in ranked:
+        part = _below_prefix(states[key], key, wanted)
+        if part is not None:
+            return part
+    held = ", ".join(name for name in states if name) or "none"
+    if [*states] == [""]:
+        tops = {name.split(".")[0]: None for name in states[""]}
+        raise ModelError(
+            f"{path} is itself one state dict without names below {wanted!r}: leave out "
+            f"--checkpoint-key, or name a prefix of it; its names begin with: {some([*tops])}"
+        )
+    raise ModelError(
+        f"{path} has no state dict under {wanted!r} (--checkpoint-key); it has: {held}"
+    )
+
+
+def _state_dicts(content: Mapping[Any, Any], above: str = "", depth: int = 2) -> dict[str, State]:
+    """Key -> tensors of each state dict in a file; "a.b" of one within another dict."""
+    states: dict[str, State] = {}
+    for name, value in content.items():
+        key = f"{above}{name}"
+        if _is_state(value):
+            states[key] = _tensors(value)
+        elif isinstance(value, Mapping) and depth > 1:
+            states |= _state_dicts(value, f"{key}.", depth - 1)
+    return states
+
+
+def _tensors(content: Mapping[Any, Any]) -> State:
+    return {str(name): x for name, x in content.items() if isinstance(x, Tensor)}
+
+
+def _below_prefix(state: State, key: str, wanted: str) -> _Chosen | None:
+    """The tensors of a state dict below the prefix `wanted`, which may begin with the state dict's
+    own key; None without any."""
+    prefix = wanted.removeprefix(f"{key}.") if key else wanted
+    words = without_wrappers(prefix.split(".")) or [prefix]
+    part: State = {}
+    cut = ""
+    for name, x in state.items():
+        own = name.split(".")
+        n = 0
+        for word in words:
+            while n < len(own) and own[n] != word and own[n] in WRAPPER_WORDS:
+                n += 1
+            n = n + 1 if n < len(own) and own[n] == word else len(own) + 1
+        if n < len(own):
+            part[".".join(own[n:])] = x
+            cut = ".".join(own[:n]) + "."
+    return _Chosen(wanted, part, [], is_part=True, cut=cut) if part else None
+
+
+def _place(name: str) -> int:
+    """The place of a key in `KEY_ORDER`: the key itself before one that only has its words."""
+    if name in KEY_ORDER:
+        return KEY_ORDER.index(name)
+    has = (i for i, word in enumerate(KEY_ORDER) if word in name)
+    return len(KEY_ORDER) + next(has, len(KEY_ORDER))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,104 @@
+"""Tensors in a file of weights that a model has no use for, and what they may be.
+
+All of a file is the model's but for what is listed here, by the names that published files and
+training codes use: other words mean that the file belongs to another architecture. `docs/guide/
+extraction.md` has the same list for users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from vitsee_core.models.weights.names import without_wrappers
+
+# First words of what stands beside an encoder.
+_MASK = frozenset({"mask_token", "mask_tokens"})
+_DECODER = frozenset({"decoder", "decoders", "mask_decoder", "prompt_encoder", "neck", "necks"})
+_PROJECTION = frozenset(
+    {
+        "proj", "projector", "projectors", "projection", "projections", "visual_projection",
+        "text_projection", "image_projection", "vision_proj", "text_proj", "image_proj",
+        "predictor", "prototypes", "student_proj", "teacher_proj", "multi_modal_projector",
+        "queue", "queue_ptr", "queue_l", "centroids", "center",
+    }
+)  # fmt: skip
+_TEXT = frozenset(
+    {
+        "text", "text_model", "text_encoder", "text_decoder", "textual", "text_embed",
+        "token_embedding", "ln_final", "language_model", "logit_scale", "logit_bias",
+        "input_resolution", "context_length", "vocab_size", "qformer", "query_tokens", "tokenizer",
+        "bert", "lm", "llm", "image_newline",
+    }
+)  # fmt: skip
+_HEAD = frozenset(
+    {
+        "head", "heads", "fc", "classifier", "classifiers", "cls_classifier",
+        "distillation_classifier", "pooler", "pre_logits", "cls_pt_layers", "local_cls_norm",
+        "linear_classifier", "logits",
+    }
+)  # fmt: skip
+_HEAD_ENDINGS = ("_head", "_heads", "_classifier")
+# Of losses and metrics of a training loop, beside the model.
+_TRAINING = frozenset({"criterion", "loss", "loss_fn", "metrics", "n_averaged", "teacher_temp"})
+_TRAINING_ENDINGS = ("_loss", "_metric", "_metrics", "_acc", "_accuracy", "acc1", "acc5")
+# Tables that follow from sizes, and counters: last words.
+FIXED_TABLES = frozenset(
+    {
+        "relative_position_index", "relative_coords_table", "attn_mask", "position_ids",
+        "num_batches_tracked", "bias_mask", "total_ops", "total_params", "periods", "inv_freq",
+        "attention_bias_idxs", "freqs_cos", "freqs_sin", "freqs_cis", "freqs",
+    }
+)  # fmt: skip
+# In OpenAI's layout the text's tower has these names, beside `visual.`.
+_TEXT_BESIDE_VISUAL = frozenset({"transformer", "positional_embedding"})
+
+
+def is_known(name: str) -> bool:
+    """Whether a tensor that the model has no use for may be left over. name: as below the model's
+    own prefix."""
+    words = without_wrappers(name.split("."))
+    first, last = words[0], words[-1]
+    if last in FIXED_TABLES:
+        return True
+    if first in _MASK or last in _MASK:
+        return True
+    if first in _DECODER or first.startswith("decoder_") or first.startswith("decode_"):
+        return True
+    if first in _PROJECTION or first.endswith(("_projector", "_projection")):
+        return True
+    if first in _TEXT or first.startswith("text_"):
+        return True
+    if first in _HEAD or first.startswith("head_") or first.endswith(_HEAD_ENDINGS):
+        return True
+    return first in _TRAINING or first.endswith(_TRAINING_ENDINGS)
+
+
+def is_known_beside(name: str, prefixes: Sequence[str]) -> bool:
+    """Whether a tensor outside the model's prefix may be left over: it is known, or is in another
+    copy of the model. prefixes: of the copies, without wrappers' words.
+
+    `module.head.0.weight` is `head.0.weight` beside the copy `module.backbone.`.
+    """
+    words = without_wrappers(name.split("."))
+    shared = 0
+    for prefix in prefixes:
+        copy = prefix.split(".") if prefix else []
+        if copy and words[: len(copy)] == copy:
+            return True
+        n = 0
+        while n < min(len(copy), len(words) - 1) and copy[n] == words[n]:
+            n += 1
+        shared = max(shared, n)
+    if prefixes and "visual" in prefixes[0].split(".") and words[shared] in _TEXT_BESIDE_VISUAL:
+        return True
+    # Also a part that the loop keeps by a name of its own, `student.head`.
+    rest = words[shared:]
+    return is_known(".".join(rest)) or (len(rest) > 1 and is_known(".".join(rest[1:])))
+
+
+def unknown(names: Collection[str], prefixes: Sequence[str] | None = None) -> list[str]:
+    """Those of the names that no list has. prefixes: see `is_known_beside`; None for names inside
+    the model."""
+    if prefixes is None:
+        return [name for name in names if not is_known(name)]
+    return [name for name in names if not is_known_beside(name, prefixes)]
