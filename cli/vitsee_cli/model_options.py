@@ -228,6 +228,12 @@ def check_weight_options(given: Mapping[str, Any]) -> None:
         raise click.UsageError("--checkpoint and --random-init exclude each other")
     if given["checkpoint"] is None and given["checkpoint_key"] is not None:
         raise click.UsageError("--checkpoint-key chooses within a file: give --checkpoint too")
+    resampled = given["weights_size"] is not None or given["resample_patches"]
+    if given["random_init"] is not None and resampled:
+        raise click.UsageError(
+            "--weights-size and --resample-patches are about trained weights; leave them out with "
+            "--random-init"
+        )
 
 
 _WEIGHT_OPTIONS: tuple[Decorator, ...] = (
@@ -241,6 +247,19 @@ _WEIGHT_OPTIONS: tuple[Decorator, ...] = (
         metavar="KEY",
         help="Which weights of FILE, e.g. model_ema, teacher.  [default: the ones its authors "
         "evaluate, averaged ones only if there are no others; the choice is logged]",
+    ),
+    click.option(
+        "--weights-size",
+        metavar="SIZE",
+        type=parse_image_size,
+        help="Input size in pixels, 224 or HEIGHTxWIDTH, that the position table in trained "
+        "weights is for.  [default: what the weights say, else square]",
+    ),
+    click.option(
+        "--resample-patches",
+        is_flag=True,
+        help="Resample the patch embedding of weights with another patch size.  [default: they "
+        "are refused]",
     ),
     click.option(
         "--random-init",
@@ -338,8 +357,9 @@ weight_options = together(*_WEIGHT_OPTIONS, _MODEL_ARG_OPTION)
 
 # By click's names. An option in a name is one of these, or of the forward pass.
 OPTION_NAMES = (
-    "checkpoint", "checkpoint_key", "random_init", "img_size", "img_mean", "img_std", "crop_pct",
-    "crop_mode", "fill", "transform", "processor", "trust_remote_code", "model_args",
+    "checkpoint", "checkpoint_key", "weights_size", "resample_patches", "random_init", "img_size",
+    "img_mean", "img_std", "crop_pct", "crop_mode", "fill", "transform", "processor",
+    "trust_remote_code", "model_args",
 )  # fmt: skip
 NAMED_OPTIONS = (
     *OPTION_NAMES, "ablate_skip", "replace", "ablate_heads", "block_attention", "registers",

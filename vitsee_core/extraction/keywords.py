@@ -50,6 +50,7 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "fill": FILLS,
     "processor": BACKENDS,
     "trust_remote_code": (True, False),
+    "resample_patches": (True, False),
 }
 _SEVERAL = ("sites", "tokens", "dtype", "ablate_skip", *INTERVENTIONS)
 _COUNTS = (
@@ -93,8 +94,9 @@ def extract(
             grams, erf, head_weights, dtype, codec, slab, precision, batch_size, device,
             workers, shard, on_error, force, ablate_skip, replace, ablate_heads,
             block_attention, registers;
-            of a name also checkpoint, checkpoint_key, random_init, img_size, img_mean, img_std,
-            crop_pct, crop_mode, fill, processor, trust_remote_code, model_args.
+            of a name also checkpoint, checkpoint_key, weights_size, resample_patches,
+            random_init, img_size, img_mean, img_std, crop_pct, crop_mode, fill, processor,
+            trust_remote_code, model_args.
 
     Returns:
         The store. With `shard`, while others have slabs to do, only what is there so far.
@@ -208,7 +210,7 @@ def _checked(key: str, value: Any) -> Any:
         expected = "a whole number above 0"
     elif key in ("checkpoint", "only"):
         value = Path(value)
-    elif key == "img_size":
+    elif key in ("img_size", "weights_size"):
         value = (value, value) if isinstance(value, int) else tuple(value)
     elif key in ("img_mean", "img_std"):
         value = (value,) if isinstance(value, float | int) else tuple(value)

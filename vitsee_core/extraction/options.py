@@ -38,6 +38,8 @@ class ModelOptions:
     name: str
     checkpoint: Path | None = None
     checkpoint_key: str | None = None
+    weights_size: tuple[int, int] | None = None
+    resample_patches: bool = False
     random_init: int | None = None
     img_size: tuple[int, int] | None = None
     img_mean: tuple[float, ...] | None = None
@@ -252,6 +254,8 @@ _EXPECTED = "what the option takes on the command line"
 _READ: dict[str, tuple[str, Callable[[str], Any]]] = {
     "checkpoint": ("checkpoint", Path),
     "checkpoint-key": ("checkpoint_key", str),
+    "weights-size": ("weights_size", _size),
+    "resample-patches": ("resample_patches", {"true": True, "false": False}.__getitem__),
     "random-init": ("random_init", int),
     "img-size": ("img_size", _size),
     "img-mean": ("img_mean", lambda text: tuple(map(float, text.split(",")))),

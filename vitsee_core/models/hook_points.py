@@ -3,7 +3,7 @@ tokens; the stand-in for a branch that is to ignore its skip."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,11 +15,17 @@ from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout
 
 SUMS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
+SHOWN = 4  # names in an error line
 Form = Literal["tokens", "nhwc", "nchw", "unrolled", "rows", "vector", "raw"]
 
 
 class ModelError(VitseeError):
     """A model that cannot be made, loaded or read."""
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names, `a, b, c, d, ...`."""
+    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
 
 
 class CaptureError(VitseeError):

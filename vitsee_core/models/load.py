@@ -23,6 +23,7 @@ from vitsee_core.models.sources.transforms import input_transform, label_names
 from vitsee_core.models.tokens.clips import frames_of, recognise
 from vitsee_core.models.tokens.towers import packing_of
 from vitsee_core.models.weights.checkpoints import Checkpoint
+from vitsee_core.models.weights.positions import Resampling
 
 MOST_SEED = 2**63 - 1  # of a torch generator, as JSON readers represent it
 
@@ -52,6 +53,8 @@ def load_model(
     foreign: str | None = None,
     native: bool = False,
     any_weights: bool = False,
+    weights_size: tuple[int, int] | None = None,
+    resample_patches: bool = False,
 ) -> LoadedModel:
     """The model that `name` stands for: a timm name with or without tag, `hf-hub:...`,
     `local-dir:/path`, `demo:vit`, or that of another source, see `models/sources/`.
@@ -65,8 +68,10 @@ def load_model(
     model of clips is made where it can be; a user's own module is tried on clips of so many.
     foreign: the store that name and arguments were read from, which nobody vouches for: no folder,
     no network, and only arguments that size a layer. any_weights: random ones, or those that its
-    code has for every seed. The others override the model's own configuration. transform,
-    processor, trust_remote_code: see `Choices`.
+    code has for every seed. weights_size: (rows, cols) in pixels of the images that the weights'
+    position table is for, where these do not say it; by default square. resample_patches: filters
+    of another patch size are resampled, not refused. The others override the model's own
+    configuration. transform, processor, trust_remote_code: see `Choices`.
 
     Raises:
         ModelError: unknown model, weights that cannot be had or do not fit, an option that the
@@ -76,6 +81,7 @@ def load_model(
     options: dict[str, Any] = {"transform": transform, "processor": processor, "native": native}
     options |= {"trust_remote_code": trust_remote_code, "checkpoint": checkpoint}
     options |= {"checkpoint_key": checkpoint_key, "random_init": random_init, "crop_pct": crop_pct}
+    options |= {"weights_size": weights_size, "resample_patches": resample_patches}
     source = source_of(name, options)
     if foreign is not None:
         source.check_foreign(args, foreign)
@@ -83,6 +89,8 @@ def load_model(
     if any_weights and random_init is None:
         random_init = 0
     fresh = checkpoint is not None or random_init is not None
+    resampling = Resampling(patches=resample_patches, size=weights_size)
+    source.resampling = resampling
     file = None if checkpoint is None else Checkpoint.read(checkpoint, checkpoint_key)
     layout = None if file is None else file.layout
     if layout is not None:
@@ -113,7 +121,10 @@ def load_model(
     config = source.transform(module, wanted.get("img_size"), given)
     weights: dict[str, Any]
     if file is not None:
-        weights = {"source": "checkpoint", **file.put_into(module, source.converter(module))}
+        weights = {
+            "source": "checkpoint",
+            **file.put_into(module, source.converter(module), resampling),
+        }
         if layout is not None:
             weights["layout"] = layout.name
             own = layout.preprocessing(config["input_size"][1])
@@ -132,6 +143,10 @@ def load_model(
     _still(module)
     if frames is not None and source.any_module:
         recognise(module, frames, tuple(config["input_size"]), name)
+    if resample_patches:
+        weights["resample_patches"] = True
+    if weights_size is not None:
+        weights["weights_size"] = list(weights_size)
     weights["sha256"] = hash_weights(module)
     model = LoadedModel(
         name=name,
@@ -251,6 +266,12 @@ def check_model_options(name: str, options: Mapping[str, Any]) -> None:
     checkpoint_key, crop_pct = options.get("checkpoint_key"), options.get("crop_pct")
     if checkpoint is not None and random_init is not None:
         raise ModelError("--checkpoint and --random-init exclude each other; give one of them")
+    resampled = options.get("weights_size") is not None or options.get("resample_patches")
+    if random_init is not None and resampled:
+        raise ModelError(
+            "--weights-size and --resample-patches are about trained weights, which --random-init "
+            "does not read; leave them out"
+        )
     if checkpoint_key is not None and checkpoint is None:
         raise ModelError("--checkpoint-key chooses within a file: give --checkpoint FILE too")
     if random_init is not None and not 0 <= random_init <= MOST_SEED:

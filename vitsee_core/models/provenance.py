@@ -159,6 +159,7 @@ def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = Fals
     if checkpoint is None and weights.get("source") == "checkpoint":
         file = made_in / (info.get("checkpoint") or weights.get("file") or "")
         key = weights.get("key") or None
+    weights_size = weights.get("weights_size")
     remote_code = record.get("origin", {}).get("trust_remote_code") is True
     own = _named_for(store)
     allowed = trust if own is None else own.trust_remote_code
@@ -167,6 +168,8 @@ def model_of(store: Store, checkpoint: Path | None = None, *, trust: bool = Fals
             source_of(record["name"]).placed(made_in) if own is None else own.name,
             checkpoint=file,
             checkpoint_key=key,
+            weights_size=(weights_size[0], weights_size[1]) if weights_size else None,
+            resample_patches=weights.get("resample_patches") is True,
             random_init=weights.get("seed") if file is None else None,
             img_size=(size[0], size[1]),
             model_args=record.get("args", {}),
@@ -204,6 +207,9 @@ def _check_record(store: Store) -> None:
         if not all(type(x) is int and 0 < x <= MOST_PIXELS for x in (height, width)):
             raise ValueError("input_size")
         seed, _ = weights.get("seed"), model.get("origin", {}).get("trust_remote_code")
+        trained_size = weights.get("weights_size") or (1, 1)
+        if len(trained_size) != 2 or not all(type(x) is int for x in trained_size):
+            raise TypeError("weights_size")
         if not isinstance(args, dict) or not isinstance(seed, int | None):
             raise TypeError("args or seed")
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -106,12 +106,17 @@ def command(sources: tuple[str, ...], outputs: Outputs, scale: str, **parameters
     )  # fmt: skip
 
 
-_OF_MODELS = ("checkpoint", "checkpoint_key", "random_init", "img_size", "model_args")
+_OF_MODELS = (
+    "checkpoint", "checkpoint_key", "weights_size", "resample_patches", "random_init", "img_size",
+    "model_args",
+)  # fmt: skip
 
 
 def _check(models: list[str], given: dict[str, Any]) -> None:
     """Refuse options of weights where no MODEL is given, or several are where one is meant."""
-    used = [f"--{name.replace('_', '-')}" for name, x in given.items() if x not in (None, ())]
+    unset = (None, (), False)
+    chosen = [name for name, x in given.items() if not any(x is value for value in unset)]
+    used = [f"--{name.replace('_', '-')}" for name in chosen]
     used = [name.replace("-args", "-arg") for name in used]
     if used and not models:
         raise click.UsageError(f"{', '.join(used)}: for a MODEL, and there are stores only")

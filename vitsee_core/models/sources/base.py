@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,9 +20,11 @@ from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.sources.meta_device import meta_device
 from vitsee_stores.plan import Canvas
 
-# Of error lines: letters, and names.
+if TYPE_CHECKING:
+    from vitsee_core.models.weights.positions import Resampling
+
+# Letters of an error line.
 LONGEST = 300
-SHOWN = 4
 BACKENDS = ("pil", "torchvision")  # of image processors
 OWN_TRANSFORM = "timm"  # of --transform: vitsee's own, which is timm's
 
@@ -63,6 +65,7 @@ class Source(ABC):
         self.name = name
         self.choices = choices or Choices()
         self.native: Canvas | None = None
+        self.resampling: Resampling | None = None  # of its own weights
 
     # ------------------------------------------------------------ before a model is made
 
@@ -279,11 +282,6 @@ def one_line(error: BaseException) -> str:
     """The error's text without line breaks, cut where it is long; its type if it has none."""
     text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
-
-
-def some(names: Sequence[str]) -> str:
-    """The first names, `a, b, c, d, ...`."""
-    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
 
 
 def near_names(name: str, known: Sequence[str]) -> str:

@@ -19,8 +19,8 @@ from unittest import mock
 import torch
 from torch import nn
 
-from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.sources.base import Unfilled, near_names, one_line, some
+from vitsee_core.models.hook_points import ModelError, some
+from vitsee_core.models.sources.base import Unfilled, near_names, one_line
 from vitsee_core.models.sources.meta_device import meta_device
 from vitsee_core.models.sources.transforms import checked_size
 from vitsee_core.models.survey.structure import classifier_prefixes

@@ -508,10 +508,11 @@ class TransformersSource(Source):
         given |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
         def load(state: dict[str, Tensor] | None) -> Any:
-            if state is None:
-                where, extra = place, {"revision": revision, **self._access}
-            else:
-                where, extra = None, {"state_dict": state}
+            where: str | None = place
+            extra: dict[str, Any] = {"revision": revision, **self._access}
+            if state is not None:
+                where = None
+                extra = {"state_dict": state}
 
             def loaded(how: str) -> Any:
                 return kind.from_pretrained(where, attn_implementation=how, **given, **extra)
@@ -538,13 +539,13 @@ class TransformersSource(Source):
         config = copy.deepcopy(self._config)
         names: set[str] = set()
         for architecture in getattr(config, "architectures", None) or ():
-            kind = getattr(library(), str(architecture), None)
-            if inspect.isclass(kind) and issubclass(kind, library().PreTrainedModel):
-                saved = on_meta(kind, config)
-                inside = f"{kind.base_model_prefix}."
-                names |= {name for name in saved.state_dict() if not name.startswith(inside)}
-                if not hasattr(saved, kind.base_model_prefix):
-                    return set()
+            kind: Any = getattr(library(), str(architecture), None)
+            if not (inspect.isclass(kind) and issubclass(kind, library().PreTrainedModel)):
+                continue
+            saved = on_meta(kind, config)
+            base: str = kind.base_model_prefix  # type: ignore[attr-defined]
+            if hasattr(saved, base):  # else it is the encoder itself
+                names |= {name for name in saved.state_dict() if not name.startswith(f"{base}.")}
         return names
 
     def _alone(self, kind: Any, config: Any, tower: _Tower | None) -> nn.Module | None:

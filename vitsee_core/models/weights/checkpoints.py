@@ -20,11 +20,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.sources.base import some
+from vitsee_core.models.hook_points import ModelError, some
 from vitsee_core.models.weights.checkpoint_files import read_file
-from vitsee_core.models.weights.fitting import Resampling, State, fit
+from vitsee_core.models.weights.fitting import State, fit
 from vitsee_core.models.weights.names import WRAPPER_WORDS, is_averaged, without_wrappers
+from vitsee_core.models.weights.positions import Resampling
 
 # Which of several state dicts in a file, or of several copies of the model in one, is taken: the
 # one its authors evaluate. Averaged weights (EMA) are taken only where a file has nothing else.

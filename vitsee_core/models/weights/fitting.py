@@ -10,7 +10,6 @@ arithmetic is taken for the whole one.
 from __future__ import annotations
 
 import inspect
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vitsee_core.models.hook_points import ModelError
-from vitsee_core.models.sources.base import some
+from vitsee_core.models.hook_points import ModelError, some
 from vitsee_core.models.survey.structure import classifier_prefixes
 from vitsee_core.models.weights.left_over import FIXED_TABLES, unknown
 from vitsee_core.models.weights.names import (
@@ -34,6 +32,7 @@ from vitsee_core.models.weights.names import (
     without_wrappers,
 )
 from vitsee_core.models.weights.origins import Origins
+from vitsee_core.models.weights.positions import Conversion, Resampling, fit_positions, resized
 
 State = dict[str, Tensor]
 Convert = Callable[..., Any]
@@ -54,23 +53,10 @@ _FLOATS = tuple(
     )
     if hasattr(torch, name)
 )  # fmt: skip
-POSITION_NAMES = ("pos_embed", "position_embedding", "positional_embedding", "pos_embedding")
 EXPECTED = (
     "expected all but the classifier: try another MODEL or --model-arg (random weights are "
     "--random-init SEED)"
 )
-
-
-@dataclass(frozen=True)
-class Resampling:
-    """How tensors of other sizes may be fitted.
-
-    patches: whether filters of the patch embedding may be resampled to another patch size. grid:
-    rows and columns of the position table in the weights, where the user says them.
-    """
-
-    patches: bool = False
-    grid: tuple[int, int] | None = None
 
 
 @dataclass
@@ -203,21 +189,26 @@ def fit(
     origins = Origins(kept)
     converted = _converted(model, kept, who, convert, origins)
     tensors = {name: x for name, x in converted.items() if name in own}
-    sources = {name: origins.of(x) or {name} & kept.keys() for name, x in tensors.items()}
-    for name in tensors:
+    sources: dict[str, frozenset[str]] = {}
+    for name, x in tensors.items():
+        sources[name] = origins.of(x) or frozenset({name} & kept.keys())
         stored = {source: kept[source] for source in sources[name]}
         require_numbers(who, stored, dict.fromkeys(stored, own[name]))
-    used = set().union(*sources.values()) if sources else set()
+    conversion = Conversion(kept, tensors, sources, origins)
+    tables, notes = fit_positions(model, conversion, resampling.size, who)
+    used = frozenset().union(*sources.values())
     unused = [name for name in kept if name not in used]
     result = Fit(tensors, group.prefix, [other.label or "(no prefix)" for other in others])
-    _fit_positions(model, result, kept, sources, origins, resampling, who)
+    result.notes = notes
     _judge(model, result, unused, set(converted), who, whole)
     if not alone:
         copies = [group.label, *(other.label for other in others)]
         require_fit(who, left_over=[] if not group.prefix else unknown(beside, copies))
     tops = Counter(_top(name) for name in beside)
     result.left_over += [f"{top}.* ({n})" for top, n in tops.items()]
-    result.resampled += _resized(result, kept, sources, resampling, who)
+    said = tuple(f"{text.split(' ')[0]} " for text in tables)
+    sizes = resized(conversion, patches=resampling.patches, who=who)
+    result.resampled = tables + [text for text in sizes if not said or not text.startswith(said)]
     return result
 
 
@@ -374,122 +365,6 @@ def _judge(
             del result.tensors[name]
     result.missing = [n for n in own if n in absent or (n in sizes and n.startswith(heads))]
     result.left_over = left + [text for n, text in sizes.items() if n.startswith(heads)]
-
-
-def _fit_positions(
-    model: nn.Module,
-    result: Fit,
-    kept: State,
-    sources: Mapping[str, Collection[str]],
-    origins: Origins,
-    resampling: Resampling,
-    who: str,
-) -> None:
-    """Resample position tables whose grid differs from the model's, also where both have as many
-    cells: such a file is of square images unless the user says otherwise."""
-    grid = _grid_of(model)
-    if grid is None:
-        return
-    own = model.state_dict()
-    for name, x in list(result.tensors.items()):
-        table = next((own[name] for word in POSITION_NAMES if word in name), None)
-        if table is None or x.ndim not in (2, 3) or table.ndim != x.ndim:
-            continue
-        n_prefix = table.shape[-2] - math.prod(grid)
-        if not 0 <= n_prefix <= 64 or x.shape[-1] != table.shape[-1]:
-            continue
-        if x.ndim == 3 and x.shape[0] != 1:
-            continue
-        stored = next((kept[source] for source in sources[name] if source.endswith(name)), x)
-        n_cells = x.shape[-2] - n_prefix
-        side = math.isqrt(max(n_cells, 0))
-        if resampling.grid is not None:
-            stated = resampling.grid
-            if stored.ndim == x.ndim and origins.is_interpolated(x):
-                x, n_cells = stored.float(), stored.shape[-2] - n_prefix
-            if math.prod(stated) != n_cells:
-                raise ModelError(
-                    f"{who}: {name} has {n_cells} positions, and --weights-size says "
-                    f"{stated[0]} x {stated[1]} patches; expected the size of the images that the "
-                    "weights were trained on"
-                )
-        elif origins.is_interpolated(x) or grid[0] == grid[1] or n_cells != math.prod(grid):
-            continue
-        elif side * side != n_cells:
-            result.notes.append(_assumed_grid(name, grid))
-            continue
-        else:
-            stated = side, side
-            result.notes.append(_assumed_grid(name, stated))
-        if stated != grid:
-            result.tensors[name] = _resampled_table(x, stated, grid, n_prefix)
-            result.resampled.append(f"{name} {stated[0]} x {stated[1]} to {grid[0]} x {grid[1]}")
-        else:
-            result.tensors[name] = x
-
-
-def _assumed_grid(name: str, grid: tuple[int, int]) -> str:
-    return (
-        f"{name} does not say its grid, assumed is {grid[0]} x {grid[1]} (for others: "
-        "--weights-size)"
-    )
-
-
-def _resampled_table(
-    table: Tensor, old: tuple[int, int], new: tuple[int, int], n_prefix: int
-) -> Tensor:
-    """A position table ([1,] prefix tokens + cells, channels) for another grid."""
-    from timm.layers.pos_embed import resample_abs_pos_embed
-
-    batched = table if table.ndim == 3 else table[None]
-    resampled: Tensor = resample_abs_pos_embed(
-        batched, new_size=list(new), old_size=list(old), num_prefix_tokens=n_prefix
-    )
-    return resampled if table.ndim == 3 else resampled[0]
-
-
-def _grid_of(model: nn.Module) -> tuple[int, int] | None:
-    """Rows and columns of patches of a model's input, where it says them."""
-    embed = getattr(model, "patch_embed", None)
-    for holder in (embed, model):
-        grid = getattr(holder, "grid_size", None)
-        if isinstance(grid, tuple | list) and len(grid) == 2:
-            rows, cols = grid
-            if isinstance(rows, int) and isinstance(cols, int):
-                return rows, cols
-    return None
-
-
-def _resized(
-    result: Fit,
-    kept: State,
-    sources: Mapping[str, Collection[str]],
-    resampling: Resampling,
-    who: str,
-) -> list[str]:
-    """Tensors that were resampled, as "NAME (shape) to (shape)"; refuses other patch sizes.
-
-    Raises:
-        ModelError: filters of another patch size, which nobody asked to resample.
-    """
-    said = {text.split(" ")[0] for text in result.resampled}
-    texts = []
-    for name, x in result.tensors.items():
-        stored = [kept[source] for source in sources.get(name, ())]
-        if len(stored) != 1 or name in said:
-            continue
-        before, after = tuple(stored[0].shape), tuple(x.shape)
-        if stored[0].numel() == x.numel():
-            continue
-        filters = len(before) == len(after) == 4 and before[:2] == after[:2]
-        if filters and not resampling.patches:
-            raise ModelError(
-                f"{who}: {name} has filters of {before[2]} x {before[3]} pixels, the model's have "
-                f"{after[2]} x {after[3]}; expected the same (--resample-patches if they shall be "
-                "resampled)"
-            )
-        texts.append(f"{name} {before} to {after}")
-    return texts
 
 
 def _top(name: str) -> str:

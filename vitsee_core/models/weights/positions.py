@@ -1,0 +1,177 @@
+"""Position tables of weights for another grid of patches than the model's.
+
+A table (1, prefix tokens + rows * cols, channels) does not say its grid. Libraries resample it
+where the number of tokens differs, and take 4 x 4 positions for 2 x 8 as they are. Here it is
+resampled where the grid differs: that of the user's `--weights-size`, else a square one where the
+number of positions is a square, which is said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.weights.origins import Origins
+
+POSITION_NAMES = ("pos_embed", "position_embedding", "positional_embedding", "pos_embedding")
+MAX_PREFIX_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Resampling:
+    """How tensors of other sizes may be fitted.
+
+    patches: whether filters of the patch embedding may be resampled to another patch size. size:
+    rows and columns in pixels of the images that the weights' position table is for, where the user
+    says them.
+    """
+
+    patches: bool = False
+    size: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What became of a file's tensors.
+
+    stored: the file's, by names without prefix. tensors: the model's. sources: name of one of these
+    -> names of the stored ones that it is made of.
+    """
+
+    stored: dict[str, Tensor]
+    tensors: dict[str, Tensor]
+    sources: Mapping[str, frozenset[str]]
+    origins: Origins
+
+    def only_source(self, name: str) -> Tensor | None:
+        """The stored tensor that one of the model's is made of; None where there are several."""
+        names = [*self.sources.get(name, ())]
+        return self.stored[names[0]] if len(names) == 1 else None
+
+
+def fit_positions(
+    model: nn.Module, conversion: Conversion, size: tuple[int, int] | None, who: str
+) -> tuple[list[str], list[str]]:
+    """Resample the position tables of a conversion whose grid differs from the model's, in place;
+    what was resampled, "NAME ROWS x COLS to ROWS x COLS", and what was assumed.
+
+    size: rows and columns in pixels of the images that the tables are for, None if unknown.
+
+    Raises:
+        ModelError: a table has another number of positions than images of this size have patches.
+    """
+    resampled: list[str] = []
+    notes: list[str] = []
+    grid = _grid_of(model)
+    if grid is None:
+        return resampled, notes
+    for name, own in model.state_dict().items():
+        table = conversion.tensors.get(name)
+        if table is None or not _is_table(name, table, own, grid):
+            continue
+        n_prefix = own.shape[-2] - math.prod(grid)
+        interpolated = conversion.origins.is_interpolated(table)
+        if size is not None:
+            stored_grid = _stated_grid(model, conversion, size)
+            stored = conversion.only_source(name)
+            if interpolated and stored is not None and stored.ndim == table.ndim:
+                table = stored.float()  # the library took it for square
+            n_positions = table.shape[-2] - n_prefix
+            if math.prod(stored_grid) != n_positions:
+                raise ModelError(
+                    f"{who}: {name} has {n_positions} positions, and images of --weights-size have "
+                    f"{stored_grid[0]} x {stored_grid[1]} patches; expected the size in pixels "
+                    "that the weights were trained with"
+                )
+        else:
+            n_positions = table.shape[-2] - n_prefix
+            if interpolated or grid[0] == grid[1] or n_positions != math.prod(grid):
+                continue
+            side = math.isqrt(n_positions)
+            stored_grid = (side, side) if side * side == n_positions else grid
+            notes.append(
+                f"{name} does not say its grid, assumed is {stored_grid[0]} x {stored_grid[1]} "
+                "(for others: --weights-size)"
+            )
+        conversion.tensors[name] = table
+        if stored_grid != grid:
+            conversion.tensors[name] = _resampled_table(table, stored_grid, grid, n_prefix)
+            sizes = f"{stored_grid[0]} x {stored_grid[1]} to {grid[0]} x {grid[1]}"
+            resampled.append(f"{name} {sizes}")
+    return resampled, notes
+
+
+def _is_table(name: str, table: Tensor, own: Tensor, grid: tuple[int, int]) -> bool:
+    """Whether a tensor has a position of its own for every patch."""
+    if not any(word in name for word in POSITION_NAMES) or table.ndim != own.ndim:
+        return False
+    if table.ndim not in (2, 3) or (table.ndim == 3 and table.shape[0] != 1):
+        return False
+    n_prefix = own.shape[-2] - math.prod(grid)
+    return 0 <= n_prefix <= MAX_PREFIX_TOKENS and table.shape[-1] == own.shape[-1]
+
+
+def _resampled_table(
+    table: Tensor, old: tuple[int, int], new: tuple[int, int], n_prefix: int
+) -> Tensor:
+    """A table ([1,] prefix tokens + positions, channels) for another grid."""
+    from timm.layers.pos_embed import resample_abs_pos_embed
+
+    batched = table if table.ndim == 3 else table[None]
+    resampled: Tensor = resample_abs_pos_embed(
+        batched, new_size=list(new), old_size=list(old), num_prefix_tokens=n_prefix
+    )
+    return resampled if table.ndim == 3 else resampled[0]
+
+
+def _grid_of(model: nn.Module) -> tuple[int, int] | None:
+    """Rows and columns of patches of a model's input, where it says them."""
+    for holder in (getattr(model, "patch_embed", None), model):
+        grid = getattr(holder, "grid_size", None)
+        if isinstance(grid, tuple | list) and len(grid) == 2:
+            rows, cols = grid
+            if isinstance(rows, int) and isinstance(cols, int):
+                return rows, cols
+    return None
+
+
+def _stated_grid(
+    model: nn.Module, conversion: Conversion, size: tuple[int, int]
+) -> tuple[int, int]:
+    """Rows and columns of patches, of the weights' own patch size, in images of this size."""
+    for name in conversion.tensors:
+        filters = conversion.only_source(name)
+        if "patch_embed" in name and filters is not None and filters.ndim == 4:
+            return size[0] // filters.shape[2], size[1] // filters.shape[3]
+    patch: Any = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    if not isinstance(patch, tuple | list):
+        patch = (patch, patch) if isinstance(patch, int) else (1, 1)
+    return size[0] // int(patch[0]), size[1] // int(patch[1])
+
+
+def resized(conversion: Conversion, *, patches: bool, who: str) -> list[str]:
+    """The model's tensors that have another size in the file, as "NAME (shape) to (shape)".
+
+    Raises:
+        ModelError: filters of another patch size, unless `patches` allows it.
+    """
+    texts = []
+    for name, x in conversion.tensors.items():
+        stored = conversion.only_source(name)
+        if stored is None or stored.numel() == x.numel():
+            continue
+        before, after = tuple(stored.shape), tuple(x.shape)
+        filters = len(before) == len(after) == 4 and before[:2] == after[:2]
+        if filters and not patches:
+            raise ModelError(
+                f"{who}: {name} has filters of {before[2]} x {before[3]} pixels, the model's have "
+                f"{after[2]} x {after[3]}; expected the same (--resample-patches if they shall be "
+                "resampled)"
+            )
+        texts.append(f"{name} {before} to {after}")
+    return texts
