@@ -64,6 +64,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = "".join(f"{k}\t0.1\t1\t1\t0\tclass {k}\n" for k in range(1, 11))
     (path / "ade/objectInfo150.txt").write_text(f"Idx\tRatio\tTrain\tVal\tStuff\tName\n{names}")
     (path / "unnamed/objectInfo150.txt").write_text("Idx\tName\n7\twall\n")
+    for name, value, first in (("binary", 255, "a"), ("blank", 0, "a"), ("blank-b", 0, "b")):
+        (path / name).mkdir()
+        for i, size in enumerate(store.sizes.tolist()):
+            labels = np.zeros(size, np.uint8)
+            labels[2:9, 3:9] = value
+            Image.fromarray(labels).save(path / name / f"{first}{i}.png")
     (path / "pictures").mkdir()
     Image.new("L", (5, 5)).save(path / "pictures/a0.jpg")
     shutil.copytree(masks, path / "renamed")
@@ -89,6 +95,11 @@ WRONG = {
     "a.zarr HALF --masks ade": "a0.png has the value 12, which is no class",
     "a.zarr HALF --masks unnamed": "objectInfo150.txt is not the table of ADE20K's",
     "city.zarr HALF --masks gtFine": "labelIds.png has the value 34, which is",
+    "a.zarr HALF --masks binary": "2 training images of a that have a class in binary are of the "
+    "class 0; expected two classes at least (255 is never one",
+    "a.zarr HALF --masks binary --solver knn --k 2": "are of the class 0; expected two classes",
+    "a.zarr HALF --masks blank --solver sgd --steps 2": "are of the class 0; expected two classes",
+    "a.zarr b.zarr --masks a-masks --masks blank-b": "4 test images of b that have a class",
     "a.zarr HALF --masks pictures": "no .png files below pictures",
     "a.zarr HALF --masks none": "no file or folder",
     "a.zarr HALF --masks broken.json": "broken.json",

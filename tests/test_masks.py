@@ -395,7 +395,8 @@ def test_coco_files_that_are_refused(tmp_path: Path) -> None:
             ' "annotations": []}',
             "a is -3 x 0 pixels",
         ),
-        ('{"images": [], "annotations": [{"image_id": 1}]}', "no segmentation in any"),
+        ('{"images": [], "annotations": []}', "no segmentation in any"),
+        ('{"images": [], "annotations": [{"image_id": 1}]}', "none of its 1 annotations is of an"),
     ):
         path.write_text(text)
         assert phrase in refused(path)

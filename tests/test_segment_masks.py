@@ -134,9 +134,14 @@ def test_an_outline_of_two_points_is_no_box(tmp_path: Path) -> None:
     assert np.array_equal(both, pixels_of([square], (3, 4)))
     assert both.sum() == 4
     assert not pixels_of([short], (3, 4)).any()
-    entry = {"id": 1, "image_id": 7, "category_id": 2, "segmentation": [short]}
-    source = open_masks(write_json(tmp_path / "a.json", annotations=[entry]))
+    entries = [
+        {"id": number, "image_id": 7, "category_id": 2, "segmentation": [outline]}
+        for number, outline in enumerate((short, square))
+    ]
+    source = open_masks(write_json(tmp_path / "a.json", annotations=entries))
     assert not source.segments(0)[0].mask.any()
+    line = refused(write_json(tmp_path / "a.json", annotations=entries[:1]))
+    assert "no outline encloses a pixel (annotations 0)" in line
 
 
 # ---------------------------------------------------------------- PNG folders

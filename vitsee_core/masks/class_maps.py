@@ -26,8 +26,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.masks.coco import PanopticMasks
+from vitsee_core.masks.coco import CocoMasks
 from vitsee_core.masks.labels import MaskSource, PixelSource
+from vitsee_core.masks.panoptic import PanopticMasks
 from vitsee_core.masks.sources import Several, check_once, open_masks, png_files, read_numbers
 from vitsee_stores.errors import VitseeError, reason
 
@@ -125,6 +126,7 @@ class SegmentMaps:
             "layout": self.layout,
             "pixels of no annotation": rest,
             "ignored": ", ".join(("crowds", *self.ignore)),
+            **(self.source.left_out if isinstance(self.source, CocoMasks) else {}),
         }
 
     def where(self, i: int) -> str:
@@ -171,6 +173,9 @@ def open_segment_maps(source: MaskSource, ignore: Sequence[str]) -> SegmentMaps:
 
 REFUSED = -1  # in a table of values: a file with this one is damaged, or of another data set
 VALUES = 256
+# The second is that of Hariharan et al.'s additional annotations, as they are commonly distributed.
+VOC_FOLDERS = ("SegmentationClass", "SegmentationClassAug")
+VOC_OBJECTS = "SegmentationObject"
 VOC_CLASSES = (
     *("background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat"),
     *("chair", "cow", "diningtable", "dog", "horse", "motorbike", "person", "pottedplant"),
@@ -257,13 +262,25 @@ def _value_of(word: str, maps: PngMaps) -> int:
 def _voc(path: Path) -> PngMaps | None:
     folder = path / "SegmentationClass"
     folder = folder if folder.is_dir() else path
-    if folder.name != "SegmentationClass":
+    name = folder.absolute().name
+    if name == VOC_OBJECTS:
+        raise VitseeError(
+            f"{path} numbers the objects of each image, not classes; expected the folder "
+            f"{VOC_FOLDERS[0]} beside it"
+        )
+    if name not in VOC_FOLDERS:
         return None
     return _maps(path, folder, range(len(VOC_CLASSES)), VOC_CLASSES, "Pascal VOC")
 
 
 def _ade20k(path: Path) -> PngMaps | None:
-    for root, folder in ((path, path / "annotations"), (path.parent, path)):
+    # The root, its annotations/, or one of the folders below that.
+    folder_by_root = {
+        path: path / "annotations",
+        path.absolute().parent: path,
+        path.absolute().parent.parent: path,
+    }
+    for root, folder in folder_by_root.items():
         if (root / ADE_NAMES).is_file() and folder.is_dir():
             names = _ade20k_names(root / ADE_NAMES)
             values = (IGNORED, *range(len(names)))

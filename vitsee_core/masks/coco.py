@@ -1,4 +1,4 @@
-"""Masks in COCO files: objects or parts as outlines and run lengths, and panoptic segments.
+"""Masks in COCO files: objects or parts as outlines and run lengths.
 
 Outlines become pixels by pycocotools, run lengths by numpy. Sizes and numbers are checked before
 memory is allocated or compiled code is called: pycocotools crashes the process on outlines far
@@ -8,23 +8,34 @@ outside of the image, and on runs beyond its end.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from vitsee_core.images.decoding import FileOpener
-from vitsee_core.masks.labels import BACKGROUND, FOREGROUND, VOID, Labels, Segment
+from vitsee_core.masks.annotations import (
+    EXPECTED,
+    Annotated,
+    category_names,
+    category_of,
+    checked_images,
+    entries_of,
+    flag,
+    id_by_alias,
+    read_annotations,
+    size_of,
+)
+from vitsee_core.masks.labels import FOREGROUND, VOID, Labels, Segment
 from vitsee_core.types import Float, Mask
-from vitsee_stores.errors import VitseeError, reason
+from vitsee_stores.errors import VitseeError
+from vitsee_stores.manifest import few
 
 Size = tuple[int, int]  # height, width
+
+log = logging.getLogger(__name__)
 
 # pycocotools walks along an outline in fifths of a pixel and keeps 16 bytes of each: 134 MB.
 MOST_STEPS = 1 << 23
@@ -123,104 +134,44 @@ def unpack_counts(text: str | bytes) -> Iterator[int]:
         raise ValueError("its run lengths are cut short")
 
 
-EXPECTED = "a COCO file with 'images' and 'annotations'"
-MOST_PIXELS = 178_956_970  # of an image that Pillow opens
+LONGEST_ID = 40  # characters in a message
+SHORTEST_CODE = 12  # characters: run lengths of no pixel at all are fewer
 
 
-@dataclass(frozen=True)
-class Annotated:
-    """Images and categories of an annotation file. names: category id -> its name."""
-
-    name: str
-    images: list[dict[str, Any]]
-    names: dict[Any, str]
-
-    @cached_property
-    def keys(self) -> list[str]:
-        return [str(image["file_name"]) for image in self.images]
-
-    @property
-    def categories(self) -> list[str]:
-        return list(dict.fromkeys(self.names.values()))
-
-
-def read_annotations(path: Path) -> dict[str, Any]:
-    """The contents of an annotation file, parsed from JSON. Raises VitseeError: it cannot be read,
-    or is no annotation file."""
+def has_area(shape: Any) -> bool:
+    """Whether a segmentation can cover pixels: an outline of three points that reaches over a
+    pixel, or runs that are not background alone. What is damaged, and refused where it is read,
+    counts as one that can."""
+    if isinstance(shape, list):
+        return any(_encloses(outline) for outline in shape)
+    if not isinstance(shape, dict) or "counts" not in shape:
+        return bool(shape)
+    counts = shape["counts"]
     try:
-        found = json.loads(path.read_bytes())
-    except OSError as error:
-        raise VitseeError(f"cannot read {path}: {reason(error)}") from None
-    except (ValueError, RecursionError) as error:
-        raise VitseeError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict) or not {"images", "annotations"} <= found.keys():
-        held = ", ".join(found) if isinstance(found, dict) else type(found).__name__
-        raise VitseeError(f"{path} has {held or 'nothing'}; expected {EXPECTED}")
-    return found
+        if isinstance(counts, str) and len(counts) < SHORTEST_CODE:
+            counts = list(unpack_counts(counts))
+        return not isinstance(counts, list) or any(counts[1::2])
+    except ValueError:
+        return True
 
 
-@contextmanager
-def entries_of(path: Path, annotations: str) -> Iterator[None]:
-    """Around the work on a file's entries: one that is not as expected is a VitseeError.
-
-    Args:
-        path: of the file.
-        annotations: what its annotations are expected to have, in words.
-    """
+def _encloses(outline: Any) -> bool:
+    """Whether an outline's points do not all lie within a pixel, or on a line."""
     try:
-        yield
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise VitseeError(
-            f"{path} has an entry that cannot be read ({type(error).__name__}: {error}); expected "
-            f"{EXPECTED}, images with id, file_name, height and width, {annotations}"
-        ) from None
-
-
-def checked_images(images: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The images by their ids, if these can be ordered. Refused are images without an id, a name or
-    a size that can be read, and a name that occurs twice. Raises KeyError, TypeError, ValueError:
-    what is wrong with one."""
-    seen = set()
-    for image in images:
-        _ = hash(image["id"]), image["file_name"]
-        if image["file_name"] in seen:
-            raise ValueError(f"the image {image['file_name']} is there twice")
-        seen.add(image["file_name"])
-        height, width = size_of(image)
-        if min(height, width) < 1 or height * width > MOST_PIXELS:
-            raise ValueError(
-                f"{image['file_name']} is {width:.9g} x {height:.9g} pixels; 1 to {MOST_PIXELS} "
-                "are read"
-            )
-    numbered = all(isinstance(image["id"], int) for image in images)
-    return sorted(images, key=lambda image: image["id"]) if numbered else list(images)
-
-
-def size_of(image: Mapping[str, Any]) -> tuple[int, int]:
-    return int(image["height"]), int(image["width"])
-
-
-def category_names(categories: Sequence[dict[str, Any]]) -> dict[Any, str]:
-    """Category id -> its name; of categories that share one, with the id: two kinds of parts may
-    both be called "Head" (PartImageNet)."""
-    names = {one["id"]: one["name"] for one in categories if one.get("name")}
-    times = Counter(names.values())
-    return {
-        number: str(name) if times[name] == 1 else f"{name} ({number})"
-        for number, name in names.items()
-    }
-
-
-def category_of(entry: Mapping[str, Any], names: Mapping[Any, str], where: str) -> str:
-    """The name of an annotation's category. Raises VitseeError: it has none, or its category has no
-    name."""
-    number = entry.get("category_id")
-    if isinstance(number, (int, str)) and number in names:
-        return names[number]
-    raise VitseeError(
-        f"{where}: the annotation {entry.get('id')} is of category {number}, which has no name "
-        "among the file's categories"
-    )
+        corners = np.asarray(outline, np.float64).reshape(-1, 2)
+    except (ValueError, TypeError):
+        return True
+    if 2 * len(corners) < FEWEST:
+        return False
+    if not np.isfinite(corners).all():
+        return True
+    from_first = corners - corners[0]
+    lengths = np.hypot(from_first[:, 0], from_first[:, 1])
+    far = from_first[lengths.argmax()]
+    # The distance from the line through the first and the farthest point, times its length.
+    aside = np.abs(from_first[:, 0] * far[1] - from_first[:, 1] * far[0]).max()
+    on_a_line = aside <= 1e-9 * float(far @ far)
+    return bool(np.ptp(corners, axis=0).max() >= 1 and not on_a_line)
 
 
 @dataclass(frozen=True)
@@ -229,12 +180,14 @@ class CocoMasks(Annotated):
     annotations of every category. Crowd regions are void, as COCO's own evaluation ignores them; an
     object in a crowd region stays foreground.
 
-    objects: image id -> its annotations.
+    objects: image id -> its annotations. left_out: which annotations are in no mask, in words ->
+    how many.
     """
 
     void = "those of crowd regions"
 
     objects: dict[Any, list[dict[str, Any]]]
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process reads the file, which may be of hundreds of MB, itself."""
@@ -246,6 +199,7 @@ class CocoMasks(Annotated):
             "background": "no annotation",
             "void": "crowd regions (iscrowd 1) outside of every object",
             "foreground": "annotations of every category",
+            **self.left_out,
         }
 
     def where(self, i: int) -> str:
@@ -280,7 +234,7 @@ class CocoMasks(Annotated):
 
 
 def _is_crowd(annotation: dict[str, Any]) -> bool:
-    return bool(annotation.get("iscrowd", 0))
+    return flag(annotation, "iscrowd")
 
 
 def open_coco(path: Path, found: dict[str, Any] | None = None) -> CocoMasks:
@@ -297,130 +251,51 @@ def open_coco(path: Path, found: dict[str, Any] | None = None) -> CocoMasks:
     coder(str(path))
     found = read_annotations(path) if found is None else found
     objects: dict[Any, list[dict[str, Any]]] = {}
+    of_no_image, without_mask = list[Any](), list[Any]()
     with entries_of(path, "annotations with image_id and segmentation"):
         images = checked_images(found["images"])
         names = category_names(found.get("categories") or [])
-        for annotation in found["annotations"]:
+        id_of = id_by_alias(image["id"] for image in images)
+        annotations: list[dict[str, Any]] = found["annotations"]
+        for annotation in annotations:
+            flag(annotation, "iscrowd")
+            if annotation["image_id"] not in id_of:
+                of_no_image.append(annotation["image_id"])
+                continue
+            if not has_area(annotation.get("segmentation")):
+                without_mask.append(annotation.get("id"))
             if annotation.get("segmentation"):
-                objects.setdefault(annotation["image_id"], []).append(annotation)
+                objects.setdefault(id_of[annotation["image_id"]], []).append(annotation)
+    n = len(annotations)
+    if of_no_image and len(of_no_image) == n:
+        raise VitseeError(
+            f"{path}: none of its {n} annotations is of an image of it: they have image_id "
+            f"{_few_ids(of_no_image)}, its images the ids {_few_ids(id_of.values())}"
+        )
     if not objects:
         raise VitseeError(f"{path} has no segmentation in any annotation; expected {EXPECTED}")
-    return CocoMasks(str(path), images, names, objects)
-
-
-@dataclass(frozen=True)
-class PanopticMasks(Annotated):
-    """Images of one panoptic file; see `MaskSource`. For a mask of the foreground things are
-    foreground, stuff is background; crowds and pixels without a segment are void.
-
-    folder: of the PNG files. annotations: of each image. things: the categories that are things.
-    """
-
-    void = "those of no segment and of crowds"
-
-    folder: str
-    annotations: list[dict[str, Any]]
-    things: frozenset[Any]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Another process reads the file itself."""
-        return open_panoptic, (Path(self.name), None, Path(self.folder))
-
-    @property
-    def rules(self) -> dict[str, str]:
-        return {
-            "background": "segments of categories that are stuff",
-            "void": "pixels of no segment, and crowds",
-            "foreground": "segments of categories that are things",
-        }
-
-    def where(self, i: int) -> str:
-        return str(Path(self.folder, self.annotations[i]["file_name"]))
-
-    def read(self, i: int) -> Labels:
-        numbers = self._numbers(i)
-        labels = np.full(numbers.shape, VOID, np.uint8)
-        for one in self.annotations[i]["segments_info"]:
-            kind = FOREGROUND if one["category_id"] in self.things else BACKGROUND
-            labels[numbers == one["id"]] = VOID if one.get("iscrowd") else kind
-        return labels
-
-    def segments(self, i: int) -> list[Segment]:
-        numbers, where = self._numbers(i), self.where(i)
-        return [
-            Segment(
-                category_of(one, self.names, where), numbers == one["id"], bool(one.get("iscrowd"))
-            )
-            for one in self.annotations[i]["segments_info"]
-        ]
-
-    def _numbers(self, i: int) -> NDArray[np.uint32]:
-        """(height, width): of each pixel's segment, R + 256 G + 65536 B; 0 for none."""
-        image, _ = FileOpener(self.folder).load(self.annotations[i]["file_name"])
-        if image.mode not in ("RGB", "RGBA"):
-            raise VitseeError(
-                f"{self.where(i)} has mode {image.mode}; expected colours (RGB) that number the "
-                "segments"
-            )
-        bands = np.asarray(image)[..., :3].astype(np.uint32)
-        numbers: NDArray[np.uint32] = bands @ np.array([1, 256, 65536], np.uint32)
-        known = numbers == 0
-        for one in self.annotations[i]["segments_info"]:
-            known |= numbers == one["id"]
-        if not known.all():
-            unknown = np.unique(numbers[~known])
-            raise VitseeError(
-                f"{self.where(i)} has segment {unknown[0]}, which {self.name} does not list for "
-                f"this image ({len(unknown)} such)"
-            )
-        return numbers
-
-
-def is_panoptic(found: dict[str, Any]) -> bool:
-    annotations = found["annotations"]
-    first = annotations[0] if isinstance(annotations, list) and annotations else None
-    return isinstance(first, dict) and "segments_info" in first
-
-
-def open_panoptic(path: Path, found: dict[str, Any] | None, folder: Path | None) -> PanopticMasks:
-    """The segments of a panoptic file.
-
-    Args:
-        path: of the JSON file.
-        found: what it holds, see `read_annotations`; None: it is read now.
-        folder: of its PNG files; by default the one beside it that is called as it is.
-
-    Raises:
-        VitseeError: there is no such folder, or an entry is not as COCO has it.
-    """
-    folder = path.with_suffix("") if folder is None else folder
-    if not folder.is_dir():
+    if len(without_mask) == n - len(of_no_image):
         raise VitseeError(
-            f"no folder {folder}; expected the PNG files of {path}: say where with --panoptic DIR"
+            f"{path}: no outline encloses a pixel (annotations {_few_ids(without_mask)}); expected "
+            "x and y in pixels, not as shares of the image's width and height"
         )
-    found = read_annotations(path) if found is None else found
-    with entries_of(path, "annotations with image_id, file_name and segments_info"):
-        by_id = {image["id"]: image for image in checked_images(found["images"])}
-        for one in found["annotations"]:
-            _check(one)
-            if one["image_id"] not in by_id:
-                raise ValueError(f"{one['file_name']} is of image {one['image_id']}, which is none")
-        of_image = {one["image_id"]: one for one in found["annotations"]}
-        known = [number for number in by_id if number in of_image]
-        categories = found.get("categories") or []
-        names = category_names(categories)
-        things = frozenset(one["id"] for one in categories if one.get("isthing"))
-    images, annotations = [by_id[n] for n in known], [of_image[n] for n in known]
-    return PanopticMasks(str(path), images, names, str(folder), annotations, things)
+    left_out = dict[str, str]()
+    if of_no_image:
+        left_out["annotations of no image"] = f"{len(of_no_image)} of {n}"
+        log.warning(
+            "%s: %d of %d annotations are of none of its images (image_id %s) and left out",
+            path, len(of_no_image), n, _few_ids(of_no_image),
+        )  # fmt: skip
+    if without_mask:
+        left_out["annotations without a mask"] = f"{len(without_mask)} of {n}"
+        log.warning(
+            "%s: %d of %d annotations have no mask (%s): their objects count as what lies around "
+            "them",
+            path, len(without_mask), n, _few_ids(without_mask),
+        )  # fmt: skip
+    return CocoMasks(str(path), images, names, objects, left_out)
 
 
-def _check(annotation: dict[str, Any]) -> None:
-    """Refuse a file that is not below the folder, and numbers that no colour has."""
-    name = Path(str(annotation["file_name"]))
-    if name.is_absolute() or ".." in name.parts:
-        raise ValueError(f"the file {name} is not below the folder of PNG files")
-    for one in annotation["segments_info"]:
-        if not isinstance(one["id"], int) or not 0 < one["id"] < 2**24:
-            raise ValueError(f"a segment of {name} has the number {one['id']!r}")
-        if not isinstance(one.get("category_id"), (int, str)):
-            raise ValueError(f"a segment of {name} has the category {one.get('category_id')!r}")
+def _few_ids(ids: Iterable[Any]) -> str:
+    """The first of these ids as JSON has them, which tells `"7"` from `7`."""
+    return few([json.dumps(number, default=str)[:LONGEST_ID] for number in dict.fromkeys(ids)])

@@ -15,13 +15,8 @@ from numpy.typing import NDArray
 
 from vitsee_core.images.decoding import FileOpener
 from vitsee_core.images.folders import walk
-from vitsee_core.masks.coco import (
-    PanopticMasks,
-    is_panoptic,
-    open_coco,
-    open_panoptic,
-    read_annotations,
-)
+from vitsee_core.masks.annotations import read_annotations
+from vitsee_core.masks.coco import open_coco
 from vitsee_core.masks.labels import (
     BACKGROUND,
     FOREGROUND,
@@ -31,6 +26,7 @@ from vitsee_core.masks.labels import (
     PixelSource,
     Segment,
 )
+from vitsee_core.masks.panoptic import PanopticMasks, is_panoptic, open_panoptic
 from vitsee_core.runtime.options import Option
 from vitsee_stores.errors import VitseeError
 

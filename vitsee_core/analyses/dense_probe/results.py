@@ -20,9 +20,16 @@ from PIL import Image
 
 from vitsee_core.analyses.dense_probe.bank import train_from_bank
 from vitsee_core.analyses.dense_probe.linear import train_ridge
-from vitsee_core.analyses.dense_probe.metrics import CLOSE, Tally, Task
+from vitsee_core.analyses.dense_probe.metrics import CLOSE, LABELLED, Counts, Tally, Task
 from vitsee_core.analyses.dense_probe.options import BATCH, RIDGE, SGD, Solver
-from vitsee_core.analyses.dense_probe.pixels import Head, Labels, Pixels, has_label, labelled_pixels
+from vitsee_core.analyses.dense_probe.pixels import (
+    ClassHead,
+    Head,
+    Labels,
+    Pixels,
+    has_label,
+    labelled_pixels,
+)
 from vitsee_core.analyses.dense_probe.work import (
     HeadKey,
     Images,
@@ -184,6 +191,9 @@ class PairOfStores:
             trained = train_sgd(self.train, solver, execution)
         else:
             trained = train_from_bank(self.train, solver, execution)
+        for head in trained.heads.values():
+            if isinstance(head, ClassHead):
+                self.train.require_classes(head.classes, "training")
         alone = solver.of_neighbours  # they take all threads
         metrics = self.settings.metrics
         found = score_heads(self.test, trained.heads, metrics, execution, alone)
@@ -298,7 +308,7 @@ def score_heads(
     sent.
 
     Raises:
-        VitseeError: no pixel of the test images counts.
+        VitseeError: no pixel of the test images counts, or all are of one class.
     """
     blocks = Blocks.of(part.store, part.truth.mask, execution.seed)
     make = partial(HeadCounts, Testing(part, heads, wanted, blocks))
@@ -309,6 +319,10 @@ def score_heads(
         counts = part.fold(make, execution).counts
     if not any(map(bool, counts.values())):
         raise part.no_pixel("test")
+    for tally in counts.values():
+        if isinstance(tally, Counts):
+            n_pixels_by_class = tally.whole[:, LABELLED].sum(0)
+            part.require_classes(np.flatnonzero(n_pixels_by_class), "test")
     return counts, blocks
 
 

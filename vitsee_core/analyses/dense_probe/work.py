@@ -18,17 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.analyses.dense_probe import pixels
-from vitsee_core.analyses.dense_probe.metrics import Task
+from vitsee_core.analyses.dense_probe.metrics import Segmentation, Task
 from vitsee_core.analyses.dense_probe.pixels import Head, Labels, Pixels, PlaceSums, nothing
 from vitsee_core.features import SiteFeatures, check_alike, choose_features
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.placement import place
-from vitsee_core.masks.class_maps import ClassMaps
+from vitsee_core.masks.class_maps import IGNORED, ClassMaps
 from vitsee_core.masks.depth_maps import DepthMaps
 from vitsee_core.masks.mask_truth import cut_to_image, match_rows
 from vitsee_core.runtime.lanes import n_lanes, one_blas_thread
 from vitsee_core.runtime.streaming import A, Rows
-from vitsee_core.types import Float32, Mask
+from vitsee_core.types import Float32, Integers, Mask
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 
@@ -367,6 +367,20 @@ class Part:
         return VitseeError(
             f"no pixel of the {self.n_images} {use} images of {self.store.label} has a "
             f"{self.task.label} in {self.truth.maps.name} (all are ignored, or were cropped)"
+        )
+
+    def require_classes(self, classes: Integers, use: str) -> None:
+        """Check that there is something to tell apart. classes: those that occur. Raises
+        VitseeError: fewer than two."""
+        if len(classes) > 1:
+            return
+        names = self.truth.maps.classes if isinstance(self.task, Segmentation) else ()
+        number = int(classes[0])
+        name = names[number] if number < len(names) else str(number)
+        raise VitseeError(
+            f"all pixels of the {self.n_images} {use} images of {self.store.label} that have a "
+            f"class in {self.truth.maps.name} are of the class {name}; expected two classes at "
+            f"least ({IGNORED} is never one: give such pixels another value)"
         )
 
 
