@@ -374,7 +374,7 @@ class Part:
         VitseeError: fewer than two."""
         if len(classes) > 1:
             return
-        names = self.truth.maps.classes if isinstance(self.task, Segmentation) else ()
+        names = self.task.maps.classes if isinstance(self.task, Segmentation) else ()
         number = int(classes[0])
         name = names[number] if number < len(names) else str(number)
         raise VitseeError(
