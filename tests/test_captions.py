@@ -24,7 +24,8 @@ def test_captions_are_whole_sentences_with_a_source(command: str) -> None:
 
 
 def test_figures_of_several_kinds() -> None:
-    assert {*attn_map.READINGS} == {kind.replace("-", "_") for kind in attn_map.KINDS}
+    analysis = attn_map.ANALYSIS
+    assert {*analysis.readings} == {kind.replace("-", "_") for kind in attn_map.KINDS}
     table = Table.from_rows([{"metric": "mean_cls"}], notes={"kind": "mean-cls"})
-    assert caption(attn_map, table).reading == attn_map.READINGS["mean_cls"]
-    assert caption(attn_map, Table.from_rows([{"metric": "x"}])).reading == attn_map.READING
+    assert caption(analysis, table).reading == analysis.readings["mean_cls"]
+    assert caption(analysis, Table.from_rows([{"metric": "x"}])).reading == analysis.reading

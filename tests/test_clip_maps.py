@@ -488,10 +488,10 @@ def test_clips_are_called_clips(tmp_path: Path) -> None:
     table = spectrum.run(store, progress=Heard())
     assert units and all(unit.startswith("clips") for unit in units)
     assert table.notes["examples"] == "clips"
-    said = " ".join(text for _, text in headline(spectrum, table))
+    said = " ".join(text for _, text in headline(spectrum.ANALYSIS, table))
     assert "of 3 clips: too few" in said and "image" not in said
-    assert "of clips" in caption(spectrum, table).reading
-    assert "images" not in caption(spectrum, table).reading
+    assert "of clips" in caption(spectrum.ANALYSIS, table).reading
+    assert "images" not in caption(spectrum.ANALYSIS, table).reading
     texts = [text.get_text() for text in spectrum.plot(table).findobj(Text)]  # type: ignore[attr-defined]
     assert any("of 3 clips: too few" in text for text in texts)
     assert any("half of the clips" in text for text in texts)

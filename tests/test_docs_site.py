@@ -141,7 +141,9 @@ def test_links_point_into_the_site_or_become_text() -> None:
 def test_the_gallery_says_how_each_picture_was_made() -> None:
     made = docs_source.drawn_with()
     for name, kind in (("attn-map-aligned", "aligned"), ("attn-sinks", "sink")):
-        assert docs_source.reading_of("attn-map", made[name]).startswith(attn_map.READINGS[kind])
+        assert docs_source.reading_of("attn-map", made[name]).startswith(
+            attn_map.ANALYSIS.readings[kind]
+        )
     assert {*made} == {path.stem for path in (ROOT / "docs").glob("*.png")}
     long = f"vitsee cka {'a' * 60}.zarr b.zarr --sites c"
     assert docs_source.folded(long) == f"vitsee cka {'a' * 60}.zarr b.zarr \\\n    --sites c"

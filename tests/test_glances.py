@@ -6,11 +6,11 @@ import shutil
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from types import ModuleType
 
 import polars as pl
 import pytest
 
+from vitsee_core.declaration import Analysis
 from vitsee_core.report import pictures
 from vitsee_core.report.pictures import TALLEST, TILE, Addresses, tile
 from vitsee_core.report.redrawing import open_result
@@ -18,7 +18,7 @@ from vitsee_core.runtime.registry import load, own_names
 from vitsee_core.tables.glances import most_varied, some_of
 from vitsee_core.tables.results import Table
 
-GLANCED = [name for name in own_names() if hasattr(load(name), "at_a_glance")]
+GLANCED = [name for name in own_names() if load(name).at_a_glance is not None]
 
 
 def test_values_are_evenly_spaced_in_each_store() -> None:
@@ -41,9 +41,10 @@ def test_the_image_whose_values_differ_most() -> None:
     assert most_varied(rows, "image")["value"].to_list() == values["y"]
 
 
-def small(analysis: ModuleType, path: Path) -> tuple[Table, float]:
+def small(analysis: Analysis, path: Path) -> tuple[Table, float]:
     """The rows at a glance, and their figure's height over its width."""
     result = open_result(path)
+    assert analysis.at_a_glance is not None
     rows = analysis.at_a_glance(result.file.table)
     width, height = result.figure(rows, medium=TILE).get_size_inches()  # type: ignore[arg-type]
     return rows, float(height / width)

@@ -117,13 +117,13 @@ def test_a_model_that_needs_values_is_named_and_left(monkeypatch: pytest.MonkeyP
 
 
 def test_every_analysis_says_what_it_needs() -> None:
-    """Another name in NEEDS, or none at all, is found here and not by a user."""
+    """Another need, or none at all, is found here and not by a user."""
     known = catalogue.offers(sketch(*sketched_module("test_resnet", {})))
     for needs in catalogue.needs_of_analyses().values():
         assert set(needs) <= known.keys()
     listed = {module.name.replace("_", "-") for module in pkgutil.iter_modules(analyses.__path__)}
     silent = listed - catalogue.needs_of_analyses().keys() - {"best-layer"}
-    assert not silent, f'give these analyses a NEEDS, as ("attention",): {silent}'
+    assert not silent, f'give these analyses needs=("attention",): {silent}'
 
 
 @pytest.mark.slow

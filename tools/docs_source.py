@@ -9,7 +9,6 @@ those that drew the pictures. Links are made to point into the site, or become p
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
 import re
 import shutil
@@ -17,7 +16,6 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import click
@@ -27,7 +25,9 @@ from pictures import ELSEWHERE, PICTURES, REAL
 import vitsee
 from vitsee_cli import sections
 from vitsee_cli.main import main as vitsee_command
+from vitsee_core.declaration import Analysis
 from vitsee_core.report.captions import caption, captions
+from vitsee_core.runtime import registry
 from vitsee_core.tables.results import Table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,26 +148,26 @@ def written(command: str) -> tuple[str, str]:
 
 def analysis_page(command: str) -> str:
     """An analysis: what it computes, its figure and how to read it, recipes, its definition."""
-    module = importlib.import_module(f"vitsee_core.analyses.{command.replace('-', '_')}")
-    doc = (inspect.getdoc(module) or "").partition("\n\n")
-    said = caption(module)
+    analysis = registry.load(command.replace("-", "_"))
+    doc = analysis.docstring.partition("\n\n")
+    said = caption(analysis)
     shown, recipes = written(command)
     parts = [f"# {command}: {said.question}", f"**{said.title}**"]
     parts += [f"[All options of `vitsee {command}`](/commands/{command}.md)", shown]
-    parts += ["## How to read its figure", *readings(module)]
+    parts += ["## How to read its figure", *readings(analysis)]
     parts += [f"Source: {said.source}.", recipes.strip()]
     if doc[2]:
         parts += ["## Definition", doc[2]]
     parts += ["## In Python", f"`vitsee.{command.replace('-', '_')}`; `plot` draws its table."]
-    parts += [documented(module.run, "run"), documented(module.plot, "plot")]
+    parts += [documented(analysis.run, "run"), documented(analysis.plot, "plot")]
     return "\n\n".join(filter(None, parts))
 
 
-def readings(module: ModuleType) -> list[str]:
+def readings(analysis: Analysis) -> list[str]:
     """How to read the figure, of each kind where there are several."""
-    kinds: dict[str, str] = getattr(module, "READINGS", {})
+    kinds = analysis.readings
     listed = [f"- {kind.replace('_', '-')}: {text}" for kind, text in kinds.items()]
-    return [module.READING, *(["\n".join(listed)] if listed else [])]
+    return [analysis.reading, *(["\n".join(listed)] if listed else [])]
 
 
 def commands() -> Iterator[tuple[str, str]]:
@@ -258,8 +258,8 @@ def reading_of(command: str, made: str) -> str:
     """How to read a figure that these commands made, of its kind where there are several."""
     kind = re.search(rf"vitsee {command} .*--kind (\S+)", made)
     notes = {"kind": kind[1]} if kind else {}
-    module = importlib.import_module(f"vitsee_core.analyses.{command.replace('-', '_')}")
-    return caption(module, Table.from_rows([{"metric": command}], notes=notes)).reading
+    analysis = registry.load(command.replace("-", "_"))
+    return caption(analysis, Table.from_rows([{"metric": command}], notes=notes)).reading
 
 
 def drawn_with() -> dict[str, str]:

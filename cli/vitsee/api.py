@@ -9,6 +9,7 @@ name is for.
 
 from __future__ import annotations
 
+from vitsee_core.declaration import Analysis
 from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.panels import legend_below, panels
@@ -54,6 +55,7 @@ __all__ = [
     "SITE",
     "SITES",
     "VALUES",
+    "Analysis",
     "Answer",
     "Execution",
     "MissingInput",

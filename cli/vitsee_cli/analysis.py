@@ -65,7 +65,7 @@ def paths_in(value: Any) -> Iterator[Path]:
 
 def run_analysis(
     run: Callable[..., Table],
-    plot: Callable[..., Figure] | None,
+    draw: Callable[..., Figure] | None,
     stores: tuple[StorePath, ...],
     outputs: Outputs,
     *,
@@ -81,13 +81,13 @@ def run_analysis(
 
     Args:
         run: the analysis.
-        plot: its figure, drawn for --png; None without that option.
+        draw: `draw` of its declaration, for --png; None without that option.
         stores: of the command line.
         outputs: where the result goes.
         allow_partial: stores may be unfinished.
         resumes: what is kept if the command is stopped, so that repeating it continues.
         dask: the cluster that does the work.
-        drawing: keywords of `plot`; the sidecar keeps them for `vitsee plot`.
+        drawing: keywords of its `plot`; the sidecar keeps them for `vitsee plot`.
         x: "step" or "epoch" of stores over a training: the table gets its column, and of
             comparisons the pairs of equal depth.
         parameters: everything that decides the result; recorded in the sidecar.
@@ -118,21 +118,20 @@ def run_analysis(
         table = run(*opened, **given, **own, **keep, progress=progress)
     if x:
         table = with_steps(table, x)
-    guest = registry.guest_of(run.__module__)
-    if guest is not None:
-        registry.check_table(guest, table)
     sidecar = describe_run(
-        opened, command=console.command_line(), parameters=described, guest=guest
+        opened,
+        command=console.command_line(),
+        parameters=described,
+        guest=registry.guest_of(run.__module__),
     )
     if drawing:
         sidecar["figure"] = dict(drawing)
 
     def figure() -> Figure:
-        assert plot is not None
-        if table.step_unit:
-            return registry.over_training()(table)  # type: ignore[no-any-return]
+        assert draw is not None
+        options = {} if table.step_unit else drawing or {}
         with registry.blamed(run.__module__):
-            return plot(table, **(drawing or {}))
+            return draw(table, **options)
 
     write_results(table, outputs, figure=figure, sidecar=sidecar, stdout=sys.stdout)
     if kept := keep.get("keep"):

@@ -1,11 +1,10 @@
-"""click options for the parameters that analyses declare, see `vitsee_core.runtime.options`."""
+"""click options for the parameters that analyses declare in their signatures."""
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -19,73 +18,80 @@ from vitsee_cli.values import (
     parse_place,
     parse_words,
 )
-from vitsee_core.runtime.options import Declared, Option
+from vitsee_core.runtime.options import Option
+from vitsee_core.runtime.parameters import REQUIRED, DeclaredParameter
 from vitsee_stores.errors import VitseeError
 
 Decorator = Callable[[Any], Any]
 # Options of a whole number above 0, and of a file.
 a_number = partial(click.option, metavar="N", type=WholeNumber(min=1))
 a_file = partial(click.option, metavar="FILE", type=parse_path)
-METAVARS = {"int": "N", "float": "X", "Path": "PATH"}
+METAVARS = {int: "N", float: "X", Path: "PATH"}
 
 
-def flag(own: Declared) -> str:
+def flag(parameter: DeclaredParameter) -> str:
     """The option's name, e.g. --match-last-stage; for a switch both, `--align/--no-align`."""
-    assert isinstance(own.about, Option)
-    return own.about.flag or f"--{own.name.replace('_', '-')}"
+    assert isinstance(parameter.about, Option)
+    return parameter.about.flag or f"--{parameter.name.replace('_', '-')}"
 
 
-def option_of(own: Declared, **instead: Any) -> Decorator:
+def option_of(parameter: DeclaredParameter, **instead: Any) -> Decorator:
     """The decorator that adds a declared option to a command; instead: keywords of
     `click.option`."""
-    about = own.about
+    about = parameter.about
     assert isinstance(about, Option)
     text, settings = about.help, dict[str, Any]()
-    if own.annotation.startswith("bool"):
+    if bool in parameter.types:
         settings["is_flag"] = True
-        if own.annotation != "bool":  # neither side given is None
+        if parameter.is_optional:  # neither side given is None
             settings["default"] = None
     else:
-        settings |= {"type": _type_of(own, about), "metavar": about.metavar}
-        kinds = [] if about.choices else re.findall(r"\w+", own.annotation)
-        settings["metavar"] = about.metavar or next(
-            (METAVARS[kind] for kind in kinds if kind in METAVARS), None
-        )
-    if "Sequence[" in own.annotation:
+        settings["type"] = _type_of(parameter, about)
+        settings["metavar"] = about.metavar
+        if about.metavar is None and not about.choices:
+            metavars = (METAVARS[kind] for kind in parameter.types if kind in METAVARS)
+            settings["metavar"] = next(metavars, None)
+    if parameter.is_sequence:
         if "Repeatable" not in text:
             text = f"{text} Repeatable.".lstrip()
-        listed = about.choices or "int" in own.annotation or "float" in own.annotation
-        settings |= {"cls": Listed} if listed and about.parse is None else {"multiple": True}
+        has_numbers = int in parameter.types or float in parameter.types
+        takes_lists = bool(about.choices or has_numbers) and about.parse is None
+        settings |= {"cls": Listed} if takes_lists else {"multiple": True}
     if about.completes:
         settings["shell_complete"] = one_of(about.completes)
-    if own.default is inspect.Parameter.empty:
+    if parameter.default is REQUIRED:
         settings["required"] = True
-    elif own.default not in (None, False, ()):
-        settings |= {"default": own.default, "show_default": True}
+    elif parameter.default not in (None, False, ()):
+        settings |= {"default": parameter.default, "show_default": True}
     if about.default is not None:
         settings["show_default"] = about.default
-    names = [flag(own), *([about.alias] if about.alias else [])]
-    return click.option(*names, own.name, help=text, **(settings | instead))
+    names = [flag(parameter)]
+    if about.alias:
+        names.append(about.alias)
+    return click.option(*names, parameter.name, help=text, **(settings | instead))
 
 
-def _type_of(own: Declared, about: Option) -> Any:
-    kinds = re.findall(r"\w+", own.annotation)
+def _type_of(parameter: DeclaredParameter, about: Option) -> Any:
+    """click's type, or parser, of one value."""
     if about.parse is not None:
         return _refusing(about.parse)
     if about.choices:
         return Words([*about.choices, *(["none"] if about.or_none else [])])
-    if "Path" in kinds and "STORE" in (about.metavar or "").split("|"):
-        return parse_place
-    if "Path" in kinds:
+    if Path in parameter.types:
+        if "STORE" in (about.metavar or "").split("|"):
+            return parse_place
         return parse_folder if about.metavar == "DIR" else parse_path
     limits: dict[str, Any] = {
         "min": about.least if about.above is None else about.above,
         "max": about.most if about.below is None else about.below,
+        "min_open": about.above is not None,
+        "max_open": about.below is not None,
     }
-    opened = {"min_open": about.above is not None, "max_open": about.below is not None}
-    if "int" in kinds:
-        return WholeNumber(**limits, **opened)
-    return FiniteRange(**limits, **opened) if "float" in kinds else parse_words
+    if int in parameter.types:
+        return WholeNumber(**limits)
+    if float in parameter.types:
+        return FiniteRange(**limits)
+    return parse_words
 
 
 class Words(click.Choice[str]):
@@ -108,14 +114,14 @@ def _refusing(parse: Callable[[str], Any]) -> Callable[[Any], Any]:
     return converted
 
 
-def without_none(own: Declared, given: Iterable[str]) -> tuple[str, ...] | None:
+def without_none(parameter: DeclaredParameter, given: Iterable[str]) -> tuple[str, ...] | None:
     """The words given to an option with the word none: () for that, None if nothing was given and
     the analysis decides. Raises UsageError: none beside other words."""
     words = tuple(given)
     if "none" not in words:
-        return words or own.default
+        return words or parameter.default
     if len({*words}) > 1:
-        raise click.UsageError(f"{flag(own)} none excludes the other ones")
+        raise click.UsageError(f"{flag(parameter)} none excludes the other ones")
     return ()
 
 

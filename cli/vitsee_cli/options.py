@@ -31,7 +31,7 @@ from vitsee_core.runtime import machine
 from vitsee_core.runtime import options as declarations
 from vitsee_core.runtime.options import FEATURE_TOKENS as FEATURE_TOKENS
 from vitsee_core.runtime.options import SITE_WORDS as SITE_WORDS
-from vitsee_core.runtime.options import Declared
+from vitsee_core.runtime.parameters import DeclaredParameter
 
 if TYPE_CHECKING:
     from vitsee_stores import Store
@@ -247,25 +247,25 @@ def sites_option(*default: str, show_default: str | None = None) -> Decorator:
     """--sites, repeatable, as `sites`: globs, groups and names; show_default: the default in
     words."""
     about = declarations.sites_option(show_default)
-    return option_of(Declared("sites", "Sequence[str]", default, None, about))
+    return option_of(DeclaredParameter("sites", Sequence[str], default, None, about))
 
 
 def blocks_option(show_default: str) -> Decorator:
     """--sites of an analysis of whole blocks, repeatable, as `sites`."""
     about = declarations.blocks_option(show_default)
-    return option_of(Declared("sites", "Sequence[str]", (), None, about))
+    return option_of(DeclaredParameter("sites", Sequence[str], (), None, about))
 
 
 def tokens_option(choices: Iterable[str], show_default: str) -> Decorator:
     """--tokens of one of these words or ROW,COL, as `tokens`; None where the analysis decides."""
     about = declarations.tokens_option(choices, show_default)
-    return option_of(Declared("tokens", "str", None, None, about))
+    return option_of(DeclaredParameter("tokens", str, None, None, about))
 
 
 def image_option(what: str, show_default: str, store: str, about: str = "") -> Decorator:
     """--image, repeatable: what to do with an image of `store`; about: further help text."""
     option = declarations.image_option(what, show_default, store, about)
-    return option_of(Declared("image", "Sequence[str]", (), None, option))
+    return option_of(DeclaredParameter("image", Sequence[str], (), None, option))
 
 
 images_option = a_number(

@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -75,27 +75,36 @@ def described(name: str) -> tuple[click.Command, str]:
     spec = importlib.util.find_spec(module_of(name))
     assert spec is not None and spec.origin is not None
     text = Path(spec.origin).read_text("utf-8")
-    # Parsing what follows, the functions, would take most of the time.
-    head = re.split(r"^(?:@\w|def \w+\(|class \w+[(:])", text, maxsplit=1, flags=re.MULTILINE)[0]
     docstring = re.search(r'^def command\(.*?^    ("""(?:.*?)""")', text, re.MULTILINE | re.DOTALL)
-    found = _constants(head)
-    help_text = ast.literal_eval(docstring[1]) if docstring else found.get("HELP", "")
-    question = getattr(headings, found.get("QUESTION", ""), OTHER_COMMANDS)
-    return click.Command(name, help=inspect.cleandoc(help_text)), question
+    if docstring:  # a file of commands
+        heading = re.search(r"^QUESTION = (\w+)$", text, re.MULTILINE)
+        help_text, question = ast.literal_eval(docstring[1]), heading[1] if heading else ""
+    else:
+        help_text, question = _declared(text)
+    heading_text: str = getattr(headings, question, OTHER_COMMANDS)
+    return click.Command(name, help=inspect.cleandoc(help_text)), heading_text
 
 
-def _constants(source: str) -> dict[str, str]:
-    """HELP, the text, and QUESTION, the last part of the name that it is set to, of a module's
-    source."""
-    found = {}
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            name = node.targets[0].id
-            if name == "HELP" and isinstance(node.value, ast.Constant):
-                found[name] = str(node.value.value)
-            elif name == "QUESTION" and isinstance(node.value, ast.Name | ast.Attribute):
-                found[name] = ast.unparse(node.value).rpartition(".")[2]
-    return found
+class _Declared(NamedTuple):
+    help_text: str
+    question: str  # the name of the heading, `FLOW`
+
+
+def _declared(source: str) -> _Declared:
+    """The `help` and the `question` of the declaration in a module's source; "" of what is not
+    written out there."""
+    start = re.search(r"^ANALYSIS\b[^=\n]*= *[\w.]*Analysis\(", source, re.MULTILINE)
+    # Parsing all functions would take most of the time: from the declaration, which is the last
+    # statement, to the parenthesis that closes it.
+    call = re.match(r"ANALYSIS.*?^\)", source[start.start() :], re.DOTALL | re.M) if start else None
+    help_text = question = ""
+    for node in ast.walk(ast.parse(call[0])) if call else ():
+        if isinstance(node, ast.keyword) and node.arg == "help":
+            if isinstance(node.value, ast.Constant):
+                help_text = str(node.value.value)
+        elif isinstance(node, ast.keyword) and node.arg == "question":
+            question = ast.unparse(node.value).rpartition(".")[2]
+    return _Declared(help_text, question)
 
 
 def _guest_described(guest: registry.Guest) -> tuple[click.Command, str]:
@@ -104,13 +113,13 @@ def _guest_described(guest: registry.Guest) -> tuple[click.Command, str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of another package's code
-            found = _constants(guest.source())
+            declared = _declared(guest.source())
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        found = {}
-    lines = [line for line in found.get("HELP", "").splitlines() if line.strip()]
+        declared = _Declared("", "")
+    lines = [line for line in declared.help_text.splitlines() if line.strip()]
     line = visible((lines or [guest.summary])[0].strip().rstrip("."))
     line = shorten(line, LONGEST) if len(line) > LONGEST else line
-    question = getattr(headings, found.get("QUESTION", ""), "")
+    question = getattr(headings, declared.question, "")
     command = click.Command(guest.command, short_help=f"{line} [{visible(guest.package)}]")
     return command, question if question in QUESTIONS else OTHER_COMMANDS
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any
 
 import click
@@ -14,8 +13,15 @@ from vitsee_cli import console, options
 from vitsee_cli.analysis import run_analysis
 from vitsee_cli.declared import flag, option_of, without_none
 from vitsee_cli.values import parse_store
+from vitsee_core.declaration import Analysis
 from vitsee_core.runtime import registry
-from vitsee_core.runtime.options import Declared, Gather, Offers, Option, declared, options_of
+from vitsee_core.runtime.options import Gather, Offers, Option
+from vitsee_core.runtime.parameters import (
+    REQUIRED,
+    DeclaredParameter,
+    options_of,
+    parameters_of,
+)
 
 _EXECUTION = {
     "images": options.images_option,
@@ -25,24 +31,25 @@ _EXECUTION = {
     "memory": options.memory_option,
 }
 _SITE = ("store", "model", "weights", "site", "block", "depth", "rel_depth")
-_MEANING = {"high": "95 % interval over images", "spread": "what std is"}
+_MEANINGS = {"high": "95 % interval over images", "spread": "what std is"}
 
 
 def command_of(name: str) -> click.Command:
     """The command of the analysis NAME: stores, -o and --png, its own options in the order of its
     parameters, and those of its execution. Raises GuestError: see `registry.load`."""
-    module = registry.load(name)
-    stores = [own for own in declared(module.run).values() if own.annotation == "Store"]
+    analysis: Analysis = registry.load(name)
+    stores = analysis.stores()
+    drawing_options = options_of(analysis.plot)
 
     def body(outputs: Any, **given: Any) -> None:
         opened: list[Any] = []
         for own in stores:
             value = given.pop(own.name)
             opened += value if own.kind is inspect.Parameter.VAR_POSITIONAL else [value]
-        drawing = {key: given.pop(key) for key in options_of(module.plot)}
+        drawing = {key: given.pop(key) for key in drawing_options}
         run_analysis(
-            module.run,
-            module.plot,
+            analysis.run,
+            analysis.draw,
             _labelled(opened, stores[0].name if len(stores) > 1 else ""),
             outputs,
             resumes=console.GRAMS_KEPT if given.get("no_cache") is False else "",
@@ -52,12 +59,12 @@ def command_of(name: str) -> click.Command:
 
     try:
         decorators = [_argument(own) for own in stores]
-        if _has_layers(module) and stores[0].kind is inspect.Parameter.VAR_POSITIONAL:
+        if _has_layers(analysis) and stores[0].kind is inspect.Parameter.VAR_POSITIONAL:
             decorators.append(options.steps_option)
-        command = options.apply(analysis_options(module)(body), decorators)
-        return click.command(name.replace("_", "-"), help=help_of(module))(command)
+        command = options.apply(analysis_options(analysis)(body), decorators)
+        return click.command(name.replace("_", "-"), help=help_of(analysis))(command)
     except Exception as error:
-        if (guest := registry.guest_of(module.__name__)) is None:
+        if (guest := registry.guest_of(analysis.module)) is None:
             raise
         raise registry.GuestError(
             f"{guest.command} of the package {guest.by} makes no command: "
@@ -65,14 +72,15 @@ def command_of(name: str) -> click.Command:
         ) from error
 
 
-def analysis_options(module: ModuleType) -> Callable[[Any], Any]:
+def analysis_options(analysis: Analysis) -> Callable[[Any], Any]:
     """The decorator that adds all options of an analysis to a function, which is called with the
     parameters of `run` and `plot`, and with `outputs`, `dask` and `allow_partial`."""
-    own, drawn = options_of(module.run), options_of(module.plot)
-    offers = next(
-        (p.about for p in declared(module.run).values() if isinstance(p.about, Offers)),
-        Offers("", replicates=False),
-    )
+    own = options_of(analysis.run)
+    drawn = options_of(analysis.plot)
+    offers = Offers("", replicates=False)
+    for parameter in parameters_of(analysis.run).values():
+        if isinstance(parameter.about, Offers):
+            offers = parameter.about
     fields = {key: option for key, option in _EXECUTION.items() if key in offers.fields.split()}
     decorators = [
         options.output_options,
@@ -87,21 +95,21 @@ def analysis_options(module: ModuleType) -> Callable[[Any], Any]:
     def decorate(body: Callable[..., None]) -> Any:
         def checked(**given: Any) -> None:
             _check(own | drawn, given)
-            body(**_gathered(module, own, given))
+            body(**_gathered(analysis, own, given))
 
         return options.apply(checked, decorators)
 
     return decorate
 
 
-def _has_layers(module: ModuleType) -> bool:
+def _has_layers(analysis: Analysis) -> bool:
     """Whether the rows of an analysis are values of a store's or of two stores' sites."""
-    columns = {*module.COLUMNS}
+    columns = {*analysis.columns}
     sites = {"store", "site"} <= columns or {"store_b", "site_b"} <= columns
     return sites and {"metric", "value"} <= columns
 
 
-def _argument(own: Declared) -> Callable[[Any], Any]:
+def _argument(own: DeclaredParameter) -> Callable[[Any], Any]:
     """The argument of a parameter that takes a store, or several."""
     word = own.name.upper()
     if own.kind is not inspect.Parameter.VAR_POSITIONAL:
@@ -123,7 +131,7 @@ def _labelled(stores: list[Any], role: str) -> tuple[Any, ...]:
     return (first, *rest)
 
 
-def _check(own: Mapping[str, Declared], given: Mapping[str, Any]) -> None:
+def _check(own: Mapping[str, DeclaredParameter], given: Mapping[str, Any]) -> None:
     """Refuse options without effect, and those that exclude each other. Raises UsageError: names
     them."""
     for name, parameter in own.items():
@@ -140,17 +148,17 @@ def _check(own: Mapping[str, Declared], given: Mapping[str, Any]) -> None:
 
 
 def _gathered(
-    module: ModuleType, own: Mapping[str, Declared], given: dict[str, Any]
+    analysis: Analysis, own: Mapping[str, DeclaredParameter], given: dict[str, Any]
 ) -> dict[str, Any]:
     """The parameters of `run` and `plot` from the values of the options."""
     for name, parameter in own.items():
         if isinstance(parameter.about, Option) and parameter.about.or_none:
             given[name] = without_none(parameter, given[name])
-    for parameter in declared(module.run).values():
+    for parameter in parameters_of(analysis.run).values():
         if isinstance(parameter.about, Gather):
             of = options_of(parameter.about.kind)
             values = {key: given.pop(key) for key in parameter.about.fields or of}
-            needed = [values[key] for key in values if of[key].default is inspect.Parameter.empty]
+            needed = [values[key] for key in values if of[key].default is REQUIRED]
             given[parameter.name] = parameter.about.kind(**values) if all(needed) else None
     for name, parameter in own.items():
         decide = getattr(parameter.about, "decide", None)
@@ -159,18 +167,18 @@ def _gathered(
     return given
 
 
-def help_of(module: ModuleType) -> str:
-    """The text of `--help`: `HELP`, and the columns."""
-    blocks = inspect.cleandoc(module.HELP).split("\n\n")
+def help_of(analysis: Analysis) -> str:
+    """The text of `--help`: what the analysis says, and its columns."""
+    blocks = inspect.cleandoc(analysis.help).split("\n\n")
     # Click wraps a block of lines unless it begins with this mark.
     marked = ["\b\n" + block if block.startswith("  ") else block for block in blocks]
-    return "\n\n".join([*marked, f"Columns: {columns_text(module)}."])
+    return "\n\n".join([*marked, f"Columns: {columns_text(analysis)}."])
 
 
-def columns_text(module: ModuleType) -> str:
-    """The names in `COLUMNS`, with what the analysis' `MEANING` says of them in brackets."""
-    meaning = _MEANING | getattr(module, "MEANING", {})
-    named = [f"{c} ({meaning[c]})" if meaning.get(c) else c for c in module.COLUMNS]
+def columns_text(analysis: Analysis) -> str:
+    """The names of the columns, with what they mean in brackets where that is said."""
+    meanings = {**_MEANINGS, **analysis.meanings}
+    named = [f"{c} ({meanings[c]})" if meanings.get(c) else c for c in analysis.columns]
     listed = ", ".join(named)
     pair = [", ".join(f"{name}_{side}" for name in _SITE) for side in "ab"]
     return re.sub(", ".join(pair), f"{pair[0]}, the same with _b", listed)

@@ -20,21 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from polars import DataFrame
 
-QUESTION = api.FLOW
-HELP = """
-Measure the mean norm of tokens.
-
-How long the tokens of each layer are, on average over an image's tokens and over images; or how
-large their largest channel is (--order inf).
-
-  $ vitsee token-norm vit.zarr -o norm.csv --png norm.png
-"""
-NEEDS = ("sites",)
-READING = (
-    "The mean length of a layer's tokens against depth; bands are 95 % intervals over images. In a "
-    "residual stream it grows with depth, as every block adds to what the others wrote."
-)
-SOURCE = "Darcet et al. 2024, Fig. 3"
 COLUMNS = (*api.SITE, "metric", "value", "std", "low", "high", "n_images")
 ORDERS = {"1": 1.0, "2": 2.0, "inf": np.inf}
 
@@ -54,30 +39,38 @@ def run(
         MissingInput: a site is stored pooled only.
         SiteError: no such site.
     """
-    rows, selected = [], api.select_each(stores, sites, api.sites_of)
-    for store, chosen in selected.members:
-        features = [api.choose_features(store, site, "all") for site in chosen]
+    selected = api.select_each(stores, sites, api.sites_of)
+    rows = []
+    for store, chosen_sites in selected.members:
+        features = [api.choose_features(store, site, "all") for site in chosen_sites]
         images = execution.rows(store)
-        make = partial(api.SlabMoments, partial(read_norms, features, ORDERS[order]))
+        read = partial(read_norms, features, ORDERS[order])
         with api.counting(execution.progress, images.n):
-            found = execution.fold(
-                store, make, images, slab_bytes=max(own.slab_bytes for own in features)
+            means = execution.fold(
+                store,
+                partial(api.SlabMoments, read),
+                images,
+                slab_bytes=max(feature.slab_bytes for feature in features),
             ).result()
-        for site in chosen:
-            place = api.site_columns(store, site) | {"metric": "token_norm"}
-            rows.append(place | found[site.name].cells())
-    return api.Table.from_rows(rows, COLUMNS, {"interval": api.INTERVAL_METHOD, **selected.notes()})
+        for site in chosen_sites:
+            row = api.site_columns(store, site)
+            row["metric"] = "token_norm"
+            row |= means[site.name].cells()
+            rows.append(row)
+    notes = {"interval": api.INTERVAL_METHOD, **selected.notes()}
+    return api.Table.from_rows(rows, COLUMNS, notes)
 
 
 def read_norms(
     features: Sequence[api.SiteFeatures], order: float, slab: api.Slab
 ) -> dict[str, NDArray[np.float64]]:
     """Site -> (images,) mean token norm, of the slab's images that count."""
-    found = {}
-    for own in features:
-        tokens = own.of_slab(slab, slice(0, len(own.tokens))).astype(np.float64)
-        found[own.site.name] = np.linalg.norm(tokens, ord=order, axis=-1).mean(axis=1)
-    return found
+    norms = {}
+    for feature in features:
+        every_token = slice(0, len(feature.tokens))
+        tokens = feature.of_slab(slab, every_token).astype(np.float64)  # (images, tokens, channels)
+        norms[feature.site.name] = np.linalg.norm(tokens, ord=order, axis=-1).mean(axis=1)
+    return norms
 
 
 @api.styled
@@ -87,12 +80,38 @@ def plot(table: api.Table) -> Figure:
 
 
 def name_axis(axes: Axes, rows: DataFrame, metric: str) -> None:
-    """In words, where the column has the metric's name."""
+    """The axis in words, where the column has the metric's name."""
     axes.set_ylabel("mean norm of tokens")
 
 
 def headline(table: api.Table) -> list[api.Answer]:
     """Each store's first and last site."""
-    return [
-        (name, api.first_and_last(rows)) for name, rows in api.by_store(table, metric="token_norm")
-    ]
+    answers = []
+    for store, rows in api.by_store(table, metric="token_norm"):
+        answers.append((store, api.first_and_last(rows)))
+    return answers
+
+
+ANALYSIS = api.Analysis(
+    module=__name__,
+    question=api.FLOW,
+    help="""
+    Measure the mean norm of tokens.
+
+    How long the tokens of each layer are, on average over an image's tokens and over images; or
+    how large their largest channel is (--order inf).
+
+      $ vitsee token-norm vit.zarr -o norm.csv --png norm.png
+    """,
+    needs=("sites",),
+    reading=(
+        "The mean length of a layer's tokens against depth; bands are 95 % intervals over images. "
+        "In a residual stream it grows with depth, as every block adds to what the others wrote."
+    ),
+    source="Darcet et al. 2024, Fig. 3",
+    columns=COLUMNS,
+    metrics=("token_norm",),
+    run=run,
+    plot=plot,
+    headline=headline,
+)

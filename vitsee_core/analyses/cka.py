@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from vitsee_core.declaration import Analysis
 from vitsee_core.figures.heatmaps import (
     describe_scale,
     describe_scope,
@@ -53,49 +54,15 @@ from vitsee_core.tables.headlines import Answer, alike
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float
+from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from vitsee_stores import Store
 
 log = logging.getLogger(__name__)
 
-QUESTION = SIMILARITY
-HELP = """
-Compare representations by linear CKA.
-
-One store: all its sites with each other (Raghu et al. 2021, Fig. 1; Walmer et al. 2023, Figs.
-20 to 22). Two: the first one's sites (rows) with the second one's (columns; Raghu Fig. 2).
-Three and more: one site of each, model by model (Walmer Fig. 6). An image is an example, all
-tokens' channels are its features; --tokens takes fewer. The stores must hold the same images in
-the same order, or images of the same names with --pair-by id.
-
-  $ vitsee cka b16.zarr -o b16.csv --png b16.png
-  $ vitsee cka b16.zarr r50.zarr --png cross.png > cross.csv
-  $ vitsee cka b16.zarr --sites norms --sites hidden --sites blocks --png fig1.png > fig1.csv
-  $ vitsee cka fs=a.zarr dino=b.zarr mae=c.zarr --sites blocks.-1.out --tokens cls
-  $ vitsee cka full.zarr 10pc.zarr 3pc.zarr --pairs same-depth --png fig12.png > fig12.csv
-  $ vitsee cka clean.zarr blurred.zarr --pair-by id --pairs same-depth > blur.csv
-  $ vitsee cka b16.zarr --pairs branch --png fig23.png > fig23.csv
-
-Debiased (HSIC_1) over all images where there are at most 16384, with a jackknife's standard
-error and 95 % interval; otherwise over minibatches, whose spread is the estimator's own noise.
-Gram matrices are cached beside each store and reused.
-"""
-MEANING = {"high": ""}
-NEEDS = ("sites",)
-READING = (
-    "Each cell compares two layers over the same images: 1 is the same representation up to "
-    "rotation and scale, 0 is none of it shared. Off the diagonal, a uniform square means that "
-    "layers hardly change what they represent (typical of ViTs); blocks along the diagonal are "
-    "stages (typical of CNNs)."
-)
-SOURCE = (
-    "Kornblith et al. 2019; Raghu et al. 2021, Figs. 1, 2, 8, 12; Walmer et al. 2023, Figs. 6, 19 "
-    "to 23"
-)
 COLUMNS = (*PAIR, *VALUES, "n_images")
 NUMBERS = {"value": "cka", "std": "std", "low": "low", "high": "high"}
 
@@ -270,9 +237,6 @@ def cka_of_arrays(a: ArrayLike, b: ArrayLike) -> Table:
     return Table.from_rows([row], columns, {"estimator": "exact, unbiased HSIC over all images"})
 
 
-OF_ARRAYS = cka_of_arrays  # in Python, of features that are in no store
-
-
 def _flat(features: ArrayLike, name: str) -> Float:
     values: NDArray[Any] = np.asarray(features)
     if values.ndim < 2 or values.dtype.kind not in "fiub":
@@ -305,3 +269,48 @@ def _hsic(k: Float, m: Float) -> float:
     rows = k.sum(1) @ m.sum(1)
     found = (k * m).sum() + k.sum() * m.sum() / ((n - 1) * (n - 2)) - 2 * rows / (n - 2)
     return float(found / (n * (n - 3)))
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=SIMILARITY,
+    help="""
+    Compare representations by linear CKA.
+
+    One store: all its sites with each other (Raghu et al. 2021, Fig. 1; Walmer et al. 2023,
+    Figs. 20 to 22). Two: the first one's sites (rows) with the second one's (columns; Raghu
+    Fig. 2). Three and more: one site of each, model by model (Walmer Fig. 6). An image is an
+    example, all tokens' channels are its features; --tokens takes fewer. The stores must hold
+    the same images in the same order, or images of the same names with --pair-by id.
+
+      $ vitsee cka b16.zarr -o b16.csv --png b16.png
+      $ vitsee cka b16.zarr r50.zarr --png cross.png > cross.csv
+      $ vitsee cka b16.zarr --sites norms --sites hidden --sites blocks --png fig1.png > fig1.csv
+      $ vitsee cka fs=a.zarr dino=b.zarr mae=c.zarr --sites blocks.-1.out --tokens cls
+      $ vitsee cka full.zarr 10pc.zarr 3pc.zarr --pairs same-depth --png fig12.png > fig12.csv
+      $ vitsee cka clean.zarr blurred.zarr --pair-by id --pairs same-depth > blur.csv
+      $ vitsee cka b16.zarr --pairs branch --png fig23.png > fig23.csv
+
+    Debiased (HSIC_1) over all images where there are at most 16384, with a jackknife's standard
+    error and 95 % interval; otherwise over minibatches, whose spread is the estimator's own
+    noise. Gram matrices are cached beside each store and reused.
+    """,
+    needs=("sites",),
+    reading=(
+        "Each cell compares two layers over the same images: 1 is the same representation up to "
+        "rotation and scale, 0 is none of it shared. Off the diagonal, a uniform square means "
+        "that layers hardly change what they represent (typical of ViTs); blocks along the "
+        "diagonal are stages (typical of CNNs)."
+    ),
+    source=(
+        "Kornblith et al. 2019; Raghu et al. 2021, Figs. 1, 2, 8, 12; Walmer et al. 2023, Figs. "
+        "6, 19 to 23"
+    ),
+    columns=COLUMNS,
+    meanings={"high": ""},
+    metrics=("cka",),
+    run=run,
+    plot=plot,
+    headline=headline,
+    of_arrays=cka_of_arrays,
+)

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.attention.head_maps import chosen_blocks
 from vitsee_core.attention.heads import StoredAttention, read_heads
+from vitsee_core.declaration import Analysis
 from vitsee_core.figures.heatmaps import COLOUR_MAP, describe_scale, describe_scope
 from vitsee_core.figures.panels import legend_below, panels
 from vitsee_core.figures.plotting import marker, styled
@@ -45,39 +46,16 @@ from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import block_words, site_words
 from vitsee_core.types import pl
-from vitsee_stores import require_paired
+from vitsee_stores import Store, require_paired
 from vitsee_stores.errors import MissingInput, VitseeError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitsee_stores import Store
 
 log = logging.getLogger(__name__)
 
-QUESTION = SIMILARITY
-HELP = """
-Compare local and global heads with another model.
-
-The heads of the first block, from those that look at their neighbourhood to those that look
-everywhere (by mean attention distance), in groups: CKA between the outputs of a group's heads
-and the lower sites of a second store, usually a CNN, against the group's mean distance (Raghu
-et al. 2021, Fig. 5). One row per group and site.
-
-  $ vitsee extract MODEL --sites blocks --sites blocks.0.attn.heads -o b16.zarr ...
-  $ vitsee cka-heads b16.zarr r50.zarr -o heads.csv --png heads.png
-  $ vitsee cka-heads b16.zarr r50.zarr --sites-b 'layer1.*.out' --window 2
-  $ vitsee cka-heads b16.zarr r50.zarr --cumulative --png cumulative.png > cumulative.csv
-"""
-MEANING = {"heads": "from the most local on", "distance_px": "their mean", "high": ""}
-NEEDS = ("attention", "heads")
-READING = (
-    "Each point is a group of heads of one block: how far they attend, and how similar their "
-    "output is to the lowest layers of the other model. If similarity falls with distance, the "
-    "local heads are the ones that see as a CNN does."
-)
-SOURCE = "Raghu et al. 2021, Fig. 5"
 COLUMNS = (*PAIR, "heads", "distance_px", *VALUES, "n_images")
 ARROW = "\N{RIGHTWARDS ARROW}"
 LEGEND_ENTRIES = 10
@@ -348,3 +326,35 @@ def headline(table: Table) -> list[Answer]:
         text = f"CKA with {rows['site_b'][0]} {near}, {far}"
         found.append((f"{store_a} and {store_b}", text))
     return found
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=SIMILARITY,
+    help="""
+    Compare local and global heads with another model.
+
+    The heads of the first block, from those that look at their neighbourhood to those that look
+    everywhere (by mean attention distance), in groups: CKA between the outputs of a group's heads
+    and the lower sites of a second store, usually a CNN, against the group's mean distance (Raghu
+    et al. 2021, Fig. 5). One row per group and site.
+
+      $ vitsee extract MODEL --sites blocks --sites blocks.0.attn.heads -o b16.zarr ...
+      $ vitsee cka-heads b16.zarr r50.zarr -o heads.csv --png heads.png
+      $ vitsee cka-heads b16.zarr r50.zarr --sites-b 'layer1.*.out' --window 2
+      $ vitsee cka-heads b16.zarr r50.zarr --cumulative --png cumulative.png > cumulative.csv
+    """,
+    needs=("attention", "heads"),
+    reading=(
+        "Each point is a group of heads of one block: how far they attend, and how similar "
+        "their output is to the lowest layers of the other model. If similarity falls with "
+        "distance, the local heads are the ones that see as a CNN does."
+    ),
+    source="Raghu et al. 2021, Fig. 5",
+    columns=COLUMNS,
+    meanings={"heads": "from the most local on", "distance_px": "their mean", "high": ""},
+    metrics=("cka",),
+    run=run,
+    plot=plot,
+    headline=headline,
+)

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.declaration import Analysis
 from vitsee_core.features import choose_features
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.plotting import styled
@@ -63,6 +64,7 @@ from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, Float32, Integers, pl
+from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.selectors import VECTOR_WORDS
 
@@ -70,40 +72,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitsee_stores import Store
     from vitsee_stores.layout import SiteSpec
 
 log = logging.getLogger(__name__)
 
 
-QUESTION = KNOWLEDGE
-HELP = """
-Cluster images, objects or parts; compare with classes.
-
-k-means on one vector per image; the clusters are compared with the labels by purity, NMI and
-ARI (Walmer et al. 2023, Figs. 7, 24, 25). With --masks on one vector per segment, the mean of
-the patches it lies on, weighted by its area in each (Figs. 8, 26, 27). k-means is
-scikit-learn's (k-means++, best of 10 starts, float32); each value is the mean over seeds.
-Labels are not used for clustering.
-
-  $ vitsee cluster b16.zarr -o cluster.csv --png cluster.png
-  $ vitsee cluster b16.zarr dino=vits16-dino.zarr --k 50 --images 5000 --png both.png
-  $ vitsee cluster b16.zarr --tokens mean --seeds 10
-  $ vitsee cluster coco.zarr --masks instances_val2017.json -o objects.csv --png objects.png
-  $ vitsee cluster pin.zarr --masks train.json --masks val.json --masks test.json
-  $ vitsee cluster parts.zarr --masks masks/ --background 40 --void none --segments 5000
-
-With --masks the metrics are segment_purity, segment_nmi, segment_ari, with the 95 % interval over
-images and the column n_segments. The figure shows the three against depth.
-"""
-MEANING = {"std": "over seeds", "high": ""}
-NEEDS = ("sites",)
-READING = (
-    "How well clusters found without labels agree with the classes, layer by layer. Purity grows "
-    "with the number of clusters by itself: read it against the dashed lines, which are the same "
-    "clusters with shuffled labels, and clusters of noise."
-)
-SOURCE = "Walmer et al. 2023, Figs. 7, 8, 24 to 27"
 headline = partial(best_layers, units={"purity": "purity", "segment_purity": "purity of segments"})
 
 Score = dict[str, Any]
@@ -505,3 +478,42 @@ def _agreement_of_table(table: NDArray[Any]) -> dict[str, float]:
 def _entropy(shares: Float) -> float:
     known = shares[shares > 0]
     return float(-(known * np.log(known)).sum())
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=KNOWLEDGE,
+    help="""
+    Cluster images, objects or parts; compare with classes.
+
+    k-means on one vector per image; the clusters are compared with the labels by purity, NMI and
+    ARI (Walmer et al. 2023, Figs. 7, 24, 25). With --masks on one vector per segment, the mean of
+    the patches it lies on, weighted by its area in each (Figs. 8, 26, 27). k-means is
+    scikit-learn's (k-means++, best of 10 starts, float32); each value is the mean over seeds.
+    Labels are not used for clustering.
+
+      $ vitsee cluster b16.zarr -o cluster.csv --png cluster.png
+      $ vitsee cluster b16.zarr dino=vits16-dino.zarr --k 50 --images 5000 --png both.png
+      $ vitsee cluster b16.zarr --tokens mean --seeds 10
+      $ vitsee cluster coco.zarr --masks instances_val2017.json -o objects.csv --png objects.png
+      $ vitsee cluster pin.zarr --masks train.json --masks val.json --masks test.json
+      $ vitsee cluster parts.zarr --masks masks/ --background 40 --void none --segments 5000
+
+    With --masks the metrics are segment_purity, segment_nmi, segment_ari, with the 95 %
+    interval over images and the column n_segments. The figure shows the three against depth.
+    """,
+    needs=("sites",),
+    reading=(
+        "How well clusters found without labels agree with the classes, layer by layer. Purity "
+        "grows with the number of clusters by itself: read it against the dashed lines, which "
+        "are the same clusters with shuffled labels, and clusters of noise."
+    ),
+    source="Walmer et al. 2023, Figs. 7, 8, 24 to 27",
+    columns=COLUMNS,
+    other_columns=(SEGMENT_COLUMNS,),
+    meanings={"std": "over seeds", "high": ""},
+    metrics=(*METRICS, *SEGMENT_METRICS),
+    run=run,
+    plot=plot,
+    headline=headline,
+)

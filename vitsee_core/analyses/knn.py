@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
+from vitsee_core.declaration import Analysis
 from vitsee_core.features import SiteFeatures, check_alike, compared, require_comparable
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.plotting import styled
@@ -63,44 +64,17 @@ from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float32, Integers, Mask
+from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.selectors import VECTOR_WORDS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from vitsee_stores import SiteSpec, Store
+    from vitsee_stores import SiteSpec
 
 log = logging.getLogger(__name__)
 
-QUESTION = KNOWLEDGE
-HELP = """
-Classify images or segments by their nearest neighbours.
-
-A test image gets the class that the k training images nearest by cosine vote for (Walmer et
-al. 2023, Figs. 9 left, 28; Caron et al. 2021). TRAIN and each TEST are stores of the same model
-over different images of the same classes. Neighbours are exact; memory stays bounded.
-
-  $ vitsee extract vit_base_patch16_224 --data imagenet/train --tokens pooled -o train.zarr
-  $ vitsee extract vit_base_patch16_224 --data imagenet/val -o b16.zarr
-  $ vitsee knn train.zarr b16.zarr -o knn.csv --png knn.png
-  $ vitsee knn train.zarr b16.zarr --k 10 --k 100 --sites pooled --baseline random
-  $ vitsee knn train.zarr val.zarr --masks instances_train.json --masks instances_val.json
-
-With --masks segments vote for segments, the vectors of cluster --masks; intervals are over
-images, and the column n_segments counts.
-
-top5 needs k >= 5 and more than 5 classes, and counts only classes that a neighbour has. The figure
-shows accuracy against depth.
-"""
-MEANING = {"store": "TEST", "class": "with --per-class", "high": "95 % interval over test images"}
-NEEDS = ("sites",)
-READING = (
-    "The share of test images whose class their nearest training images vote for, against depth. "
-    "It shows how far a layer has sorted images by class without any training; a late rise says "
-    "that the class is made in the last blocks."
-)
-SOURCE = "Walmer et al. 2023, Figs. 9 left, 28; Caron et al. 2021"
 headline = partial(best_layers, units={"top1": "of the images right", "top5": "with it among five"})
 
 VOTES = ("softmax", "majority")
@@ -406,3 +380,46 @@ def plot(table: Table) -> Figure:
     segments = "n_segments" in table.frame.columns
     counts = ("n_segments", "segments") if segments else ("n_images", "")
     return draw_depth_panels(table.frame, metrics, by=["k"], counts=counts)
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=KNOWLEDGE,
+    help="""
+    Classify images or segments by their nearest neighbours.
+
+    A test image gets the class that the k training images nearest by cosine vote for (Walmer et
+    al. 2023, Figs. 9 left, 28; Caron et al. 2021). TRAIN and each TEST are stores of the same
+    model over different images of the same classes. Neighbours are exact; memory stays bounded.
+
+      $ vitsee extract vit_base_patch16_224 --data imagenet/train --tokens pooled -o train.zarr
+      $ vitsee extract vit_base_patch16_224 --data imagenet/val -o b16.zarr
+      $ vitsee knn train.zarr b16.zarr -o knn.csv --png knn.png
+      $ vitsee knn train.zarr b16.zarr --k 10 --k 100 --sites pooled --baseline random
+      $ vitsee knn train.zarr val.zarr --masks instances_train.json --masks instances_val.json
+
+    With --masks segments vote for segments, the vectors of cluster --masks; intervals are over
+    images, and the column n_segments counts.
+
+    top5 needs k >= 5 and more than 5 classes, and counts only classes that a neighbour has. The
+    figure shows accuracy against depth.
+    """,
+    needs=("sites",),
+    reading=(
+        "The share of test images whose class their nearest training images vote for, against "
+        "depth. It shows how far a layer has sorted images by class without any training; a "
+        "late rise says that the class is made in the last blocks."
+    ),
+    source="Walmer et al. 2023, Figs. 9 left, 28; Caron et al. 2021",
+    columns=COLUMNS,
+    other_columns=(SEGMENT_COLUMNS,),
+    meanings={
+        "store": "TEST",
+        "class": "with --per-class",
+        "high": "95 % interval over test images",
+    },
+    metrics=(*METRICS, "top1_class"),
+    run=run,
+    plot=plot,
+    headline=headline,
+)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
+from vitsee_core.declaration import Analysis
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.figures.panels import (
@@ -61,6 +62,7 @@ from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words, site_words
 from vitsee_core.types import Float, Float32, Integers, pl
+from vitsee_stores import Store
 from vitsee_stores.errors import NotOffered, SiteError, VitseeError
 from vitsee_stores.manifest import few
 
@@ -68,32 +70,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitsee_stores import SiteSpec, Slab, Store
+    from vitsee_stores import SiteSpec, Slab
 
 log = logging.getLogger(__name__)
 
-QUESTION = KNOWLEDGE
-HELP = """
-Read every block through the model's own classifier.
-
-The final norm, pooling and linear layer that extract keeps are applied to each block's tokens
-(the logit lens; Vilas et al. 2023): how early the right class has the largest logit, how early
-the model's answer is there, and the label's rank. Nothing is trained. A head that a store does
-not keep (above 16 MB, or of attention pooling) is that of its model, built again.
-
-  $ vitsee lens b16.zarr -o lens.csv --png lens.png
-  $ vitsee lens b16.zarr deit.zarr --patches --png both.png > both.csv
-
---patches: every patch alone through the same norm and classifier, as maps.
-"""
-MEANING = {"token": "empty: pooled as the model does; patches: mean over patches"}
-NEEDS = ("sites",)
-READING = (
-    "The model's own classifier applied to each block's tokens, as if the model ended there. A "
-    "low value does not say that a block knows nothing of the class, only that it does not write "
-    "it in the classifier's terms; probes tell the one from the other."
-)
-SOURCE = "nostalgebraist 2020; Vilas et al. 2023"
 
 METRICS = ("lens_top1", "lens_agreement", "lens_rank")
 OF_LABELS = ("lens_top1", "lens_rank")
@@ -405,3 +385,36 @@ def _draw_maps(grid: Grid, part: Any, rows: pl.DataFrame, sites: list[str], top:
         map_axes(axes)
         map_title(axes, grid, site_words(site))
     bars_at_ends(grid, panels, image, "share of images")
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=KNOWLEDGE,
+    help="""
+    Read every block through the model's own classifier.
+
+    The final norm, pooling and linear layer that extract keeps are applied to each block's
+    tokens (the logit lens; Vilas et al. 2023): how early the right class has the largest logit,
+    how early the model's answer is there, and the label's rank. Nothing is trained. A head that
+    a store does not keep (above 16 MB, or of attention pooling) is that of its model, built
+    again.
+
+      $ vitsee lens b16.zarr -o lens.csv --png lens.png
+      $ vitsee lens b16.zarr deit.zarr --patches --png both.png > both.csv
+
+    --patches: every patch alone through the same norm and classifier, as maps.
+    """,
+    needs=("sites",),
+    reading=(
+        "The model's own classifier applied to each block's tokens, as if the model ended "
+        "there. A low value does not say that a block knows nothing of the class, only that it "
+        "does not write it in the classifier's terms; probes tell the one from the other."
+    ),
+    source="nostalgebraist 2020; Vilas et al. 2023",
+    columns=COLUMNS,
+    meanings={"token": "empty: pooled as the model does; patches: mean over patches"},
+    metrics=METRICS,
+    run=run,
+    plot=plot,
+    headline=headline,
+)

@@ -7,8 +7,6 @@ page's policy allows no script but its own, by its hash, and no request at all.
 from __future__ import annotations
 
 import base64
-import importlib
-import inspect
 import io
 import re
 from collections.abc import Mapping, Sequence
@@ -27,6 +25,7 @@ from vitsee_core.patch_maps.photos import (
 )
 from vitsee_core.patch_maps.views import Edges
 from vitsee_core.report.captions import Caption, caption
+from vitsee_core.runtime import registry
 from vitsee_core.runtime.machine import counted
 from vitsee_core.tables.steps import UNITS, numbers_in_name
 from vitsee_core.tables.text import visible
@@ -257,9 +256,9 @@ def panels() -> list[Panel]:
     """The views of the page, in the order of their buttons."""
     found = []
     for name, (button, command, reading) in _READINGS.items():
-        module = importlib.import_module(f"vitsee_core.analyses.{command.replace('-', '_')}")
-        text = (inspect.getdoc(module) or "").partition("\n\n")[2]
-        found.append(Panel(name, button, reading, command, caption(module), definition_of(text)))
+        analysis = registry.load(command.replace("-", "_"))
+        text = analysis.docstring.partition("\n\n")[2]
+        found.append(Panel(name, button, reading, command, caption(analysis), definition_of(text)))
     return found
 
 

@@ -190,7 +190,7 @@ def groups_of(
                 card = _card(result, f"r{number}", labels[number], output, known, addresses)
                 cards.setdefault(of[number], []).append(card)
             except Exception as error:
-                guest = guest_of(result.analysis.__name__)
+                guest = guest_of(result.analysis.module)
                 if result.file.as_written and guest is None:
                     raise  # our bug
                 cause = "changed since" if guest is None else f"of the package {guest.by}"

@@ -100,10 +100,12 @@ def tile(result: Result, addresses: Addresses) -> Picture | None:
     key = hashlib.sha256(f"tile {result.file.digest} {stores}".encode()).hexdigest()
     if address := addresses.earlier.get(key):
         return Picture(address, digest=key)
-    few = getattr(result.analysis, "at_a_glance", lambda table: table)
+    at_a_glance = result.analysis.at_a_glance
+    chosen = result.file.table
     try:
-        with registry.blamed(result.analysis.__name__):
-            chosen = few(result.file.table)
+        if at_a_glance is not None:
+            with registry.blamed(result.analysis.module):
+                chosen = at_a_glance(chosen)
         png = figure_bytes(result.figure(chosen, medium=TILE), ".png", DPI, quick=True)
     except Exception:
         return None  # its figure stands there

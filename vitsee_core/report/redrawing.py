@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vitsee_core.declaration import Analysis
 from vitsee_core.figures.attribute_charts import draw_attribute_chart
 from vitsee_core.figures.looks import Look
 from vitsee_core.figures.panels import Medium, drawn_for
@@ -23,8 +24,6 @@ from vitsee_core.types import pl
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from matplotlib.figure import Figure
 
 log = logging.getLogger(__name__)
@@ -34,11 +33,11 @@ WRITTEN = "expected a table that a vitsee command wrote with -o"
 
 @dataclass(frozen=True)
 class Result:
-    """A result whose analysis is known. file: the table and its sidecar; analysis: the module that
-    defines it, with its `plot`."""
+    """A result whose analysis is known. file: the table and its sidecar; analysis: what made
+    it, and draws it."""
 
     file: ResultFile
-    analysis: ModuleType
+    analysis: Analysis
 
     @property
     def command(self) -> str:
@@ -63,10 +62,10 @@ class Result:
             more |= {"metrics": tuple(metrics) if isinstance(metrics, list) else ()}
         drawn = self.file.table if table is None else table
         try:
-            with drawn_for(medium, size), registry.blamed(self.analysis.__name__):
-                if over_training and drawn.step_unit:
-                    return draw_over_training(drawn)
-                figure: Figure = self.analysis.plot(drawn, **more)
+            with drawn_for(medium, size), registry.blamed(self.analysis.module):
+                if drawn.step_unit and not over_training:
+                    return self.analysis.plot(drawn, **more)
+                figure = self.analysis.draw(drawn, **({} if drawn.step_unit else more))
         except VitseeError:
             raise
         except Exception as error:
@@ -97,8 +96,8 @@ class Result:
                 )
             paths.append(place)
             labels.append(str(entry.get("label", "")))
-        found: list[ResultFile] = self.analysis.read(paths, labels)
-        return found
+        assert self.analysis.read_inputs is not None, "only an analysis of tables has results"
+        return self.analysis.read_inputs(paths, labels)
 
 
 def open_result(path: str | Path) -> Result:

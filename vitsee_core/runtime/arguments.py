@@ -6,7 +6,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, overl
 
 from vitsee_core.runtime import registry
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.options import Declared, Gather, Option, declared
+from vitsee_core.runtime.options import Gather, Option
+from vitsee_core.runtime.parameters import DeclarationError, DeclaredParameter, parameters_of
 from vitsee_core.runtime.progress import OfClips
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.plan import CLIPS
@@ -59,8 +59,12 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
         TypeError: an unknown keyword; names it and the closest match.
     """
     signature = inspect.signature(run)
-    parameters = declared(run)
+    parameters = parameters_of(run)
     framed = "execution" in parameters
+    takes_stores = {name: own.takes_stores for name, own in parameters.items()}
+    takes_texts = {
+        name: own.is_sequence and own.types == (str,) for name, own in parameters.items()
+    }
 
     @wraps(run)
     def called(*args: Any, **kwargs: Any) -> R_co:
@@ -79,11 +83,10 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
         seen: dict[str, str] = {}
         of_clips = False
         for name, value in bound.arguments.items():
-            kind = parameters[name].annotation
-            if "Store" in kind:
+            if takes_stores[name]:
                 bound.arguments[name] = opened = _opened(value, seen)
                 of_clips = _hold_clips(run.__module__, opened) or of_clips
-            elif kind.startswith("Sequence[str]") and isinstance(value, str):
+            elif takes_texts[name] and isinstance(value, str):
                 bound.arguments[name] = (value,)
         if framed and (guest := registry.guest_of(run.__module__)) is not None:
             # Workers have to have its code.
@@ -96,7 +99,12 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
         elif of_clips and "progress" in bound.arguments:
             bound.arguments["progress"] = OfClips(to=bound.arguments["progress"])
         with registry.blamed(run.__module__):
-            result: Any = run(*bound.args, **bound.kwargs)
+            try:
+                result: Any = run(*bound.args, **bound.kwargs)
+            except DeclarationError as error:  # of a table that it makes
+                raise DeclarationError(f"{run.__module__}: run: {error}") from error
+        if (declaration := registry.declaration_of(run.__module__)) is not None:
+            declaration.check_table(result)
         if hasattr(result, "made_by"):
             bound.apply_defaults()
             name = registry.name_of(run.__module__)
@@ -104,9 +112,7 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
             result = replace(result, notes=notes, made_by=(name, dict(bound.arguments)))
         return cast(R_co, result)
 
-    plain = [
-        p.replace(annotation=parameters[p.name].annotation) for p in signature.parameters.values()
-    ]
+    plain = [p.replace(annotation=parameters[p.name].text) for p in signature.parameters.values()]
     signature = signature.replace(parameters=plain)
     called.__signature__ = _spelled_out(signature) if framed else signature  # type: ignore[attr-defined]
     called.__doc__ = documented(run.__doc__ or "", parameters)
@@ -114,10 +120,10 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
 
 
 def _of_arrays(run: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
-    """The result of the function `OF_ARRAYS` of an analysis' module, for arrays in place of stores.
-    Raises TypeError: it has none, arrays beside stores, not as many as it takes, or options."""
+    """The result of an analysis' function `of_arrays`, for arrays in place of stores. Raises
+    TypeError: it has none, arrays beside stores, not as many as it takes, or options."""
     name = registry.name_of(run.__module__)
-    of_arrays = getattr(sys.modules[run.__module__], "OF_ARRAYS", None)
+    of_arrays = getattr(registry.declaration_of(run.__module__), "of_arrays", None)
     if of_arrays is None:
         raise TypeError(f"{name}() takes stores or their paths, no arrays")
     n = len(inspect.signature(of_arrays).parameters)
@@ -128,7 +134,7 @@ def _of_arrays(run: Callable[..., Any], args: Sequence[Any], options: dict[str, 
     return of_arrays(*args)
 
 
-def documented(text: str, parameters: dict[str, Declared]) -> str:
+def documented(text: str, parameters: dict[str, DeclaredParameter]) -> str:
     """A docstring with Args entries for `execution` and for all parameters with options."""
     entries = []
     for own in parameters.values():
@@ -152,11 +158,11 @@ def documented(text: str, parameters: dict[str, Declared]) -> str:
     return "\n\n".join(blocks)
 
 
-def _entry(own: Declared, option: Option) -> str:
+def _entry(own: DeclaredParameter, option: Option) -> str:
     """The Args lines for one parameter."""
     text = option.help.partition(" Repeatable")[0]
     if option.choices:
-        some = "some" if own.annotation.startswith("Sequence") else "one"
+        some = "some" if own.is_sequence else "one"
         text = f"{some} of {', '.join(option.choices)}. {text}"
     if option.default is not None:
         text += f" Default: {option.default}."
@@ -182,9 +188,11 @@ def _spelled_out(signature: inspect.Signature) -> inspect.Signature:
 
 
 def _hold_clips(module: str, stores: Any) -> bool:
-    """Whether any of the stores holds clips. Raises MissingInput: one does, and the analysis NEEDS
+    """Whether any of the stores holds clips. Raises MissingInput: one does, and the analysis needs
     still images."""
-    still, found = "images" in (getattr(sys.modules[module], "NEEDS", None) or ()), False
+    declaration = registry.declaration_of(module)
+    still = declaration is not None and "images" in (declaration.needs or ())
+    found = False
     for store in stores if isinstance(stores, Sequence) else [stores]:
         plan = getattr(store, "plan", None)
         if plan is None or plan.clip is None:

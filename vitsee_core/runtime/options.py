@@ -1,4 +1,4 @@
-"""Command line options of an analysis, declared in its signature.
+"""Command line options of an analysis, declared in its signature; those that several share.
 
     def run(
         *stores: Store,
@@ -7,24 +7,20 @@
         execution: Annotated[Execution, Offers("images seed jobs memory", dask="slabs")] = DEFAULT,
     ) -> Table: ...
 
-The command line derives its options from this, and `help(run)` its Args. This module knows no
-terminal, and imports no numpy.
+The command line derives its options from this, and `help(run)` its Args (`runtime/parameters.py`
+reads the signature). This module knows no terminal, and imports no numpy.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
-import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from vitsee_stores.errors import SiteError, VitseeError
 from vitsee_stores.selectors import GROUPS, WORDS, TokenSelection
 
-# The headings of `vitsee --help`, in their order. An analysis names its own: `QUESTION = FLOW`.
+# The headings of `vitsee --help`, in their order. An analysis names its own: `question=FLOW`.
 STORES = "Make and inspect stores"
 SIMILARITY = "How similar layers and models are"
 ATTENTION = "Where attention looks"
@@ -68,74 +64,26 @@ class Gather:
     fields: tuple[str, ...] = ()
 
 
+# The fields of `Execution` that have an option.
+EXECUTION_OPTIONS = ("images", "seed", "device", "jobs", "memory")
+
+
 @dataclass(frozen=True)
 class Offers:
-    """Metadata of the parameter `execution`: the fields of `Execution` that have an option, and
-    what --dask distributes, "" for no such option. replicates: rows have jackknife replicates."""
+    """Metadata of the parameter `execution`. fields: those of `EXECUTION_OPTIONS` that the command
+    has, in one text; dask: what --dask distributes, "" for no such option; replicates: rows have
+    jackknife replicates."""
 
     fields: str
     dask: str = ""
     replicates: bool = True
 
 
-class Declared(NamedTuple):
-    """A parameter: its annotation without `Annotated`, its default (`inspect.Parameter.empty` for
-    none), its kind, and its metadata."""
+@dataclass(frozen=True)
+class PythonOnly:
+    """Metadata of a parameter that has no option on the command line. why: who gives it there."""
 
-    name: str
-    annotation: str
-    default: Any
-    kind: Any
-    about: Option | Gather | Offers | None
-
-
-def declared(function: Callable[..., Any]) -> dict[str, Declared]:
-    """Name -> parameter of a function or dataclass. Annotations are read as text, so that they may
-    contain names imported for type checkers only."""
-    function = inspect.unwrap(function)
-    names = getattr(function, "__globals__", None) or vars(sys.modules[function.__module__])
-    parameters = {}
-    for name, own in inspect.signature(function).parameters.items():
-        plain, about = _split(own.annotation, names)
-        parameters[name] = Declared(name, plain, own.default, own.kind, about)
-    return parameters
-
-
-def _split(annotation: Any, names: dict[str, Any]) -> tuple[str, Any]:
-    """The type and the metadata of `Annotated[type, metadata]`."""
-    if not isinstance(annotation, str):  # a module without `from __future__ import annotations`
-        metadata = getattr(annotation, "__metadata__", (None,))
-        plain = inspect.formatannotation(getattr(annotation, "__origin__", annotation))
-        return _unqualified(plain), metadata[0]
-    tree = ast.parse(annotation, mode="eval").body
-    if not (
-        isinstance(tree, ast.Subscript) and _unqualified(ast.unparse(tree.value)) == "Annotated"
-    ):
-        return _unqualified(annotation), None
-    assert isinstance(tree.slice, ast.Tuple)
-    kind, metadata = tree.slice.elts
-    return _unqualified(ast.unparse(kind)), eval(ast.unparse(metadata), names)
-
-
-def _unqualified(text: str) -> str:
-    """`Sequence[Store]` for `collections.abc.Sequence[api.Store]`."""
-    return re.sub(r"\b(?:[^\W\d]\w*\.)+(?=\w)", "", text)
-
-
-def options_of(function: Callable[..., Any]) -> dict[str, Declared]:
-    """Name -> parameter with an option, of a function or dataclass; a `Gather` is replaced by its
-    fields."""
-    options = {}
-    for own in declared(function).values():
-        if isinstance(own.about, Option) and own.annotation != "Store":
-            options[own.name] = own
-        elif isinstance(own.about, Gather):
-            inner = options_of(own.about.kind)
-            if own.default is not inspect.Parameter.empty:  # neither it nor its parts are required
-                empty = {n: p for n, p in inner.items() if p.default is inspect.Parameter.empty}
-                inner |= {name: part._replace(default=None) for name, part in empty.items()}
-            options |= {name: inner[name] for name in own.about.fields or inner}
-    return options
+    why: str
 
 
 # ---------------------------------------------------------------- options of several analyses

@@ -1,10 +1,10 @@
 """Which analyses there are: vitsee's own, and guests, which other installed packages add.
 
 A package adds one by an entry point, `[project.entry-points."vitsee.analyses"]`,
-`token_norm = "mypackage.token_norm"`: the name of the command, and a module of the shape of our
-own analyses (docs/guide/guests.md). Names come from the packages' metadata; a module is imported
-when its analysis is used. A guest whose name cannot be a command's is refused, and one that cannot
-be imported is left out where it is one among others: each with a warning.
+`token_norm = "mypackage.token_norm"`: the name of the command, and a module that declares an
+`ANALYSIS` as our own do (docs/guide/guests.md). Names come from the packages' metadata; a module is
+imported when its analysis is used. A guest whose name cannot be a command's is refused, and one
+that cannot be imported is left out where it is one among others: each with a warning.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vitsee_core.runtime.parameters import DeclarationError
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from importlib.metadata import EntryPoint
-    from types import ModuleType
 
 GROUP = "vitsee.analyses"  # of the entry points
 OWN = "vitsee_core.analyses"
@@ -42,8 +42,7 @@ RESERVED = frozenset(
         *("api", "open_store"),
     )
 )
-NEEDS = ("sites", "grid", "attention", "heads", "residual", "images")
-TEXTS = ("HELP", "READING", "SOURCE")
+PAGE = "see docs/guide/guests.md"  # of error messages
 MOST_SOURCE = 1 << 20  # characters of a module that is read for its line in the help
 
 log = logging.getLogger(__name__)
@@ -122,42 +121,44 @@ def warn_refused(*only: str) -> None:
             _warn_once(line)
 
 
-def load(name: str) -> ModuleType:
-    """The module of an analysis, imported.
+def load(name: str) -> Any:
+    """The declaration of an analysis, an `Analysis`, whose module is imported.
 
     Raises:
         GuestError: there is no such analysis, or it is a guest that cannot be used.
     """
     if name in own_names():
-        return importlib.import_module(f"{OWN}.{name}")
+        return importlib.import_module(f"{OWN}.{name}").ANALYSIS
     if (guest := guests().get(name)) is None:
         raise GuestError(refused().get(name, f"no analysis {name!r} is installed"))
+    whose = f"{guest.command} of the package {guest.by}"
     try:
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for results
             module = importlib.import_module(guest.module)
+    except DeclarationError as error:
+        raise GuestError(f"{whose} is not an analysis: {error}; {PAGE}") from error
     except (Exception, SystemExit) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise GuestError(
-            f"{guest.command} of the package {guest.by} cannot be imported: {why} "
-            f"(python -c 'import {guest.module}' shows where)"
+            f"{whose} cannot be imported: {why} (python -c 'import {guest.module}' shows where)"
         ) from error
-    if lacks := _lacks(module):
+    analysis: Any = vars(module).get("ANALYSIS")
+    if not hasattr(analysis, "check_table"):
         raise GuestError(
-            f"{guest.command} of the package {guest.by} is no analysis: {guest.module} {lacks}; "
-            "see docs/guide/guests.md"
+            f"{whose} is not an analysis: {guest.module} has no ANALYSIS; expected "
+            f"ANALYSIS = vitsee.api.Analysis(...); {PAGE}"
         )
-    return module
+    if not analysis.help.strip():
+        raise GuestError(
+            f"{whose} is not an analysis: {guest.module}: help is empty; expected the text of "
+            f"vitsee {guest.command} --help; {PAGE}"
+        )
+    return analysis
 
 
-def over_training() -> Callable[..., Any]:
-    """The function that draws a table over a training, whichever analysis made it."""
-    module = importlib.import_module("vitsee_core.figures.training_charts")
-    found: Callable[..., Any] = module.draw_over_training
-    return found
-
-
-def loaded() -> Iterator[tuple[str, ModuleType]]:
-    """(name, module) of every analysis; guests that cannot be used are left out with a warning."""
+def loaded() -> Iterator[tuple[str, Any]]:
+    """(name, declaration) of every analysis; guests that cannot be used are left out with a
+    warning."""
     warn_refused()
     for name in names():
         try:
@@ -172,6 +173,14 @@ def guest_of(module: str) -> Guest | None:
         return None
     owners = (g for g in guests().values() if f"{module}.".startswith(f"{g.module}."))
     return max(owners, key=lambda guest: len(guest.module), default=None)
+
+
+def declaration_of(module: str) -> Any:
+    """The declaration, an `Analysis`, of the analysis whose `run` is in this module, which is
+    imported; None if there is none."""
+    guest = guest_of(module)
+    declaring = sys.modules.get(module if guest is None else guest.module)
+    return getattr(declaring, "ANALYSIS", None)
 
 
 def name_of(module: str) -> str:
@@ -193,20 +202,6 @@ def blamed(module: str) -> Iterator[None]:
             if note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
         raise
-
-
-def check_table(guest: Guest, table: Any) -> None:
-    """Check what a guest's `run` returned; columns that its COLUMNS do not name are a warning.
-    Raises GuestError: it is no table."""
-    if not hasattr(table, "written"):
-        raise GuestError(
-            f"{guest.command} of the package {guest.by} returned a {type(table).__name__}; "
-            "expected a vitsee.api.Table"
-        )
-    module = vars(sys.modules[guest.module])
-    named = {column for name in module if name.endswith("COLUMNS") for column in module[name]}
-    if unnamed := [name for name in table.written.columns if name not in named]:
-        log.warning("%s: its COLUMNS do not name %s", guest.command, ", ".join(unnamed))
 
 
 @functools.cache
@@ -326,47 +321,6 @@ def _guest(entry: EntryPoint) -> Guest:
         package, version = str(entry.dist.name), str(entry.dist.version)
         summary = str(entry.dist.metadata["Summary"] or "")
     return Guest(entry.name, entry.value.strip(), package, version, summary)
-
-
-# ------------------------------------------------------------------------------- the shape
-
-
-def _lacks(module: ModuleType) -> str:
-    """The first thing that an imported module lacks to be an analysis, "" if nothing."""
-    from vitsee_core.runtime.options import QUESTIONS, declared, options_of
-
-    given = vars(module)
-    for name in ("run", "plot"):
-        if not callable(given.get(name)):
-            return f"has no function {name}"
-    for name in TEXTS:
-        if not isinstance(given.get(name), str):
-            return f"has no text {name}"
-    columns: Any = given.get("COLUMNS")
-    if not _words(columns) or not {"metric", "value"} <= {*columns}:
-        return "has no COLUMNS; expected a tuple of names with metric and value among them"
-    needs: Any = given.get("NEEDS", ())
-    if not _words(needs) or not {*needs} <= {*NEEDS}:
-        return f"has NEEDS = {needs!r}; expected some of {', '.join(NEEDS)}"
-    if given.get("QUESTION", QUESTIONS[0]) not in QUESTIONS:
-        return f"has QUESTION = {given['QUESTION']!r}; expected one of vitsee.api"
-    if not hasattr(module.run, "__wrapped__"):
-        return "has a run without the decorator @analysis"
-    try:
-        parameters = declared(module.run)
-        options_of(module.run), options_of(module.plot)
-    except Exception as error:
-        return f"has parameters that cannot be read ({type(error).__name__}: {error})"
-    if all(own.annotation != "Store" for own in parameters.values()):
-        return "has a run without a parameter of the type Store"
-    if "execution" not in parameters:
-        return "has a run without the parameter execution"
-    return ""
-
-
-def _words(value: Any) -> bool:
-    sequence = isinstance(value, Sequence) and not isinstance(value, str)
-    return sequence and all(isinstance(word, str) for word in value)
 
 
 _warned: set[str] = set()

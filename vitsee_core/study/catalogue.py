@@ -196,13 +196,12 @@ def run(
 
 
 def needs_of_analyses() -> dict[str, tuple[str, ...]]:
-    """Command -> what a model must offer for it (`offers`), from each analysis' `NEEDS`; those
+    """Command -> what a model must offer for it (`offers`), as each analysis declares; those
     of tables are left out, and guests that cannot be used."""
     found: dict[str, tuple[str, ...]] = {}
-    for name, module in loaded():
-        needs: tuple[str, ...] | None = getattr(module, "NEEDS", None)
-        if needs is not None:
-            found[name.replace("_", "-")] = tuple(needs)
+    for name, analysis in loaded():
+        if analysis.needs is not None:
+            found[name.replace("_", "-")] = tuple(analysis.needs)
     return found
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from inspect import Parameter
 from itertools import combinations
 
-from vitsee_core.runtime.options import declared, options_of
+from vitsee_core.runtime.parameters import options_of
 from vitsee_core.runtime.registry import guests, load
 from vitsee_core.study.catalogue import SurveyedModel
 from vitsee_core.study.steps import Step, Study
@@ -319,18 +319,18 @@ def recipe_of(command: str) -> Recipe:
     name = command.replace("-", "_")
     if command in RECIPES or name not in guests():
         return RECIPES.get(command, Recipe(together(command)))
-    module = load(name)
-    stores = [own for own in declared(module.run).values() if own.annotation == "Store"]
+    analysis = load(name)
+    stores = analysis.stores()
     several = stores[0].kind is Parameter.VAR_POSITIONAL
     steps = together(command) if several else each(command)
     asks = [
         (getattr(own.about, "flag", "") or f"--{own.name.replace('_', '-')}", own.name)
-        for own in options_of(module.run).values()
+        for own in options_of(analysis.run).values()
         if own.default is Parameter.empty
     ]
     return Recipe(
         (lambda _study, _models: iter(())) if len(stores) > 1 else steps,
-        tuple({what: None for need in getattr(module, "NEEDS", ()) for what in KEPT_FOR[need]}),
+        tuple({what: None for need in analysis.needs or () for what in KEPT_FOR[need]}),
         (GIVEN,) if asks else (),
         asks[0] if asks else ("", ""),
         alone=f"it takes stores of several kinds ({', '.join(own.name for own in stores)})",

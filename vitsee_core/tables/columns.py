@@ -74,6 +74,26 @@ INTEGERS = frozenset(
 )
 
 
+# Columns whose type is that of their values: text that does not repeat, and settings that are
+# written as they were given.
+AS_GIVEN = frozenset(
+    (
+        *("object", "heads", "method", "base", "detail", "best", "file", "ties"),
+        *("l2", "l2_relative", "other_row", "other_col"),
+    )
+)
+
+
+# Columns that are added to any table whose attention has windows, or whose examples are clips.
+ADDED = ("window", "frame")
+
+
+def is_known(name: str) -> bool:
+    """Whether the name is that of a column of vitsee's tables."""
+    known = AS_GIVEN | CATEGORIES | NUMBERS | INTEGERS
+    return name in known or name.startswith("n_")
+
+
 def declared_type(name: str) -> pl.DataType | None:
     """The type of a column, by its name; counts are called `n_...`. None of another column (of a
     guest's table, or plain text), whose type is that of its values, or what a sidecar says."""

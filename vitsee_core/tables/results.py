@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.runtime import registry
+from vitsee_core.runtime.parameters import DeclarationError
 from vitsee_core.tables import replicates
 from vitsee_core.tables.columns import REPLICATES, column_of, typed
 from vitsee_core.tables.files import TABLE_ENDINGS, read_file, write_files
@@ -79,9 +80,17 @@ class Table:
             rows: name -> value, one mapping per row; `replicates`: (blocks,) or None.
             columns: the columns and their order; by default those of the first row.
             notes: facts about the whole table.
+
+        Raises:
+            DeclarationError: a row has a name that is not among the columns.
         """
         rows = list(rows)
         names = list(columns if columns is not None else rows[0] if rows else ())
+        if unknown := {name for row in rows for name in row} - {*names, REPLICATES}:
+            raise DeclarationError(
+                f"rows have {min(unknown)!r}, which is not among the columns; expected some of "
+                f"{', '.join(names)}"
+            )
         if any(row.get(REPLICATES) is not None for row in rows) and REPLICATES not in names:
             names.append(REPLICATES)
         return cls({n: column_of(n, [r.get(n) for r in rows]) for n in names}, dict(notes or {}))
@@ -217,11 +226,9 @@ class Table:
                 f"this table has no figure of its own{of}; expected what an analysis returned, or "
                 "Table.read of what a command wrote with -o"
             )
-        module = registry.load(name)
-        with registry.blamed(module.__name__):
-            figure: Figure = (registry.over_training() if self.step_unit else module.plot)(
-                self, **options
-            )
+        analysis = registry.load(name)
+        with registry.blamed(analysis.module):
+            figure: Figure = analysis.draw(self, **options)
         return figure
 
     def map_text(self, change: Callable[[str], str]) -> Table:

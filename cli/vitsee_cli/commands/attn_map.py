@@ -129,7 +129,7 @@ def command(
     options.only_with("a --kind that is drawn as maps", parameters["kind"] not in CURVES, "scale")
     run_analysis(
         attn_map.run,
-        attn_map.plot,
+        attn_map.ANALYSIS.draw,
         stores,
         outputs,
         drawing={"scale": scale, "coverage": coverage is not False},

@@ -184,6 +184,12 @@ def command(
             raise click.UsageError("--baseline none excludes the other baselines")
         baselines = ()
     run_analysis(
-        propagate.run, propagate.plot, stores, outputs, baselines=baselines, save=save, **reach,
+        propagate.run,
+        propagate.ANALYSIS.draw,
+        stores,
+        outputs,
+        baselines=baselines,
+        save=save,
+        **reach,
         **parameters,
-    )  # fmt: skip
+    )

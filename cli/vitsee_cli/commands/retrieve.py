@@ -161,4 +161,4 @@ def command(
         return retrieve.run(*opened[:n], queries=opened[n:m], distractors=opened[m:], **more)
 
     every = (*stores, *queries, *distractors)
-    run_analysis(run, retrieve.plot, every, outputs, truth=truth, **parameters)
+    run_analysis(run, retrieve.ANALYSIS.draw, every, outputs, truth=truth, **parameters)

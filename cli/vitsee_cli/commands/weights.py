@@ -101,7 +101,7 @@ def command(sources: tuple[str, ...], outputs: Outputs, scale: str, **parameters
     stores = tuple(store for _, store in found if store is not None)
     models = [vars(_model(name, **given)) for name in names]
     run_analysis(
-        partial(_run, order), weights.plot, stores, outputs, models=models,
+        partial(_run, order), weights.ANALYSIS.draw, stores, outputs, models=models,
         drawing={"scale": scale}, **parameters,
     )  # fmt: skip
 

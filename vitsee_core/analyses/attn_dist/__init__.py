@@ -52,6 +52,7 @@ from vitsee_core.attention.heads import (
     uniform_in_time,
     with_windows,
 )
+from vitsee_core.declaration import Analysis
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import ATTENTION, Offers, blocks_option, metrics_option
@@ -62,50 +63,21 @@ from vitsee_core.tables.headlines import Answer, by_store, extremes, margin, num
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, pl
+from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput
 
 if TYPE_CHECKING:
-    from vitsee_stores import Slab, Store
+    from vitsee_stores import Slab
 
 __all__ = ["IN_TIME", "METRICS", "plot", "run"]
 
 log = logging.getLogger(__name__)
 
-QUESTION = ATTENTION
-HELP = """
-Measure how far each attention head looks.
+RELATIVE = "distance_relative"
 
-The mean distance between a patch and the patches it attends to, weighted by the attention, averaged
-over patches and images (Raghu et al. 2021, Figs. 3, 4; Walmer et al. 2023, Figs. 4, 15; Dosovitskiy
-et al. 2021, Figs. 7, 10). One row per head; class and register tokens are left out. Reads the
-summaries that extract stores by default; takes seconds. The figure shows the heads of the lowest
-and highest blocks, all heads against depth, and the means of all stores.
-
-  $ vitsee attn-dist b16.zarr -o dist.csv --png dist.png
-  $ vitsee attn-dist b16.zarr dino=runs/vits16.zarr --png both.png > both.csv
-  $ vitsee attn-dist b16.zarr --metric distance_px --sites blocks.0 | sort -t, -k10 -g
-
-Of clips also the distance in time and the share of attention within a query's own frame, beside
-what attention spread evenly would give.
-
-  $ vitsee attn-dist videomae.zarr shuffled=shuffled.zarr -o dist.csv --png dist.png
-"""
-MEANING = {"uniform": "of clips: the metric of attention spread evenly over what a query sees"}
-NEEDS = ("attention",)
-READING = (
-    "Left, each line is one block: its heads, sorted by how far they attend on average. Right, "
-    "every dot is a head, against its block. Heads near 0 look at their neighbours, heads near "
-    "the dashed line (attention spread evenly) at the whole image. A model that has learnt to "
-    "look locally has some low heads in its first blocks; bands are 95 % intervals over images. "
-    "Panels below, of clips, show the same in time."
-)
-SOURCE = (
-    "Dosovitskiy et al. 2021, Figs. 7 right, 10; Raghu et al. 2021, Figs. 3, 4; Walmer et al. "
-    "2023, Figs. 4, 15"
-)
-AT_A_GLANCE = RELATIVE = "distance_relative"
-
-COLUMNS = (*SITE, "head", "metric", "value", "std", "low", "high", "n_images")
+MEASURED = ("metric", "value", "std", "low", "high", "n_images")
+COLUMNS = (*SITE, "head", *MEASURED)
+CLIP_COLUMNS = (*SITE, "head", "uniform", *MEASURED)
 
 
 @analysis
@@ -169,9 +141,9 @@ def run(
         "images": {s.label: r.describe() for s, r in zip(selected.stores, chosen, strict=True)},
         **selected.notes(),
     }
-    columns = list(COLUMNS)
+    columns: tuple[str, ...] = COLUMNS
     if any(store.plan.clip is not None for store in selected.stores):
-        columns.insert(columns.index("metric"), "uniform")
+        columns = CLIP_COLUMNS
         notes["uniform"] = "the metric of attention spread evenly over the keys that a query sees"
     return with_windows(Table.from_rows(rows, columns, notes), selected.members)
 
@@ -292,3 +264,48 @@ def _headline_in_time(table: Table) -> list[Answer]:
             said.append(f"{site} {number(mean)} (spread evenly: {number(even)})")
         found.append((store, f"attention within a query's own frame: {', '.join(said)}"))
     return found
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=ATTENTION,
+    help="""
+    Measure how far each attention head looks.
+
+    The mean distance between a patch and the patches it attends to, weighted by the attention,
+    averaged over patches and images (Raghu et al. 2021, Figs. 3, 4; Walmer et al. 2023, Figs.
+    4, 15; Dosovitskiy et al. 2021, Figs. 7, 10). One row per head; class and register tokens
+    are left out. Reads the summaries that extract stores by default; takes seconds. The figure
+    shows the heads of the lowest and highest blocks, all heads against depth, and the means of
+    all stores.
+
+      $ vitsee attn-dist b16.zarr -o dist.csv --png dist.png
+      $ vitsee attn-dist b16.zarr dino=runs/vits16.zarr --png both.png > both.csv
+      $ vitsee attn-dist b16.zarr --metric distance_px --sites blocks.0 | sort -t, -k10 -g
+
+    Of clips also the distance in time and the share of attention within a query's own frame,
+    beside what attention spread evenly would give.
+
+      $ vitsee attn-dist videomae.zarr shuffled=shuffled.zarr -o dist.csv --png dist.png
+    """,
+    needs=("attention",),
+    reading=(
+        "Left, each line is one block: its heads, sorted by how far they attend on average. "
+        "Right, every dot is a head, against its block. Heads near 0 look at their neighbours, "
+        "heads near the dashed line (attention spread evenly) at the whole image. A model that "
+        "has learnt to look locally has some low heads in its first blocks; bands are 95 % "
+        "intervals over images. Panels below, of clips, show the same in time."
+    ),
+    source=(
+        "Dosovitskiy et al. 2021, Figs. 7 right, 10; Raghu et al. 2021, Figs. 3, 4; Walmer et "
+        "al. 2023, Figs. 4, 15"
+    ),
+    columns=COLUMNS,
+    other_columns=(CLIP_COLUMNS,),
+    meanings={"uniform": "of clips: the metric of attention spread evenly over what a query sees"},
+    metrics=(*METRICS, *IN_TIME),
+    run=run,
+    plot=plot,
+    headline=headline,
+    glance_metric=RELATIVE,
+)

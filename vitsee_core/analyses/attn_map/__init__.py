@@ -54,6 +54,7 @@ from vitsee_core.attention.head_maps import (
     sum_slabs,
 )
 from vitsee_core.attention.heads import StoredAttention, attention_blocks, read_heads, with_windows
+from vitsee_core.declaration import Analysis
 from vitsee_core.figures.clip_strips import of_clips
 from vitsee_core.figures.head_tiles import draw_grid, draw_models
 from vitsee_core.figures.plotting import styled
@@ -70,55 +71,14 @@ from vitsee_core.tables.glances import some_of
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured, number, picked
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, pl
+from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from vitsee_stores import Store
 
 log = logging.getLogger(__name__)
-
-NEEDS = ("attention",)
-READING = (
-    "One tile per head: where it attends, averaged over images. Bright cells get more attention."
-)
-SOURCE = (
-    "Walmer et al. 2023, Figs. 1 to 3, 11 to 14, 17, 18; Dosovitskiy et al. 2021, Figs. 6, 13; "
-    "Abnar and Zuidema 2020"
-)
-READINGS = {  # by kind
-    "mean_cls": (
-        "One tile per head: where the class token attends, averaged over images. Heads of one "
-        "block differ; in late blocks they agree on the middle of the image, where objects are."
-    ),
-    "mean_spatial": (
-        "One tile per head: where patches attend on average. A flat tile attends evenly; bright "
-        "single cells are the same for all patches and images."
-    ),
-    "aligned": (
-        "One tile per head: attention by offset from the patch that looks, which is at the "
-        "centre (the lines). A spot at the centre is a local head, a spot beside it an offset "
-        "head, a line an axial one; flat tiles look everywhere alike."
-    ),
-    "rollout": (
-        "Attention multiplied through all blocks: how much each patch can have contributed to "
-        "the class token, averaged over images."
-    ),
-    "prefix_mass": (
-        "How much of the patches' attention goes to the class token and registers, per head, "
-        "against depth."
-    ),
-    "entropy": (
-        "How spread the patches' attention is, per head, against depth: low is attention to few "
-        "keys, high attention to many."
-    ),
-    "sink": (
-        "Keys that draw far more attention than their share, against depth: how much the "
-        "strongest one gets, and in how many images and heads there is one. Sinks on patches of "
-        "background are where outlier tokens are (norms)."
-    ),
-}
 
 
 NUMBERS = {"prefix-mass": "prefix_mass", "entropy": "entropy"}
@@ -407,3 +367,68 @@ def _middle(rows: pl.DataFrame) -> str:
         f"in {rows['site'][0]} the middle of the grid gets {number(float(share))} of the attention "
         f"to patches, by its size {number(float(even))}"
     )
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    needs=("attention",),
+    reading=(
+        "One tile per head: where it attends, averaged over images. Bright cells get more "
+        "attention."
+    ),
+    readings={
+        "mean_cls": (
+            "One tile per head: where the class token attends, averaged over images. Heads of "
+            "one block differ; in late blocks they agree on the middle of the image, where "
+            "objects are."
+        ),
+        "mean_spatial": (
+            "One tile per head: where patches attend on average. A flat tile attends evenly; "
+            "bright single cells are the same for all patches and images."
+        ),
+        "aligned": (
+            "One tile per head: attention by offset from the patch that looks, which is at the "
+            "centre (the lines). A spot at the centre is a local head, a spot beside it an "
+            "offset head, a line an axial one; flat tiles look everywhere alike."
+        ),
+        "rollout": (
+            "Attention multiplied through all blocks: how much each patch can have contributed "
+            "to the class token, averaged over images."
+        ),
+        "prefix_mass": (
+            "How much of the patches' attention goes to the class token and registers, per "
+            "head, against depth."
+        ),
+        "entropy": (
+            "How spread the patches' attention is, per head, against depth: low is attention to "
+            "few keys, high attention to many."
+        ),
+        "sink": (
+            "Keys that draw far more attention than their share, against depth: how much the "
+            "strongest one gets, and in how many images and heads there is one. Sinks on "
+            "patches of background are where outlier tokens are (norms)."
+        ),
+    },
+    source=(
+        "Walmer et al. 2023, Figs. 1 to 3, 11 to 14, 17, 18; Dosovitskiy et al. 2021, Figs. 6, "
+        "13; Abnar and Zuidema 2020"
+    ),
+    columns=MAP_COLUMNS,
+    other_columns=(
+        ROLLOUT_COLUMNS,
+        NUMBER_COLUMNS,
+    ),
+    metrics=(
+        "attention",
+        *TITLES,
+        *NUMBERS.values(),
+        "sink_max",
+        "sink_median",
+        "sink_share",
+        "qk_nmi",
+    ),
+    run=run,
+    plot=plot,
+    headline=headline,
+    at_a_glance=at_a_glance,
+)

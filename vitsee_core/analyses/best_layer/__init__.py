@@ -47,6 +47,7 @@ from vitsee_core.analyses.best_layer.layer_tasks import (
     with_replicates,
 )
 from vitsee_core.analyses.best_layer.layer_tasks import PAIRED_COLUMNS as PAIRED
+from vitsee_core.declaration import Analysis
 from vitsee_core.figures.curve_looks import of_models
 from vitsee_core.figures.plotting import styled
 from vitsee_core.runtime.machine import counted
@@ -63,14 +64,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NEEDS: tuple[str, ...] | None = None  # works on tables
-READING = (
-    "One panel per task: its score against relative depth, the best layer of each model as a "
-    "star, baselines dashed. The best layer of many is chosen on the same images that are "
-    "reported, so that its score is a little too high; the number of layers whose intervals "
-    "overlap it says how far it stands out. Differences have intervals that allow for the choice."
-)
-SOURCE = "Walmer et al. 2023, Tables 1, 5; Kornblith et al. 2019"
 
 RESULT = ("store", "site", "depth", "metric", "value")
 TOKENS = ("store", "site", "token", "row")
@@ -334,3 +327,23 @@ def headline(table: Table) -> list[Answer]:
         text = f"best at {counted(len(rows), 'tasks')}: {first} times"
         found.append((str(store), ", ".join([text, *others])))
     return found
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    needs=None,
+    reading=(
+        "One panel per task: its score against relative depth, the best layer of each model as "
+        "a star, baselines dashed. The best layer of many is chosen on the same images that are "
+        "reported, so that its score is a little too high; the number of layers whose intervals "
+        "overlap it says how far it stands out. Differences have intervals that allow for the "
+        "choice."
+    ),
+    source="Walmer et al. 2023, Tables 1, 5; Kornblith et al. 2019",
+    columns=COLUMNS,
+    metrics=("*",),
+    run=run,
+    plot=plot,
+    headline=headline,
+    read_inputs=read,
+)

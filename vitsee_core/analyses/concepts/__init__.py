@@ -42,6 +42,7 @@ from vitsee_core.analyses.concepts.fitting import (
     halves_of,
     matched_cosine,
 )
+from vitsee_core.declaration import Analysis
 from vitsee_core.dictionaries.dictionary import save_dictionary
 from vitsee_core.features import choose_features
 from vitsee_core.figures.patch_sheets import WHOLE, Map, Sheet, SheetLine, layer_name
@@ -58,6 +59,7 @@ from vitsee_core.runtime.options import (
     Gather,
     Offers,
     Option,
+    PythonOnly,
     metrics_option,
     sites_option,
 )
@@ -74,43 +76,15 @@ from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.types import Integers, pl
+from vitsee_stores import Store
 from vitsee_stores.errors import SiteError, VitseeError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from vitsee_core.features import SiteFeatures
-    from vitsee_stores import SiteSpec, Store
+    from vitsee_stores import SiteSpec
 
-
-QUESTION = KNOWLEDGE
-HELP = """
-Find the concepts that patches are made of.
-
-A dictionary of K directions of each site's patch tokens, by k-means, non-negative matrix
-factorisation or principal components, out of core: how much of the patches it explains, whether
-two halves of the images give the same concepts, whether these know the classes, and a figure of
-each concept's strongest patches. --save writes it for vitsee encode.
-
-  $ vitsee concepts b16.zarr -o concepts.csv --png concepts.png
-  $ vitsee concepts b16.zarr --sites blocks.8.out --k 64 --save blocks8.safetensors
-  $ vitsee concepts resnet50.zarr --method nmf --sites stage:2
-  $ vitsee concepts b16.zarr --method nmf --clamp --png nmf.png
-"""
-MEANING = {
-    "concept": "from 0, in the dictionary's order",
-    "std": "",
-    "n_examples": "patches",
-}
-NEEDS = ("grid",)
-READING = (
-    "Each line is a concept, with its share of the patches where one site is drawn: the patches of "
-    "different images in which it is strongest, each in the middle of its neighbours. Those of a "
-    "line should have something in common; whether that is more than position or colour, and "
-    "whether other images would give the same concept (stability), the picture does not say."
-)
-SOURCE = "Fel et al. 2023 (CRAFT); Lee and Seung 1999; Sculley 2010; Kuhn 1955"
-AT_A_GLANCE = ""
 
 COLUMNS = (
     *(*SITE, "row", "col", "image", "method", "k", "concept"),
@@ -152,7 +126,7 @@ def run(
             default="none",
         ),
     ] = None,
-    force: bool = False,
+    force: Annotated[bool, PythonOnly("the command has --force of all files")] = False,
     origin: Annotated[Provenance | None, Gather(Provenance, ("data",))] = None,
     execution: Annotated[Execution, Offers("images seed jobs memory", dask="slabs")] = DEFAULT,
 ) -> Table:
@@ -422,3 +396,43 @@ _NOTHING = Map("no picture", np.ones((1, 1, 3)), WHOLE)
 
 def _pixels(text: str) -> Any:
     return decode(text).astype(np.float64) / 255 if text else _NOTHING.values
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=KNOWLEDGE,
+    help="""
+    Find the concepts that patches are made of.
+
+    A dictionary of K directions of each site's patch tokens, by k-means, non-negative matrix
+    factorisation or principal components, out of core: how much of the patches it explains,
+    whether two halves of the images give the same concepts, whether these know the classes, and
+    a figure of each concept's strongest patches. --save writes it for vitsee encode.
+
+      $ vitsee concepts b16.zarr -o concepts.csv --png concepts.png
+      $ vitsee concepts b16.zarr --sites blocks.8.out --k 64 --save blocks8.safetensors
+      $ vitsee concepts resnet50.zarr --method nmf --sites stage:2
+      $ vitsee concepts b16.zarr --method nmf --clamp --png nmf.png
+    """,
+    needs=("grid",),
+    reading=(
+        "Each line is a concept, with its share of the patches where one site is drawn: the "
+        "patches of different images in which it is strongest, each in the middle of its "
+        "neighbours. Those of a line should have something in common; whether that is more than "
+        "position or colour, and whether other images would give the same concept (stability), "
+        "the picture does not say."
+    ),
+    source="Fel et al. 2023 (CRAFT); Lee and Seung 1999; Sculley 2010; Kuhn 1955",
+    columns=COLUMNS,
+    meanings={
+        "concept": "from 0, in the dictionary's order",
+        "std": "",
+        "n_examples": "patches",
+    },
+    metrics=(*METRICS, "share", "activation"),
+    run=run,
+    plot=plot,
+    headline=headline,
+    at_a_glance=at_a_glance,
+    glance_metric="",
+)

@@ -39,6 +39,7 @@ from vitsee_core.analyses.cosine_map.cosines import (
     map_statistics,
     unit_vectors,
 )
+from vitsee_core.declaration import Analysis
 from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.features.matrix import not_finite
 from vitsee_core.models.provenance import Provenance
@@ -54,42 +55,17 @@ from vitsee_core.tables.columns import SITE, cell_columns, in_time, site_columns
 from vitsee_core.tables.glances import most_varied, some_of
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, pl
+from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.manifest import few
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from vitsee_stores import SiteSpec, Store
+    from vitsee_stores import SiteSpec
 
 log = logging.getLogger(__name__)
 
-QUESTION = KNOWLEDGE
-HELP = """
-Map which patches a chosen patch resembles.
-
-The cosine of one patch's features with those of every patch, in its image and in others, layer
-by layer and model by model, beside the photograph with the patch marked.
-
-  $ vitsee cosine-map b16.zarr --image cat.jpg --at 120,80px --png cat.png > cat.csv
-  $ vitsee cosine-map a.zarr b.zarr --image cat.jpg --to dog.jpg --png both.png > both.csv
-  $ vitsee cosine-map b16.zarr --offsets --png offsets.png > offsets.csv
-
-Metrics: cosine; of each chosen patch cosine_mean over the others of its image, cosine_neighbours,
-and cosine_area, the share of patches above the middle between that mean and 1. With --offsets the
-columns are row, col (signed, key minus query), value, std and the 95 % interval low, high over
-images, n_images. Of clips the maps have a column frame, the patch's place in time.
-"""
-MEANING = {"token": "the chosen patch in the site's grid", "query": "its image", "image": "mapped"}
-NEEDS = ("grid",)
-READING = (
-    "The framed patch of the photograph (red cross) against every patch: bright where features "
-    "point the same way. A layer that knows objects lights up the object and little else, one that "
-    "knows places lights up around the patch, one that is uniform everything. Cosines are not "
-    "centred: read them within a layer, and by their statistics across layers."
-)
-SOURCE = "Siméoni et al. 2025 (DINOv3), Fig. 3"
-AT_A_GLANCE = ""
 COLUMNS = (*SITE, "token", "row", "col", "query", "image", "at", "metric", "value")
 OFFSET_COLUMNS = (*SITE, "row", "col", "metric", "value", "std", "low", "high", "n_images")
 
@@ -356,3 +332,46 @@ def _offset_table(place: dict[str, Any], summary: Summary) -> Table:
     return Table.concat(
         [{**place, "row": rows.ravel(), "col": cols.ravel(), **values}], OFFSET_COLUMNS
     )
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=KNOWLEDGE,
+    help="""
+    Map which patches a chosen patch resembles.
+
+    The cosine of one patch's features with those of every patch, in its image and in others,
+    layer by layer and model by model, beside the photograph with the patch marked.
+
+      $ vitsee cosine-map b16.zarr --image cat.jpg --at 120,80px --png cat.png > cat.csv
+      $ vitsee cosine-map a.zarr b.zarr --image cat.jpg --to dog.jpg --png both.png > both.csv
+      $ vitsee cosine-map b16.zarr --offsets --png offsets.png > offsets.csv
+
+    Metrics: cosine; of each chosen patch cosine_mean over the others of its image,
+    cosine_neighbours, and cosine_area, the share of patches above the middle between that mean
+    and 1. With --offsets the columns are row, col (signed, key minus query), value, std and the
+    95 % interval low, high over images, n_images. Of clips the maps have a column frame, the
+    patch's place in time.
+    """,
+    needs=("grid",),
+    reading=(
+        "The framed patch of the photograph (red cross) against every patch: bright where "
+        "features point the same way. A layer that knows objects lights up the object and "
+        "little else, one that knows places lights up around the patch, one that is uniform "
+        "everything. Cosines are not centred: read them within a layer, and by their statistics "
+        "across layers."
+    ),
+    source="Siméoni et al. 2025 (DINOv3), Fig. 3",
+    columns=COLUMNS,
+    other_columns=(OFFSET_COLUMNS,),
+    meanings={
+        "token": "the chosen patch in the site's grid",
+        "query": "its image",
+        "image": "mapped",
+    },
+    metrics=("cosine", "cosine_offset", *STATISTICS),
+    run=run,
+    plot=plot,
+    at_a_glance=at_a_glance,
+    glance_metric="",
+)

@@ -43,6 +43,7 @@ from vitsee_core.analyses.dense_probe.results import (
     pairs,
     pairs_of_untrained,
 )
+from vitsee_core.declaration import Analysis
 from vitsee_core.features import compared
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
@@ -64,61 +65,13 @@ from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import site_words
 from vitsee_core.types import pl
+from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from vitsee_stores import Store
 
-QUESTION = KNOWLEDGE
-HELP = """
-Probe what patch tokens know of every pixel.
-
-A linear map from a patch token to one score per class, interpolated to the pixels of class maps and
-fitted to them by ridge regression: exact least squares at full resolution, of all layers in one
-pass over the tokens. Trained on the images of TRAIN that have a class map, tested on those of each
-TEST, a store of the same model; nothing is chosen on test images (linear segmentation as in Oquab
-et al. 2024 and Siméoni et al. 2025, with least squares in place of SGD and no augmentation).
-
-  $ vitsee dense-probe train.zarr val.zarr --masks ADEChallengeData2016 -o ade.csv --png ade.png
-  $ vitsee dense-probe voc.zarr --masks VOC2012 --split VOC2012/ImageSets/Segmentation/val.txt
-  $ vitsee dense-probe train.zarr val.zarr --masks cityscapes --per-class --metric miou
-  $ vitsee dense-probe coco.zarr --masks panoptic_val2017.json --holdout 0.2 --show 4 --png coco.png
-  $ vitsee dense-probe train.zarr val.zarr --masks ADEChallengeData2016 --preset capi
-  $ vitsee dense-probe train.zarr test.zarr --depth nyu --eigen-crop -o nyu.csv --png nyu.png
-  $ vitsee dense-probe a.zarr b.zarr --masks maps --untrained random-a.zarr \\
-      --untrained random-b.zarr
-
-Class maps are read as their authors distribute them: PNG files of class numbers below a folder, in
-the layouts of Pascal VOC, ADE20K (SceneParsing) and Cityscapes (labelIds), or a COCO file of
-panoptic segments, stuff or objects. The value 255, ADE20K's 0 and what Cityscapes does not evaluate
-have no class: such pixels neither train nor test. With --depth in place of --masks the map predicts
-metres: rmse, abs_rel and a1 per image, averaged.
-
-Baselines in the table: majority (the most frequent class everywhere; mean: the mean depth),
-position (the most frequent class, or the mean depth, at each cell), and untrained with --untrained.
-Linear probes do not represent fine-tuning (Kerssies et al. 2024).
-"""
-MEANING = {
-    "store": "the one that tests",
-    "class": "with --per-class",
-    "l2_relative": "penalty over the number of pixels and the mean variance of a feature",
-    "k": "neighbours",
-    "high": "95 % interval over blocks of test images",
-    "n_images": "test images with a map",
-}
-NEEDS = ("grid", "images")
-READING = (
-    "How well a probe of one layer's patch tokens, a linear map by default, segments images that "
-    "it was not fitted to, or tells their depth in metres, against the layer's depth; bands are "
-    "95 % intervals over test images. What lies near the dashed lines is known without the image: "
-    "the most frequent class, or the mean depth, everywhere or at each place."
-)
-SOURCE = (
-    "Oquab et al. 2024 (DINOv2); Siméoni et al. 2025 (DINOv3); Darcet et al. 2025 (CAPI); "
-    "Balažević et al. 2023 (Hummingbird); Cheng et al. 2021; Eigen et al. 2014"
-)
 headline = partial(
     best_layers,
     units={
@@ -346,3 +299,64 @@ def _caption(notes: Mapping[str, Any], width: float) -> str:
             else "colours: classes; red: wrong pixels; white: pixels without a class"
         )
     return "\n".join(lines)
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=KNOWLEDGE,
+    help="""
+    Probe what patch tokens know of every pixel.
+
+    A linear map from a patch token to one score per class, interpolated to the pixels of class
+    maps and fitted to them by ridge regression: exact least squares at full resolution, of all
+    layers in one pass over the tokens. Trained on the images of TRAIN that have a class map,
+    tested on those of each TEST, a store of the same model; nothing is chosen on test images
+    (linear segmentation as in Oquab et al. 2024 and Siméoni et al. 2025, with least squares in
+    place of SGD and no augmentation).
+
+      $ vitsee dense-probe train.zarr val.zarr --masks ADEChallengeData2016 -o ade.csv --png ade.png
+      $ vitsee dense-probe voc.zarr --masks VOC2012 --split VOC2012/ImageSets/Segmentation/val.txt
+      $ vitsee dense-probe train.zarr val.zarr --masks cityscapes --per-class --metric miou
+      $ vitsee dense-probe coco.zarr --masks panoptic_val2017.json --holdout 0.2 --show 4 \\
+          --png coco.png
+      $ vitsee dense-probe train.zarr val.zarr --masks ADEChallengeData2016 --preset capi
+      $ vitsee dense-probe train.zarr test.zarr --depth nyu --eigen-crop -o nyu.csv --png nyu.png
+      $ vitsee dense-probe a.zarr b.zarr --masks maps --untrained random-a.zarr \\
+          --untrained random-b.zarr
+
+    Class maps are read as their authors distribute them: PNG files of class numbers below a
+    folder, in the layouts of Pascal VOC, ADE20K (SceneParsing) and Cityscapes (labelIds), or a
+    COCO file of panoptic segments, stuff or objects. The value 255, ADE20K's 0 and what
+    Cityscapes does not evaluate have no class: such pixels neither train nor test. With --depth
+    in place of --masks the map predicts metres: rmse, abs_rel and a1 per image, averaged.
+
+    Baselines in the table: majority (the most frequent class everywhere; mean: the mean depth),
+    position (the most frequent class, or the mean depth, at each cell), and untrained with
+    --untrained. Linear probes do not represent fine-tuning (Kerssies et al. 2024).
+    """,
+    needs=("grid", "images"),
+    reading=(
+        "How well a probe of one layer's patch tokens, a linear map by default, segments images "
+        "that it was not fitted to, or tells their depth in metres, against the layer's depth; "
+        "bands are 95 % intervals over test images. What lies near the dashed lines is known "
+        "without the image: the most frequent class, or the mean depth, everywhere or at each "
+        "place."
+    ),
+    source=(
+        "Oquab et al. 2024 (DINOv2); Siméoni et al. 2025 (DINOv3); Darcet et al. 2025 (CAPI); "
+        "Balažević et al. 2023 (Hummingbird); Cheng et al. 2021; Eigen et al. 2014"
+    ),
+    columns=COLUMNS,
+    meanings={
+        "store": "the one that tests",
+        "class": "with --per-class",
+        "l2_relative": "penalty over the number of pixels and the mean variance of a feature",
+        "k": "neighbours",
+        "high": "95 % interval over blocks of test images",
+        "n_images": "test images with a map",
+    },
+    metrics=(*METRICS, "iou_class"),
+    run=run,
+    plot=plot,
+    headline=headline,
+)

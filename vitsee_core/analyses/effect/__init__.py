@@ -40,6 +40,7 @@ from vitsee_core.analyses.effect.changes import (
     outputs_of_both,
     pairs_of_sites,
 )
+from vitsee_core.declaration import Analysis
 from vitsee_core.figures.curve_looks import store_looks
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import INTERVAL, draw_depth_curves
@@ -70,7 +71,7 @@ from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words
 from vitsee_core.types import pl
-from vitsee_stores import require_paired
+from vitsee_stores import Store, require_paired
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.manifest import weights_name
 
@@ -78,42 +79,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitsee_stores import Store
 
 log = logging.getLogger(__name__)
 
-QUESTION = FLOW
-HELP = """
-Measure what a change does to a model, over all images.
-
-BASE and each CHANGED are stores of the same images: of a model, and of the same model without a
-layer, with an intervention, or with other weights. What it costs: top-1 of the model's own head,
-with McNemar's exact test of the paired difference; images with the same answer; KL(base || changed)
-of the outputs. Where it shows: at each site CKA and the mean cosine of tokens with the base.
-
-  $ vitsee extract vit_base_patch16_224 --data val --images 2000 -o b16.zarr
-  $ vitsee extract vit_base_patch16_224 --data val --images 2000 --ablate-skip 5 -o skip5.zarr
-  $ vitsee effect b16.zarr skip5.zarr -o effect.csv --png effect.png
-  $ vitsee effect b16.zarr skip*.zarr --sites none > outputs.csv
-
---sites none: outputs alone. Top-1 is left out where labels are not the classes of the head.
-"""
-MEANING = {
-    "store": "CHANGED; BASE in its own row of top1",
-    "base": "what store is compared with",
-    "p": "of top1_difference: McNemar's exact test",
-    "n_only_base": "images that the base alone has right",
-    "n_only_changed": "that the changed model alone has right",
-}
-NEEDS = ("sites",)
-READING = (
-    "What each change does, beside each other. Above, the outputs: accuracy lost or gained, images "
-    "with the same answer, divergence of the predicted probabilities. Below, how far each layer "
-    "still resembles the unchanged model's: layers before the change have 1, and a curve that "
-    "recovers says that later layers repair it. A large effect needs a control of the same size."
-)
-SOURCE = "McNemar 1947; Kornblith et al. 2019"
-AT_A_GLANCE = "cka"
 COLUMNS = (
     *(*SITE, "base", *VALUES, "p"),
     *("n_images", "n_only_base", "n_only_changed"),
@@ -342,3 +310,47 @@ def _draw_outputs(
     axes.grid(False, axis="y")
     axes.set_xlabel(metric_words(metric))
     note_count(axes, rows)
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=FLOW,
+    help="""
+    Measure what a change does to a model, over all images.
+
+    BASE and each CHANGED are stores of the same images: of a model, and of the same model
+    without a layer, with an intervention, or with other weights. What it costs: top-1 of the
+    model's own head, with McNemar's exact test of the paired difference; images with the same
+    answer; KL(base || changed) of the outputs. Where it shows: at each site CKA and the mean
+    cosine of tokens with the base.
+
+      $ vitsee extract vit_base_patch16_224 --data val --images 2000 -o b16.zarr
+      $ vitsee extract vit_base_patch16_224 --data val --images 2000 --ablate-skip 5 -o skip5.zarr
+      $ vitsee effect b16.zarr skip5.zarr -o effect.csv --png effect.png
+      $ vitsee effect b16.zarr skip*.zarr --sites none > outputs.csv
+
+    --sites none: outputs alone. Top-1 is left out where labels are not the classes of the head.
+    """,
+    needs=("sites",),
+    reading=(
+        "What each change does, beside each other. Above, the outputs: accuracy lost or gained, "
+        "images with the same answer, divergence of the predicted probabilities. Below, how far "
+        "each layer still resembles the unchanged model's: layers before the change have 1, and "
+        "a curve that recovers says that later layers repair it. A large effect needs a control "
+        "of the same size."
+    ),
+    source="McNemar 1947; Kornblith et al. 2019",
+    columns=COLUMNS,
+    meanings={
+        "store": "CHANGED; BASE in its own row of top1",
+        "base": "what store is compared with",
+        "p": "of top1_difference: McNemar's exact test",
+        "n_only_base": "images that the base alone has right",
+        "n_only_changed": "that the changed model alone has right",
+    },
+    metrics=METRICS,
+    run=run,
+    plot=plot,
+    headline=headline,
+    glance_metric="cka",
+)

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vitsee_core.declaration import Analysis
 from vitsee_core.figures.curve_looks import site_kind
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
@@ -61,6 +62,7 @@ from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import PARTS, site_words
 from vitsee_core.types import Float, pl
+from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.manifest import few
 
@@ -69,41 +71,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-    from vitsee_stores import Store
     from vitsee_stores.layout import SiteSpec
 
 log = logging.getLogger(__name__)
-
-QUESTION = FLOW
-HELP = """
-Measure effective receptive fields.
-
-How far the centre of a layer sees: its gradient with respect to the input pixels, in absolute
-value, averaged over images (Raghu et al. 2021, Figs. 6, C.1 to C.4). Needs `vitsee extract
---erf 256`; sites after the residual sum (blocks) and before it (the branches of residual) are
-just different sites.
-
-  $ vitsee extract vit_base_patch16_224 --data photos --erf 256 --sites residual -o b16.zarr
-  $ vitsee erf b16.zarr -o erf.csv --png erf.png
-  $ vitsee erf b16.zarr r50.zarr --sites blocks --png both.png > both.csv
-  $ vitsee erf b16.zarr --metric radius50_px --sites '*.attn.branch'
-
---images rounds up to whole slabs, as fields are kept as their sums. The figure shows each site's
-field, and the radii against depth.
-"""
-MEANING = {
-    "col": "row, col: of gradient, the first pixel of each square of the field",
-    "high": "95 % interval over images, from 10 slabs on",
-}
-NEEDS = ("grid", "images")
-READING = (
-    "Top, which pixels the middle of each feature map responds to: the circle holds half of the "
-    "mass, the cross is its centre. Below, that circle's radius against depth. A ViT's field is "
-    "wide from the first block on, a CNN's grows; sites after a residual sum keep a peak of their "
-    "own place, branches do not."
-)
-SOURCE = "Luo et al. 2016; Raghu et al. 2021, Figs. 6, C.1 to C.4"
-AT_A_GLANCE = ""
 
 
 RADII = {"radius50_px": 0.5, "radius90_px": 0.9}
@@ -440,3 +410,44 @@ def _draw(axes: Axes, picture: Picture) -> AxesImage:
             circle = Circle((x, y), picture.radius, fill=False, edgecolor=MARK, linewidth=0.7)
             axes.add_patch(circle)
     return image
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=FLOW,
+    help="""
+    Measure effective receptive fields.
+
+    How far the centre of a layer sees: its gradient with respect to the input pixels, in absolute
+    value, averaged over images (Raghu et al. 2021, Figs. 6, C.1 to C.4). Needs `vitsee extract
+    --erf 256`; sites after the residual sum (blocks) and before it (the branches of residual) are
+    just different sites.
+
+      $ vitsee extract vit_base_patch16_224 --data photos --erf 256 --sites residual -o b16.zarr
+      $ vitsee erf b16.zarr -o erf.csv --png erf.png
+      $ vitsee erf b16.zarr r50.zarr --sites blocks --png both.png > both.csv
+      $ vitsee erf b16.zarr --metric radius50_px --sites '*.attn.branch'
+
+    --images rounds up to whole slabs, as fields are kept as their sums. The figure shows each
+    site's field, and the radii against depth.
+    """,
+    needs=("grid", "images"),
+    reading=(
+        "Top, which pixels the middle of each feature map responds to: the circle holds half of "
+        "the mass, the cross is its centre. Below, that circle's radius against depth. A ViT's "
+        "field is wide from the first block on, a CNN's grows; sites after a residual sum keep "
+        "a peak of their own place, branches do not."
+    ),
+    source="Luo et al. 2016; Raghu et al. 2021, Figs. 6, C.1 to C.4",
+    columns=COLUMNS,
+    meanings={
+        "col": "row, col: of gradient, the first pixel of each square of the field",
+        "high": "95 % interval over images, from 10 slabs on",
+    },
+    metrics=METRICS,
+    run=run,
+    plot=plot,
+    headline=headline,
+    at_a_glance=at_a_glance,
+    glance_metric="",
+)

@@ -27,6 +27,7 @@ import numpy as np
 
 from vitsee_core.analyses.head_importance.ablated_runs import AblatedRuns, Head, batches
 from vitsee_core.attention.heads import StoredAttention, attention_blocks
+from vitsee_core.declaration import Analysis
 from vitsee_core.figures.panels import Grid, colour_bar, note_count, stack
 from vitsee_core.figures.plotting import GREY, styled
 from vitsee_core.labels.changed_outputs import (
@@ -64,45 +65,16 @@ from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words
 from vitsee_core.types import Float, Integers, pl
+from vitsee_stores import Store
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitsee_stores import Slab, Store
+    from vitsee_stores import Slab
 
 log = logging.getLogger(__name__)
 
-QUESTION = ATTENTION
-HELP = """
-Measure which attention heads the model's answer needs.
-
-Each head's output is replaced by its mean over images (or by zero) while the others stay (Michel
-et al. 2019): accuracy lost, with McNemar's exact test, and KL(model || without the head). Beside
-it how far the head looks, and the rank correlation of both. The model runs again, once for each
-head: of ViT-B 146 forward passes of every image, so take few.
-
-  $ vitsee extract vit_base_patch16_224 --data val --images 500 -o b16.zarr
-  $ vitsee head-importance b16.zarr --images 200 -o heads.csv --png heads.png
-  $ vitsee head-importance b16.zarr --sites blocks.0,blocks.11 --by zero > ends.csv
-
-Needs the model's weights and the images again, where extract read them.
-"""
-MEANING = {
-    "head": "empty in the rows about all heads",
-    "p": "of top1_difference: McNemar's exact test",
-    "n_only_base": "images that only the whole model has right",
-    "n_only_changed": "that only the model without the head has right",
-}
-NEEDS = ("attention", "heads", "images")
-READING = (
-    "Every dot is a head: how far it attends on average against what the answer loses without it, "
-    "coloured by its block. Most heads cost little alone, because others do the same; a rank "
-    "correlation says whether far or near heads matter more, and within blocks whether that is "
-    "more than a matter of depth. Bars are 95 % intervals over images."
-)
-SOURCE = "Michel et al. 2019"
-AT_A_GLANCE = ""
 COLUMNS = (*SITE, "head", *VALUES, "p", "n_images", "n_only_base", "n_only_changed")
 METRICS = ("top1_difference", "agreement", KL)
 WAYS = ("mean", "zero")
@@ -378,3 +350,44 @@ def _explain(axes: Axes, rows: pl.DataFrame, metric: str) -> None:
             spread = "" if low is None else f" ({low:.2f} to {high:.2f})"
             lines.append(f"{words} {value:.2f}{spread}")
     axes.set_xlabel("\n".join(lines))
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=ATTENTION,
+    help="""
+    Measure which attention heads the model's answer needs.
+
+    Each head's output is replaced by its mean over images (or by zero) while the others stay
+    (Michel et al. 2019): accuracy lost, with McNemar's exact test, and KL(model || without the
+    head). Beside it how far the head looks, and the rank correlation of both. The model runs
+    again, once for each head: of ViT-B 146 forward passes of every image, so take few.
+
+      $ vitsee extract vit_base_patch16_224 --data val --images 500 -o b16.zarr
+      $ vitsee head-importance b16.zarr --images 200 -o heads.csv --png heads.png
+      $ vitsee head-importance b16.zarr --sites blocks.0,blocks.11 --by zero > ends.csv
+
+    Needs the model's weights and the images again, where extract read them.
+    """,
+    needs=("attention", "heads", "images"),
+    reading=(
+        "Every dot is a head: how far it attends on average against what the answer loses "
+        "without it, coloured by its block. Most heads cost little alone, because others do the "
+        "same; a rank correlation says whether far or near heads matter more, and within blocks "
+        "whether that is more than a matter of depth. Bars are 95 % intervals over images."
+    ),
+    source="Michel et al. 2019",
+    columns=COLUMNS,
+    meanings={
+        "head": "empty in the rows about all heads",
+        "p": "of top1_difference: McNemar's exact test",
+        "n_only_base": "images that only the whole model has right",
+        "n_only_changed": "that only the model without the head has right",
+    },
+    metrics=(*METRICS, DISTANCE, "spearman_*"),
+    run=run,
+    plot=plot,
+    headline=headline,
+    at_a_glance=at_a_glance,
+    glance_metric="",
+)

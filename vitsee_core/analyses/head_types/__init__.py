@@ -31,6 +31,7 @@ from vitsee_core.analyses.head_types.head_geometry import (
     SHAPE_SCORES,
     TEMPORAL,
     TIME_AGREEMENT,
+    TIME_SCORES,
     TIME_TYPES,
     TYPES,
     Scores,
@@ -50,6 +51,7 @@ from vitsee_core.attention.head_maps import (
     sum_slabs,
 )
 from vitsee_core.attention.heads import StoredAttention, keys_seen, with_windows
+from vitsee_core.declaration import Analysis
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import ATTENTION, Gather, Offers, Option, blocks_option
@@ -61,48 +63,14 @@ from vitsee_core.tables.headlines import Answer, by_store
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float
+from vitsee_stores import Store
 
 if TYPE_CHECKING:
-    from vitsee_stores import Store
     from vitsee_stores.plan import Clip
 
 __all__ = ["AGREEMENT", "plot", "run"]
 
 log = logging.getLogger(__name__)
-
-QUESTION = ATTENTION
-HELP = """
-Classify attention heads by what they attend to.
-
-Strict, soft, axial and offset local heads (Walmer et al. 2023, Figs. 3, 14) by where their
-aligned maps have their mass, offset ones with direction and distance; repeating ones (their
-sparse repeating patterns) by the few keys that all queries share; the rest are global. Shares
-of mass are measured as their excess over uniform attention: 0 is as uniform, 1 is all of it.
-Reads the summaries that extract stores by default.
-
-  $ vitsee head-types b16.zarr -o types.csv --png types.png
-  $ vitsee head-types mae=a.zarr dino=b.zarr --png both.png > both.csv
-  $ vitsee head-types b16.zarr --strict 0.4 | grep same_type_thresholds
-
-One row per head and score; same_type_thresholds is the share of other thresholds (each one times
-0.8 and times 1.25) that give the same type, same_type_slabs the share of jackknife samples (the
-images without one slab) that do. Rows of the metric aligned are the map of one head of each type,
-row and col the offset from the query. The figure shows counts by block and these maps.
-"""
-MEANING = {
-    "detail": "the direction of an offset head; row, column or cross of an axial one",
-    "time": "of clips: what the head attends to in time",
-    "frame": "of clips, metric aligned_frames: cells in time from the query, key minus query",
-}
-NEEDS = ("attention",)
-READING = (
-    "How many heads of each block are local, axial, offset, global or otherwise, by stated "
-    "thresholds on their mean maps, with an example of each kind. A head's class is about its "
-    "mean over images, and is worth what same_type_thresholds and same_type_slabs in the "
-    "table say."
-)
-SOURCE = "Walmer et al. 2023, sections 4.1, 4.2, Figs. 3, 14"
-AT_A_GLANCE = ""
 
 
 def at_a_glance(table: Table) -> Table:
@@ -425,3 +393,49 @@ def headline(table: Table) -> list[Answer]:
         said = ", ".join(f"{n} {kind}" for kind, n in times)
         found.append((store, f"in time {said}; {temporal} of {len(rows)} heads are temporal"))
     return found
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=ATTENTION,
+    help="""
+    Classify attention heads by what they attend to.
+
+    Strict, soft, axial and offset local heads (Walmer et al. 2023, Figs. 3, 14) by where their
+    aligned maps have their mass, offset ones with direction and distance; repeating ones (their
+    sparse repeating patterns) by the few keys that all queries share; the rest are global. Shares
+    of mass are measured as their excess over uniform attention: 0 is as uniform, 1 is all of it.
+    Reads the summaries that extract stores by default.
+
+      $ vitsee head-types b16.zarr -o types.csv --png types.png
+      $ vitsee head-types mae=a.zarr dino=b.zarr --png both.png > both.csv
+      $ vitsee head-types b16.zarr --strict 0.4 | grep same_type_thresholds
+
+    One row per head and score; same_type_thresholds is the share of other thresholds (each one
+    times 0.8 and times 1.25) that give the same type, same_type_slabs the share of jackknife
+    samples (the images without one slab) that do. Rows of the metric aligned are the map of one
+    head of each type, row and col the offset from the query. The figure shows counts by block
+    and these maps.
+    """,
+    needs=("attention",),
+    reading=(
+        "How many heads of each block are local, axial, offset, global or otherwise, by stated "
+        "thresholds on their mean maps, with an example of each kind. A head's class is about "
+        "its mean over images, and is worth what same_type_thresholds and same_type_slabs in "
+        "the table say."
+    ),
+    source="Walmer et al. 2023, sections 4.1, 4.2, Figs. 3, 14",
+    columns=COLUMNS,
+    other_columns=(CLIP_COLUMNS,),
+    meanings={
+        "detail": "the direction of an offset head; row, column or cross of an axial one",
+        "time": "of clips: what the head attends to in time",
+        "frame": "of clips, metric aligned_frames: cells in time from the query, key minus query",
+    },
+    metrics=(*SCORES, *TIME_SCORES, *AGREEMENT, *TIME_AGREEMENT, "aligned", ALIGNED_FRAMES),
+    run=run,
+    plot=plot,
+    headline=headline,
+    at_a_glance=at_a_glance,
+    glance_metric="",
+)

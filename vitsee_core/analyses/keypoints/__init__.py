@@ -50,6 +50,7 @@ from vitsee_core.analyses.keypoints.spair import (
     draw_pairs,
     read_pairs,
 )
+from vitsee_core.declaration import Analysis
 from vitsee_core.figures.curve_looks import DASHES, curve_looks
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.panels import small
@@ -67,50 +68,17 @@ from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import baseline_words
 from vitsee_core.types import Float, Mask, pl
+from vitsee_stores import Store
 from vitsee_stores.errors import SiteError, VitseeError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitsee_stores import SiteSpec, Store
+    from vitsee_stores import SiteSpec
 
 log = logging.getLogger(__name__)
 
-QUESTION = KNOWLEDGE
-HELP = """
-Find keypoints again in other images of a class.
-
-A keypoint of one image is looked for in another by the cosine of dense features; PCK is the
-share found near enough (Walmer et al. 2023, Figs. 10 right, 31; SPair-71k). The stores hold the
-pairs' images, whole: with --crop-mode border and --crop-pct 1.
-
-  $ vitsee extract vit_base_patch16_224 --data SPair-71k/JPEGImages \\
-        --crop-mode border --fill black --crop-pct 1 -o b16.zarr
-  $ vitsee keypoints b16.zarr --pairs SPair-71k -o pck.csv --png pck.png
-  $ vitsee keypoints b16.zarr dino.zarr --pairs SPair-71k --preset walmer --png both.png
-  $ vitsee keypoints b16.zarr --pairs SPair-71k/Layout/small/test.txt --by class --alpha 0.1
-
-Features are bilinear between tokens, and scaled to unit length after that; the released code
-does not scale, so that what it finds lies on the token grid: --match vit_analysis. Pairs whose
-images the store lacks are left out and counted.
-
-Metrics: pck@A: the mean over classes; pck_point@A: over points; pck_image@A: over pairs. Rows with
-a baseline need no features: chance, still (the same place in the image), grid (the nearest possible
-place, a ceiling); --baseline random searches random features (Walmer et al. 2023, B.3).
-"""
-MEANING = {
-    "group": "class, group: with --by",
-    "high": "95 % interval by a jackknife that leaves out an image with all its pairs",
-}
-NEEDS = ("grid", "images")
-READING = (
-    "The share of keypoints found in another image of the class, against depth. Grey lines: a "
-    "guess at random, the same place in the image, and the nearest place that the grid of tokens "
-    "allows, above which no model can be. Intervals are over images, of which pairs are no "
-    "independent sample."
-)
-SOURCE = "Min et al. 2019 (SPair-71k); Walmer et al. 2023, Figs. 10 right, 31, Table 5"
 headline = partial(best_layers, units={"pck@0.1": "PCK at 0.1"})
 
 __all__ = ["ALPHAS", "CANDIDATES", "GROUPS", "MATCHES", "PRESETS", "THRESHOLDS", "plot", "run"]
@@ -401,3 +369,48 @@ def _note_ceiling(axes: Axes, low: float, high: float) -> None:
         f"ceiling (grid): {span} ↑", (0.99, 0.99), xycoords="axes fraction",
         ha="right", va="top", fontsize=small(), color=GREY,
     )  # fmt: skip
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=KNOWLEDGE,
+    help="""
+    Find keypoints again in other images of a class.
+
+    A keypoint of one image is looked for in another by the cosine of dense features; PCK is the
+    share found near enough (Walmer et al. 2023, Figs. 10 right, 31; SPair-71k). The stores hold
+    the pairs' images, whole: with --crop-mode border and --crop-pct 1.
+
+      $ vitsee extract vit_base_patch16_224 --data SPair-71k/JPEGImages \\
+            --crop-mode border --fill black --crop-pct 1 -o b16.zarr
+      $ vitsee keypoints b16.zarr --pairs SPair-71k -o pck.csv --png pck.png
+      $ vitsee keypoints b16.zarr dino.zarr --pairs SPair-71k --preset walmer --png both.png
+      $ vitsee keypoints b16.zarr --pairs SPair-71k/Layout/small/test.txt --by class --alpha 0.1
+
+    Features are bilinear between tokens, and scaled to unit length after that; the released
+    code does not scale, so that what it finds lies on the token grid: --match vit_analysis.
+    Pairs whose images the store lacks are left out and counted.
+
+    Metrics: pck@A: the mean over classes; pck_point@A: over points; pck_image@A: over pairs.
+    Rows with a baseline need no features: chance, still (the same place in the image), grid
+    (the nearest possible place, a ceiling); --baseline random searches random features (Walmer
+    et al. 2023, B.3).
+    """,
+    needs=("grid", "images"),
+    reading=(
+        "The share of keypoints found in another image of the class, against depth. Grey lines: "
+        "a guess at random, the same place in the image, and the nearest place that the grid of "
+        "tokens allows, above which no model can be. Intervals are over images, of which pairs "
+        "are no independent sample."
+    ),
+    source="Min et al. 2019 (SPair-71k); Walmer et al. 2023, Figs. 10 right, 31, Table 5",
+    columns=COLUMNS,
+    meanings={
+        "group": "class, group: with --by",
+        "high": "95 % interval by a jackknife that leaves out an image with all its pairs",
+    },
+    metrics=("pck@*", "pck_point@*", "pck_image@*"),
+    run=run,
+    plot=plot,
+    headline=headline,
+)

@@ -61,6 +61,7 @@ from vitsee_core.analyses.localize.localisation import (
     token_summary,
 )
 from vitsee_core.analyses.localize.location_maps import draw_curves, draw_maps, draw_token_summary
+from vitsee_core.declaration import Analysis
 from vitsee_core.features import compared
 from vitsee_core.figures.plotting import styled
 from vitsee_core.models.provenance import DATA
@@ -87,44 +88,15 @@ from vitsee_core.tables.headlines import Answer, by_store, measured, number, pic
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Integers, pl
+from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from vitsee_stores import Store
 
 log = logging.getLogger(__name__)
 
-QUESTION = FLOW
-HELP = """
-Map how similar each token is to each input patch.
-
-Debiased CKA, over images, between one token of a site and the pixels of one input patch, for
-every patch (Raghu et al. 2021, Figs. 9, 10, D.1 to D.3). The patches are the cells of the
-site's grid, in ResNets too. The pixels are those that the model saw: extract --inputs keeps
-them, otherwise the images are loaded again from the data and checked.
-
-  $ vitsee localize b32.zarr --tokens 0,0 --tokens 2,1 --png fig9.png > fig9.csv
-  $ vitsee localize b16.zarr --sites blocks.0.out --sites blocks.-1.out --png all.png > all.csv
-  $ vitsee localize b32.zarr --tokens cls --png cls.png > cls.csv
-  $ vitsee localize cls=a.zarr gap=b.zarr r50.zarr --summary site --png depth.png > depth.csv
-
-With --summary token the metrics own_cka, own_rank (1: no patch is more similar), own_rank_relative
-(0 first, 1 last), own_margin (own minus best other), peak_distance_px (from the own to the most
-similar patch); with --summary site also own_top1, the fraction of tokens whose own patch is first,
-n_tokens, and baseline rows with what chance gives. Of grids finer than 38 x 38 tokens of every s-th
-row and column are compared, which is logged; --tokens each takes all. Exact over all images, or
-over a sample of 16384 where there are more; --images N takes fewer or more.
-"""
-MEANING = {"token": "ROW,COL or cls", "col": "row, col of the patch", "high": ""}
-NEEDS = ("grid", "images")
-READING = (
-    "How similar one token's representation is to each patch of the input, over images. A bright "
-    "cell at the token's own place (framed) says that it still represents its patch; where it "
-    "fades, place has been given up for content."
-)
-SOURCE = "Raghu et al. 2021, Figs. 9, 10, D.1 to D.3"
 
 SUMMARIES = ("site", "token")
 COLUMNS = (*SITE, "token", "row", "col", *VALUES, "n_images")
@@ -395,3 +367,44 @@ def headline(table: Table) -> list[Answer]:
             text += f"; CKA with it less that with the next: {measured(own)}"
         answers.append((store, text))
     return answers
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=FLOW,
+    help="""
+    Map how similar each token is to each input patch.
+
+    Debiased CKA, over images, between one token of a site and the pixels of one input patch, for
+    every patch (Raghu et al. 2021, Figs. 9, 10, D.1 to D.3). The patches are the cells of the
+    site's grid, in ResNets too. The pixels are those that the model saw: extract --inputs keeps
+    them, otherwise the images are loaded again from the data and checked.
+
+      $ vitsee localize b32.zarr --tokens 0,0 --tokens 2,1 --png fig9.png > fig9.csv
+      $ vitsee localize b16.zarr --sites blocks.0.out --sites blocks.-1.out --png all.png > all.csv
+      $ vitsee localize b32.zarr --tokens cls --png cls.png > cls.csv
+      $ vitsee localize cls=a.zarr gap=b.zarr r50.zarr --summary site --png depth.png > depth.csv
+
+    With --summary token the metrics own_cka, own_rank (1: no patch is more similar),
+    own_rank_relative (0 first, 1 last), own_margin (own minus best other), peak_distance_px
+    (from the own to the most similar patch); with --summary site also own_top1, the fraction of
+    tokens whose own patch is first, n_tokens, and baseline rows with what chance gives. Of
+    grids finer than 38 x 38 tokens of every s-th row and column are compared, which is logged;
+    --tokens each takes all. Exact over all images, or over a sample of 16384 where there are
+    more; --images N takes fewer or more.
+    """,
+    needs=("grid", "images"),
+    reading=(
+        "How similar one token's representation is to each patch of the input, over images. A "
+        "bright cell at the token's own place (framed) says that it still represents its patch; "
+        "where it fades, place has been given up for content."
+    ),
+    source="Raghu et al. 2021, Figs. 9, 10, D.1 to D.3",
+    columns=COLUMNS,
+    other_columns=(SITE_COLUMNS,),
+    meanings={"token": "ROW,COL or cls", "col": "row, col of the patch", "high": ""},
+    metrics=("cka", *SITE_METRICS),
+    run=run,
+    plot=plot,
+    headline=headline,
+)

@@ -56,6 +56,7 @@ from vitsee_core.analyses.logit_attribution.figures import (
     draw_patch_parts,
 )
 from vitsee_core.analyses.logit_attribution.patches import patch_table
+from vitsee_core.declaration import Analysis
 from vitsee_core.models.provenance import Classifiers, Provenance
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
@@ -67,47 +68,13 @@ from vitsee_core.tables.columns import SITE
 from vitsee_core.tables.headlines import Answer, by_store, extremes, measured
 from vitsee_core.tables.results import Table
 from vitsee_core.types import pl
+from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from vitsee_stores import Store
 
-QUESTION = FLOW
-HELP = """
-Split logits into what each layer and head writes.
-
-The residual branches, one by one, through the final norm (its scale as it is for the image) and
-the classifier: direct logit attribution (Elhage et al. 2021; Gandelsman et al. 2024). The parts
-add up to the logit of each image's label, less the mean over classes; what rounding leaves is a
-row of its own. Stores need every branch, and for --heads what each head gave:
-
-  $ vitsee extract vit_base_patch16_224 --data photos --sites blocks --sites head \\
-      --sites residual --sites heads --tokens pooled -o b16.zarr
-
-  $ vitsee logit-attribution b16.zarr -o parts.csv --png parts.png
-  $ vitsee logit-attribution b16.zarr --heads --by-class -o heads.csv
-  $ vitsee logit-attribution b16.zarr --patches --image cat.jpg --png cat.png > cat.csv
-
---tokens pooled is enough where the classifier reads the class token, or normalises the mean over
-patches. Not for models whose logits are no such sum: with an activation or a norm after the sum
-(ResNet v1), an attention or maximum that pools, several classifiers, or layers behind the blocks.
-"""
-MEANING = {
-    "site": "the sublayer; the stream's beginning; logits: the whole model",
-    "class": "empty: each image's own",
-    "part": "input, attn, mlp, token, channel, block; head, projection_bias; bias, residue, logit; "
-    "of --patches also patches, all of a map, and rest",
-}
-NEEDS = ("residual", "images")
-READING = (
-    "What each sublayer adds to the logit of the image's class, directly, with the final norm's "
-    "scale held fixed: bars above 0 speak for the class, below 0 against it. The line is their "
-    "running sum, which ends at the model's own logit. It says where the answer is written, not "
-    "what it was made from: early layers act through later ones."
-)
-SOURCE = "Elhage et al. 2021; Gandelsman et al. 2024"
 COLUMNS = (
     *(*SITE, "head", "class", "part"),
     *("metric", "value", "std", "low", "high", "n_images"),
@@ -259,3 +226,51 @@ def headline(table: Table) -> list[Answer]:
         )
         answers.append((store, text))
     return answers
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=FLOW,
+    help="""
+    Split logits into what each layer and head writes.
+
+    The residual branches, one by one, through the final norm (its scale as it is for the image)
+    and the classifier: direct logit attribution (Elhage et al. 2021; Gandelsman et al. 2024).
+    The parts add up to the logit of each image's label, less the mean over classes; what
+    rounding leaves is a row of its own. Stores need every branch, and for --heads what each
+    head gave:
+
+      $ vitsee extract vit_base_patch16_224 --data photos --sites blocks --sites head \\
+          --sites residual --sites heads --tokens pooled -o b16.zarr
+
+      $ vitsee logit-attribution b16.zarr -o parts.csv --png parts.png
+      $ vitsee logit-attribution b16.zarr --heads --by-class -o heads.csv
+      $ vitsee logit-attribution b16.zarr --patches --image cat.jpg --png cat.png > cat.csv
+
+    --tokens pooled is enough where the classifier reads the class token, or normalises the mean
+    over patches. Not for models whose logits are no such sum: with an activation or a norm
+    after the sum (ResNet v1), an attention or maximum that pools, several classifiers, or
+    layers behind the blocks.
+    """,
+    needs=("residual", "images"),
+    reading=(
+        "What each sublayer adds to the logit of the image's class, directly, with the final "
+        "norm's scale held fixed: bars above 0 speak for the class, below 0 against it. The "
+        "line is their running sum, which ends at the model's own logit. It says where the "
+        "answer is written, not what it was made from: early layers act through later ones."
+    ),
+    source="Elhage et al. 2021; Gandelsman et al. 2024",
+    columns=COLUMNS,
+    meanings={
+        "site": "the sublayer; the stream's beginning; logits: the whole model",
+        "class": "empty: each image's own",
+        "part": (
+            "input, attn, mlp, token, channel, block; head, projection_bias; bias, residue, logit; "
+            "of --patches also patches, all of a map, and rest"
+        ),
+    },
+    metrics=(METRIC,),
+    run=run,
+    plot=plot,
+    headline=headline,
+)

@@ -25,12 +25,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.analyses.normratio.token_pictures import draw_norm_ratios
+from vitsee_core.declaration import Analysis
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import FLOW, Offers, Option, metrics_option, tokens_option
@@ -61,45 +62,12 @@ from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import stacked
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, Integers, Mask
+from vitsee_stores import Store
 from vitsee_stores.errors import SiteError
 from vitsee_stores.manifest import few
 
-if TYPE_CHECKING:
-    from vitsee_stores import Store
-
 log = logging.getLogger(__name__)
 
-QUESTION = FLOW
-HELP = """
-Compare each residual sublayer's skip with its branch.
-
-A sublayer (attention, MLP, residual block) adds its branch f(z) to its skip z. Where |z| /
-|f(z)| is high the token passes through, where it is low the branch rewrites it (Raghu et al.
-2021, Figs. 7, E.1, E.2). Reads the dot products that extract stores by default, in seconds;
-activations are not needed.
-
-  $ vitsee normratio b16.zarr -o ratio.csv --png ratio.png
-  $ vitsee normratio b16.zarr r50.zarr --tokens cls --tokens patches --png both.png > both.csv
-  $ vitsee normratio b16.zarr --metric norm_ratio --sites mlp --tokens 0,0 --tokens 2,1
-
---tokens each: every token; cls; prefix: every kind of prefix token, registers as their mean;
-patches: the mean over patches (locations of a CNN); all: prefix and patches; flat: all tokens
-of an image as one vector (Walmer et al. 2023).
-
-The figure shows tokens against sublayers, and means against depth. Of clips patches have a column
-frame, their place in time.
-"""
-MEANING = {
-    "site": "the sublayer",
-    "token": "cls, reg0, registers, patches, flat; empty for a patch",
-}
-NEEDS = ("residual",)
-READING = (
-    "How much of what leaves each sublayer came through the skip connection, and how much its "
-    "branch wrote: above 1 the skip dominates. The class token and the patches of a ViT change "
-    "places somewhere in depth."
-)
-SOURCE = "Raghu et al. 2021, Figs. 7, E.1, E.2"
 plot = draw_norm_ratios
 
 # metric -> (quantity of each image, statistic over images)
@@ -380,3 +348,44 @@ class Places:
             getattr(self._found, name)[places] = getattr(estimates, name)[rows]
         for row, place in zip(rows, places, strict=True):
             self._without[place] = None if estimates.without is None else estimates.without[row]
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=FLOW,
+    help="""
+    Compare each residual sublayer's skip with its branch.
+
+    A sublayer (attention, MLP, residual block) adds its branch f(z) to its skip z. Where |z| /
+    |f(z)| is high the token passes through, where it is low the branch rewrites it (Raghu et al.
+    2021, Figs. 7, E.1, E.2). Reads the dot products that extract stores by default, in seconds;
+    activations are not needed.
+
+      $ vitsee normratio b16.zarr -o ratio.csv --png ratio.png
+      $ vitsee normratio b16.zarr r50.zarr --tokens cls --tokens patches --png both.png > both.csv
+      $ vitsee normratio b16.zarr --metric norm_ratio --sites mlp --tokens 0,0 --tokens 2,1
+
+    --tokens each: every token; cls; prefix: every kind of prefix token, registers as their mean;
+    patches: the mean over patches (locations of a CNN); all: prefix and patches; flat: all tokens
+    of an image as one vector (Walmer et al. 2023).
+
+    The figure shows tokens against sublayers, and means against depth. Of clips patches have a
+    column frame, their place in time.
+    """,
+    needs=("residual",),
+    reading=(
+        "How much of what leaves each sublayer came through the skip connection, and how much "
+        "its branch wrote: above 1 the skip dominates. The class token and the patches of a ViT "
+        "change places somewhere in depth."
+    ),
+    source="Raghu et al. 2021, Figs. 7, E.1, E.2",
+    columns=COLUMNS,
+    meanings={
+        "site": "the sublayer",
+        "token": "cls, reg0, registers, patches, flat; empty for a patch",
+    },
+    metrics=tuple(METRICS),
+    run=run,
+    plot=plot,
+    headline=headline,
+)

@@ -46,6 +46,7 @@ from vitsee_core.analyses.norms.stream_norms import (
     norm_source,
     share_above_mad,
 )
+from vitsee_core.declaration import Analysis
 from vitsee_core.patch_maps.photos import frames_seen
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
@@ -76,47 +77,17 @@ from vitsee_core.tables.headlines import Answer, by_store, extremes, measured
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, Integers
+from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 from vitsee_stores.manifest import few
 from vitsee_stores.selectors import TokenSelection, layout_tokens
 
 if TYPE_CHECKING:
-    from vitsee_stores import SiteSpec, Store
+    from vitsee_stores import SiteSpec
     from vitsee_stores.layout import TokenLayout
 
 log = logging.getLogger(__name__)
 
-QUESTION = FLOW
-HELP = """
-Find outlier tokens and massive activations.
-
-Large vision transformers put a few patch tokens at norms far above the others, where they hold
-global information (Darcet et al. 2024; registers take their place), and a few activations at
-thousands of times the median (Sun et al. 2024). Norms come from the dot products that extract
-stores by default, also with --tokens pooled; activations are read for the rest.
-
-  $ vitsee norms l14.zarr -o norms.csv --png norms.png
-  $ vitsee norms dinov2=a.zarr reg=b.zarr --tokens all --png both.png > both.csv
-  $ vitsee norms b16.zarr --metric outlier_share --threshold 60 --tokens patches
-
---tokens all: cls, registers and patches as kinds, with the median, the shares of outliers (above
---threshold; above median + 6 x 1.4826 MAD) and the histogram; each: every token, with the share of
-images in which it is an outlier. The figure shows the histogram over depth, where the outliers lie,
-and their share over depth. Of clips patches have a column frame, their place in time.
-"""
-MEANING = {
-    "at": "where the largest activation of most images lies",
-    "norm_to": "a bin of norm_histogram",
-}
-NEEDS = ("sites",)
-READING = (
-    "The lengths of tokens against depth, and how they are distributed. A second peak far above "
-    "the others are outlier tokens, which hold global information in place of their patch; "
-    "massive activations are single channels thousands of times above the median. Maps show where "
-    "outliers are, in the layers that have most."
-)
-SOURCE = "Darcet et al. 2024, Figs. 3 to 5; Sun et al. 2024"
-AT_A_GLANCE = "outlier_share_mad"
 plot = draw_norms
 
 OF_NORMS = ("norm", "norm_median", "outlier_share", "outlier_share_mad", "bimodality")
@@ -406,3 +377,46 @@ def headline(table: Table) -> list[Answer]:
                 f"at most {text}" if token else f"largest activation {text}"
             )
     return [(store, "; ".join(parts)) for store, parts in said.items()]
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=FLOW,
+    help="""
+    Find outlier tokens and massive activations.
+
+    Large vision transformers put a few patch tokens at norms far above the others, where they
+    hold global information (Darcet et al. 2024; registers take their place), and a few
+    activations at thousands of times the median (Sun et al. 2024). Norms come from the dot
+    products that extract stores by default, also with --tokens pooled; activations are read for
+    the rest.
+
+      $ vitsee norms l14.zarr -o norms.csv --png norms.png
+      $ vitsee norms dinov2=a.zarr reg=b.zarr --tokens all --png both.png > both.csv
+      $ vitsee norms b16.zarr --metric outlier_share --threshold 60 --tokens patches
+
+    --tokens all: cls, registers and patches as kinds, with the median, the shares of outliers
+    (above --threshold; above median + 6 x 1.4826 MAD) and the histogram; each: every token,
+    with the share of images in which it is an outlier. The figure shows the histogram over
+    depth, where the outliers lie, and their share over depth. Of clips patches have a column
+    frame, their place in time.
+    """,
+    needs=("sites",),
+    reading=(
+        "The lengths of tokens against depth, and how they are distributed. A second peak far "
+        "above the others are outlier tokens, which hold global information in place of their "
+        "patch; massive activations are single channels thousands of times above the median. "
+        "Maps show where outliers are, in the layers that have most."
+    ),
+    source="Darcet et al. 2024, Figs. 3 to 5; Sun et al. 2024",
+    columns=COLUMNS,
+    meanings={
+        "at": "where the largest activation of most images lies",
+        "norm_to": "a bin of norm_histogram",
+    },
+    metrics=METRICS,
+    run=run,
+    plot=plot,
+    headline=headline,
+    glance_metric="outlier_share_mad",
+)

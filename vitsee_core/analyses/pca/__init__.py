@@ -39,6 +39,7 @@ from vitsee_core.analyses.pca.projection import (
     centre_side,
     project,
 )
+from vitsee_core.declaration import Analysis
 from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.patch_maps.colours import CHANNELS, FEWEST, Colours, matched, rotation_to
@@ -66,42 +67,15 @@ from vitsee_core.tables.glances import most_varied, some_of
 from vitsee_core.tables.headlines import Answer, by_store, first_and_last
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Integers, pl
+from vitsee_stores import Store
 from vitsee_stores.errors import SiteError, VitseeError
 
 if TYPE_CHECKING:
-    from vitsee_stores import SiteSpec, Store
+    from vitsee_stores import SiteSpec
     from vitsee_stores.layout import TokenLayout
 
 log = logging.getLogger(__name__)
 
-QUESTION = KNOWLEDGE
-HELP = """
-Show patch tokens as colours: their principal components.
-
-The first three principal components of each layer's patches, over all images, as red, green and
-blue: patches of like colours have like features. Layers and models on one sheet beside the
-photographs, in colours that compare (orthogonal Procrustes), laid on what each model saw.
-
-  $ vitsee pca b16.zarr --png pca.png > pca.csv
-  $ vitsee pca mae=a.zarr dino=b.zarr --sites depth:0.5 --sites last --png both.png > both.csv
-  $ vitsee pca b16.zarr --image cat.jpg --foreground centre --png cat.png > cat.csv
-
-One pass over all patches (n D^2 multiply-adds a site) and one over some images; memory does not
-grow with the images. --fit-shown: as in demonstrations of DINOv2, of a few images only.
-
-Metrics: explained_variance; axis_agreement: absolute cosine of the halves' axes; score. What makes
-colours of scores is in the sidecar. Of clips scores have a column frame, the patch's place in time.
-"""
-MEANING = {"half_b": "explained variance of two halves of the images"}
-NEEDS = ("grid",)
-READING = (
-    "The first three principal components of each layer's patches as red, green and blue beside "
-    "the photographs: like colours are like features, in a layer and, as layers are turned to one "
-    "reference, roughly across layers and models. The percentage is the variance that these three "
-    "explain: where it is low, patches of one colour may still differ."
-)
-SOURCE = "Oquab et al. 2024 (DINOv2), Fig. 1; Pearson 1901; Schönemann 1966"
-AT_A_GLANCE = ""
 
 METRICS = (*OF_AXES, "score")
 COLUMNS = (
@@ -414,3 +388,45 @@ def headline(table: Table) -> list[Answer]:
         (store, f"share of the first component: {first_and_last(rows)}")
         for store, rows in by_store(table, metric="explained_variance", component=1)
     ]
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=KNOWLEDGE,
+    help="""
+    Show patch tokens as colours: their principal components.
+
+    The first three principal components of each layer's patches, over all images, as red, green
+    and blue: patches of like colours have like features. Layers and models on one sheet beside
+    the photographs, in colours that compare (orthogonal Procrustes), laid on what each model
+    saw.
+
+      $ vitsee pca b16.zarr --png pca.png > pca.csv
+      $ vitsee pca mae=a.zarr dino=b.zarr --sites depth:0.5 --sites last --png both.png > both.csv
+      $ vitsee pca b16.zarr --image cat.jpg --foreground centre --png cat.png > cat.csv
+
+    One pass over all patches (n D^2 multiply-adds a site) and one over some images; memory does
+    not grow with the images. --fit-shown: as in demonstrations of DINOv2, of a few images only.
+
+    Metrics: explained_variance; axis_agreement: absolute cosine of the halves' axes; score.
+    What makes colours of scores is in the sidecar. Of clips scores have a column frame, the
+    patch's place in time.
+    """,
+    needs=("grid",),
+    reading=(
+        "The first three principal components of each layer's patches as red, green and blue "
+        "beside the photographs: like colours are like features, in a layer and, as layers are "
+        "turned to one reference, roughly across layers and models. The percentage is the "
+        "variance that these three explain: where it is low, patches of one colour may still "
+        "differ."
+    ),
+    source="Oquab et al. 2024 (DINOv2), Fig. 1; Pearson 1901; Schönemann 1966",
+    columns=COLUMNS,
+    meanings={"half_b": "explained variance of two halves of the images"},
+    metrics=METRICS,
+    run=run,
+    plot=plot,
+    headline=headline,
+    at_a_glance=at_a_glance,
+    glance_metric="",
+)

@@ -26,7 +26,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from vitsee_core.analyses.probe import responses
 from vitsee_core.analyses.probe.figure import plot
@@ -52,6 +52,7 @@ from vitsee_core.analyses.probe.settings import (
     parse_l2,
     split_rows,
 )
+from vitsee_core.declaration import Analysis
 from vitsee_core.features import compared, require_comparable
 from vitsee_core.labels.labelled_rows import (
     ALLOW_SHARED,
@@ -78,66 +79,14 @@ from vitsee_core.tables.headlines import best_layers
 from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
+from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.selectors import VECTOR_WORDS
-
-if TYPE_CHECKING:
-    from vitsee_stores import Store
 
 __all__ = ["plot", "run"]
 
 log = logging.getLogger(__name__)
 
-QUESTION = KNOWLEDGE
-HELP = """
-Probe how well a layer's tokens predict the classes.
-
-A linear map from a token (or a mean of tokens) to one target per class, +1 or -1, fitted to the
-images of TRAIN by ridge regression in closed form and tested on those of each TEST, stores of
-the same model over different images of the same classes (Raghu et al. 2021, Figs. 11, 13, D.4,
-F.1 to F.3; Dosovitskiy et al. 2021, few-shot; with --solver sgd Walmer et al. 2023, Table 6).
-Nothing is chosen on the test images.
-
-  $ vitsee probe train.zarr b16.zarr --shots 10 -o probe.csv --png probe.png
-  $ vitsee probe train.zarr b16.zarr --tokens each --shots 10 --png maps.png
-  $ vitsee probe train.zarr b16.zarr --tokens first --tokens mean-all --tokens rest
-  $ vitsee probe all.zarr --holdout 0.2 --baseline random
-  $ vitsee probe train.zarr b16.zarr --preset big_vision \\
-      --shots 1 --shots 5 --shots 10 --shots 25
-  $ vitsee probe train.zarr b16.zarr --solver sgd --batch-norm --sites blocks.-1.out
-  $ vitsee probe coco.zarr --masks instances_val2017.json --holdout 0.2 --per-class
-  $ vitsee probe b16.zarr --response it.parquet --by-column -o it.csv --png it.png
-
-With --masks segments train and test, the vectors of cluster --masks; a share held out is one of
-images, intervals are over images, and the column n_segments counts.
-With --response columns of numbers are predicted in place of classes: metrics r and r2, their median
-and mean over columns, cross-validated or as above; with repeats beside the noise ceiling, and
-normalised by it (Schrimpf et al. 2018; Cadena et al. 2019). l2 is chosen for each column.
---tokens: cls, mean (over patches), mean-all, first, rest (mean of all but the first), ROW,COL;
-each: a probe for every token, and their mean over patches, called each; all: side by side.
-
-The figure shows accuracy against depth, and maps of the tokens where each was probed. For other
-models repeat the command: best-layer reads several results.
-"""
-MEANING = {
-    "store": "the one that tests",
-    "class": "with --per-class",
-    "shots": "empty: all",
-    "l2": "as used",
-    "std": "over seeds",
-    "high": "95 % interval over test images",
-    "baseline": "of --response: ceiling; there, column and n_columns too",
-}
-NEEDS = ("sites",)
-READING = (
-    "The share of test images that a linear map of one layer's tokens classifies right, against "
-    "depth; bands are 95 % intervals over test images. It shows what a layer knows of the class, "
-    "whether or not the model uses it."
-)
-SOURCE = (
-    "Raghu et al. 2021, Figs. 11, 13, D.4, F.1 to F.3; Dosovitskiy et al. 2021; Walmer et al. "
-    "2023, Table 6; of responses Schrimpf et al. 2018 and Cadena et al. 2019"
-)
 headline = partial(
     best_layers,
     units={
@@ -420,3 +369,65 @@ def run(
     columns = COLUMNS if choice is None else SEGMENT_COLUMNS
     names = [name for name in columns if name != "class" or per_class]
     return Table.from_rows(rows, names, notes)
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=KNOWLEDGE,
+    help="""
+    Probe how well a layer's tokens predict the classes.
+
+    A linear map from a token (or a mean of tokens) to one target per class, +1 or -1, fitted to
+    the images of TRAIN by ridge regression in closed form and tested on those of each TEST,
+    stores of the same model over different images of the same classes (Raghu et al. 2021, Figs.
+    11, 13, D.4, F.1 to F.3; Dosovitskiy et al. 2021, few-shot; with --solver sgd Walmer et al.
+    2023, Table 6). Nothing is chosen on the test images.
+
+      $ vitsee probe train.zarr b16.zarr --shots 10 -o probe.csv --png probe.png
+      $ vitsee probe train.zarr b16.zarr --tokens each --shots 10 --png maps.png
+      $ vitsee probe train.zarr b16.zarr --tokens first --tokens mean-all --tokens rest
+      $ vitsee probe all.zarr --holdout 0.2 --baseline random
+      $ vitsee probe train.zarr b16.zarr --preset big_vision \\
+          --shots 1 --shots 5 --shots 10 --shots 25
+      $ vitsee probe train.zarr b16.zarr --solver sgd --batch-norm --sites blocks.-1.out
+      $ vitsee probe coco.zarr --masks instances_val2017.json --holdout 0.2 --per-class
+      $ vitsee probe b16.zarr --response it.parquet --by-column -o it.csv --png it.png
+
+    With --masks segments train and test, the vectors of cluster --masks; a share held out is
+    one of images, intervals are over images, and the column n_segments counts. With --response
+    columns of numbers are predicted in place of classes: metrics r and r2, their median and
+    mean over columns, cross-validated or as above; with repeats beside the noise ceiling, and
+    normalised by it (Schrimpf et al. 2018; Cadena et al. 2019). l2 is chosen for each column.
+    --tokens: cls, mean (over patches), mean-all, first, rest (mean of all but the first),
+    ROW,COL; each: a probe for every token, and their mean over patches, called each; all: side
+    by side.
+
+    The figure shows accuracy against depth, and maps of the tokens where each was probed. For
+    other models repeat the command: best-layer reads several results.
+    """,
+    needs=("sites",),
+    reading=(
+        "The share of test images that a linear map of one layer's tokens classifies right, "
+        "against depth; bands are 95 % intervals over test images. It shows what a layer knows "
+        "of the class, whether or not the model uses it."
+    ),
+    source=(
+        "Raghu et al. 2021, Figs. 11, 13, D.4, F.1 to F.3; Dosovitskiy et al. 2021; Walmer et "
+        "al. 2023, Table 6; of responses Schrimpf et al. 2018 and Cadena et al. 2019"
+    ),
+    columns=COLUMNS,
+    other_columns=(SEGMENT_COLUMNS,),
+    meanings={
+        "store": "the one that tests",
+        "class": "with --per-class",
+        "shots": "empty: all",
+        "l2": "as used",
+        "std": "over seeds",
+        "high": "95 % interval over test images",
+        "baseline": "of --response: ceiling; there, column and n_columns too",
+    },
+    metrics=(*METRICS, "top1_class", *OF_RESPONSES, "r_*", "r2_*"),
+    run=run,
+    plot=plot,
+    headline=headline,
+)

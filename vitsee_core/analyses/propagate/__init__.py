@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitsee_core.analyses.propagate.propagation_settings import PRESETS, choose_settings
+from vitsee_core.declaration import Analysis
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.plotting import styled
 from vitsee_core.patch_maps.photos import frames_seen
@@ -49,6 +50,7 @@ from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import pl
+from vitsee_stores import Store
 from vitsee_stores.errors import SiteError, VitseeError, reason
 
 if TYPE_CHECKING:
@@ -57,18 +59,10 @@ if TYPE_CHECKING:
 
     from vitsee_core.analyses.propagate.davis import Video
     from vitsee_core.analyses.propagate.work import Found, VideoWork
-    from vitsee_stores import SiteSpec, Store
+    from vitsee_stores import SiteSpec
 
 log = logging.getLogger(__name__)
 
-NEEDS = ("grid",)
-READING = (
-    "Masks of a video's first frame carried to the later ones by the similarity of tokens, scored "
-    "as DAVIS does, against depth. Grey lines: the first mask left where it is, random tokens, "
-    "and what the grid of tokens allows; models on other grids are compared with their own "
-    "ceiling."
-)
-SOURCE = "Jabri et al. 2020; Caron et al. 2021; Walmer et al. 2023, Figs. 10 left, 30, Table 4"
 headline = partial(best_layers, units={"jf": "mean of J and F"})
 
 BASELINES = ("still", "grid", "random")
@@ -349,3 +343,21 @@ def plot(table: Table) -> Figure:
 
     spread = "95 % interval over videos"
     return draw_depth_panels(drawn, metrics, finish, spread=spread, counts=("n_videos", "videos"))
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    needs=("grid",),
+    reading=(
+        "Masks of a video's first frame carried to the later ones by the similarity of tokens, "
+        "scored as DAVIS does, against depth. Grey lines: the first mask left where it is, "
+        "random tokens, and what the grid of tokens allows; models on other grids are compared "
+        "with their own ceiling."
+    ),
+    source=("Jabri et al. 2020; Caron et al. 2021; Walmer et al. 2023, Figs. 10 left, 30, Table 4"),
+    columns=COLUMNS,
+    metrics=METRICS,
+    run=run,
+    plot=plot,
+    headline=headline,
+)

@@ -36,6 +36,7 @@ from vitsee_core.analyses.retrieve.truth import (
     digest,
     read_truth,
 )
+from vitsee_core.declaration import Analysis
 from vitsee_core.features import model_key
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
@@ -52,22 +53,16 @@ from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, pl
+from vitsee_stores import Store
 from vitsee_stores.errors import StoreMismatch, VitseeError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitsee_stores import Store
 
 log = logging.getLogger(__name__)
 
-NEEDS = ("sites",)
-READING = (
-    "Whether the images nearest to a query show the same thing: mean average precision against "
-    "depth. The dashed line is what an order by chance gets; intervals are over queries."
-)
-SOURCE = "Radenovic et al. 2018; Walmer et al. 2023, Figs. 9 right, 29"
 headline = partial(best_layers, units={"map": "mAP", "map_medium": "mAP (medium)"})
 
 COLUMNS = (
@@ -349,3 +344,20 @@ def plot(table: Table) -> Figure:
         every += row
     add_curve_legend(figure, every)
     return figure
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    needs=("sites",),
+    reading=(
+        "Whether the images nearest to a query show the same thing: mean average precision "
+        "against depth. The dashed line is what an order by chance gets; intervals are over "
+        "queries."
+    ),
+    source="Radenovic et al. 2018; Walmer et al. 2023, Figs. 9 right, 29",
+    columns=COLUMNS,
+    metrics=("map*", "ap*", "mp@*"),
+    run=run,
+    plot=plot,
+    headline=headline,
+)

@@ -39,6 +39,7 @@ from vitsee_core.analyses.saliency.scoring import (
 )
 from vitsee_core.attention.head_maps import blocks_of_each, check_class_token
 from vitsee_core.attention.heads import StoredAttention
+from vitsee_core.declaration import Analysis
 from vitsee_core.figures.curve_looks import DASHES, baselines_of, of_models, store_looks
 from vitsee_core.figures.curve_panels import CurveGrid
 from vitsee_core.figures.depth_curves import DEPTH_LABEL, add_curve_legend, draw_depth_curves
@@ -60,50 +61,16 @@ from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import baseline_words
 from vitsee_core.types import pl
+from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitsee_stores import Store
 
 log = logging.getLogger(__name__)
 
-QUESTION = ATTENTION
-HELP = """
-Measure how well each head's attention covers objects.
-
-The most attended tokens that hold 60 % of a head's attention are compared with the union of the
-ground-truth masks, as intersection over union, averaged over images (Walmer et al. 2023, Figs.
-5, 16). Masks are resized and cropped as the images were. Images without a mask or without a
-foreground token are left out and counted. Reads stores of extract --attention rows; for others
-the attention is recomputed with the store's model.
-
-  $ vitsee extract vit_base_patch16_224 --data voc/JPEGImages --attention rows -o b16.zarr
-  $ vitsee saliency b16.zarr --masks voc/SegmentationClass -o iou.csv --png iou.png
-  $ vitsee saliency b16.zarr dino.zarr --masks instances_val2017.json --png both.png > both.csv
-  $ vitsee saliency b16.zarr --masks train.json --masks val.json -o parts.csv
-  $ vitsee saliency b16.zarr --masks saliency/ --void none --tokens cls --best image
-
-Attention is read in float16, as it is stored: compared with float32, nearly equal tokens at the
-cut swap places, which changes a head's mean by up to 6e-4.
-
-PNG masks have one number per pixel: 0 is background, 255 void, all else foreground. Of a COCO
-file every annotation is foreground, crowd regions are void; of a panoptic one things are
-foreground, stuff is background. Tokens of which more than half is void are left out.
-
-Rows with a baseline give what maps that ignore the image reach: uniform (chance decides among equal
-tokens), centre (a Gaussian about the middle), random.
-"""
-MEANING = {"token": "cls or mean: whose attention", "best": "head: the block's best one"}
-NEEDS = ("attention", "images")
-READING = (
-    "How well the most attended tokens of each block's best head cover the objects. The dashed "
-    "lines are maps that ignore the image (uniform, its centre, noise): only what lies above them "
-    "has to do with the objects."
-)
-SOURCE = "Walmer et al. 2023, Figs. 5, 16; Caron et al. 2021"
 
 COLUMNS = (
     *(*SITE, "token", "head", "best"),
@@ -410,3 +377,47 @@ def _looks(every_row: pl.DataFrame) -> dict[str, dict[str, Any]]:
     return {
         store: {name: look[name] for name in ("color", "marker")} for store, look in found.items()
     }
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=ATTENTION,
+    help="""
+    Measure how well each head's attention covers objects.
+
+    The most attended tokens that hold 60 % of a head's attention are compared with the union of
+    the ground-truth masks, as intersection over union, averaged over images (Walmer et al.
+    2023, Figs. 5, 16). Masks are resized and cropped as the images were. Images without a mask
+    or without a foreground token are left out and counted. Reads stores of extract --attention
+    rows; for others the attention is recomputed with the store's model.
+
+      $ vitsee extract vit_base_patch16_224 --data voc/JPEGImages --attention rows -o b16.zarr
+      $ vitsee saliency b16.zarr --masks voc/SegmentationClass -o iou.csv --png iou.png
+      $ vitsee saliency b16.zarr dino.zarr --masks instances_val2017.json --png both.png > both.csv
+      $ vitsee saliency b16.zarr --masks train.json --masks val.json -o parts.csv
+      $ vitsee saliency b16.zarr --masks saliency/ --void none --tokens cls --best image
+
+    Attention is read in float16, as it is stored: compared with float32, nearly equal tokens at
+    the cut swap places, which changes a head's mean by up to 6e-4.
+
+    PNG masks have one number per pixel: 0 is background, 255 void, all else foreground. Of a COCO
+    file every annotation is foreground, crowd regions are void; of a panoptic one things are
+    foreground, stuff is background. Tokens of which more than half is void are left out.
+
+    Rows with a baseline give what maps that ignore the image reach: uniform (chance decides
+    among equal tokens), centre (a Gaussian about the middle), random.
+    """,
+    needs=("attention", "images"),
+    reading=(
+        "How well the most attended tokens of each block's best head cover the objects. The "
+        "dashed lines are maps that ignore the image (uniform, its centre, noise): only what "
+        "lies above them has to do with the objects."
+    ),
+    source="Walmer et al. 2023, Figs. 5, 16; Caron et al. 2021",
+    columns=COLUMNS,
+    meanings={"token": "cls or mean: whose attention", "best": "head: the block's best one"},
+    metrics=("iou",),
+    run=run,
+    plot=plot,
+    headline=headline,
+)

@@ -35,6 +35,7 @@ from vitsee_core.analyses.similarity import comparing
 from vitsee_core.analyses.similarity.comparing import Compared, compare_all, grams_of
 from vitsee_core.analyses.similarity.measure import Cknna, Measure, MutualKnn
 from vitsee_core.analyses.similarity.products import Cka, Gulp, Procrustes, RidgeR2, Rsa, Svcca
+from vitsee_core.declaration import Analysis
 from vitsee_core.features.matrix import quantile_of_sizes
 from vitsee_core.figures.heatmaps import (
     Panel,
@@ -67,44 +68,16 @@ from vitsee_core.tables.metrics import OF_THIS_SIZE, asked_for, depends_on_size
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import metric_words
+from vitsee_stores import Store
 from vitsee_stores.errors import SiteError, VitseeError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from vitsee_core.types import Integers
-    from vitsee_stores import Store
 
 log = logging.getLogger(__name__)
 
-QUESTION = SIMILARITY
-HELP = """
-Compare representations by measures beyond CKA.
-
-Common neighbours (mutual_knn, cknna; Huh et al. 2024), dissimilarities (rsa; Kriegeskorte et
-al. 2008), rotation (procrustes; Williams et al. 2021), canonical correlations (svcca; Raghu et
-al. 2017), ridge predictors (gulp; Boix-Adsera et al. 2022; ridge_r2), debiased CKA; from the
-Gram matrices that vitsee cka keeps, with jackknife intervals over images. Which sites meet
-which is as in vitsee cka.
-
-Wide features are similar by chance alone: --calibrate 200 tells by how much.
-
-  $ vitsee similarity a.zarr b.zarr -o knn.csv --png knn.png
-  $ vitsee similarity a.zarr --metric rsa --metric gulp --png two.png > two.csv
-  $ vitsee similarity a.zarr b.zarr --pairs same-depth --calibrate 200 --png null.png > null.csv
-  $ vitsee similarity dino.zarr mae.zarr --preset platonic --calibrate 200 -o platonic.csv
-"""
-MEANING = {"tau": "5 % threshold", "p_family": "over all layers of two stores", "high": ""}
-NEEDS = ("sites",)
-READING = (
-    "Similarity of layers by other measures than CKA, which weigh neighbours, angles or "
-    "predictions. Where they disagree, the conclusion is about the measure. With calibration, a "
-    "panel beside each shows what is left beyond chance."
-)
-SOURCE = (
-    "Huh et al. 2024; Kriegeskorte et al. 2008; Williams et al. 2021; Raghu et al. 2017; "
-    "Kornblith et al. 2019; Boix-Adsera et al. 2022"
-)
 MEASURES = ("mutual_knn", "cknna", "rsa", "procrustes", "svcca", "gulp", "ridge_r2", "cka")
 NEIGHBOURS = ("mutual_knn", "cknna")
 RDMS = ("pearson", "euclidean")
@@ -462,3 +435,41 @@ def headline(table: Table) -> list[Answer]:
     metric = next((m for m in known if m in LABELS and m != "gulp"), None)
     answers = alike(table, metric) if metric else []
     return [(who, f"{LABELS[str(metric)]}, {text}") for who, text in answers]
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=SIMILARITY,
+    help="""
+    Compare representations by measures beyond CKA.
+
+    Common neighbours (mutual_knn, cknna; Huh et al. 2024), dissimilarities (rsa; Kriegeskorte
+    et al. 2008), rotation (procrustes; Williams et al. 2021), canonical correlations (svcca;
+    Raghu et al. 2017), ridge predictors (gulp; Boix-Adsera et al. 2022; ridge_r2), debiased
+    CKA; from the Gram matrices that vitsee cka keeps, with jackknife intervals over images.
+    Which sites meet which is as in vitsee cka.
+
+    Wide features are similar by chance alone: --calibrate 200 tells by how much.
+
+      $ vitsee similarity a.zarr b.zarr -o knn.csv --png knn.png
+      $ vitsee similarity a.zarr --metric rsa --metric gulp --png two.png > two.csv
+      $ vitsee similarity a.zarr b.zarr --pairs same-depth --calibrate 200 --png null.png > null.csv
+      $ vitsee similarity dino.zarr mae.zarr --preset platonic --calibrate 200 -o platonic.csv
+    """,
+    needs=("sites",),
+    reading=(
+        "Similarity of layers by other measures than CKA, which weigh neighbours, angles or "
+        "predictions. Where they disagree, the conclusion is about the measure. With "
+        "calibration, a panel beside each shows what is left beyond chance."
+    ),
+    source=(
+        "Huh et al. 2024; Kriegeskorte et al. 2008; Williams et al. 2021; Raghu et al. 2017; "
+        "Kornblith et al. 2019; Boix-Adsera et al. 2022"
+    ),
+    columns=COLUMNS,
+    meanings={"tau": "5 % threshold", "p_family": "over all layers of two stores", "high": ""},
+    metrics=MEASURES,
+    run=run,
+    plot=plot,
+    headline=headline,
+)

@@ -38,6 +38,7 @@ from vitsee_core.analyses.spatial.structure import (
     image_structure,
     units_of,
 )
+from vitsee_core.declaration import Analysis
 from vitsee_core.features.matrix import not_finite
 from vitsee_core.figures.curve_looks import site_kind
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
@@ -63,6 +64,7 @@ from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.tables.words import metric_words
 from vitsee_core.types import Float, Integers, pl
+from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError
 from vitsee_stores.manifest import few
 
@@ -71,46 +73,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from vitsee_core.masks import MaskSource
-    from vitsee_stores import SiteSpec, Slab, Store
+    from vitsee_stores import SiteSpec, Slab
     from vitsee_stores.layout import TokenLayout
 
 log = logging.getLogger(__name__)
 
-QUESTION = FLOW
-HELP = """
-Measure the spatial structure of patch tokens.
-
-Whether neighbours are more alike than distant patches (LDS, CDS; with masks SRSS), whether all
-patches become alike (RMSC, mean cosine), which frequencies a layer keeps, and how much of the
-tokens' variance the image and the position explain. These, and not accuracy, predict how well
-features guide image generation (Singh et al. 2025).
-
-  $ vitsee spatial b16.zarr -o spatial.csv --png spatial.png
-  $ vitsee spatial mae=a.zarr dino=b.zarr --png both.png > both.csv
-  $ vitsee spatial b16.zarr --masks voc/SegmentationClass --metric srss > srss.csv
-
-lds and cds use distances of a 16 x 16 grid as published; lds_scaled and cds_scaled distances in
-proportion to the grid.
-
-Of clips also slowness: whether a place is more like itself in the next frame than like other
-places, beside what it is like in any other frame, and in other clips.
-
-  $ vitsee spatial videomae.zarr shuffled=shuffled.zarr still=still.zarr --png slow.png
-"""
-MEANING = {
-    "frequency": "of fourier_radial, in units of pi per cell",
-    "null": "of the shares: what noise would give; of next_cos: any_frame_cos, which frames in "
-    "random order would give",
-}
-NEEDS = ("grid",)
-READING = (
-    "Whether patches resemble their neighbours more than distant ones, whether all become alike, "
-    "which spatial frequencies stay, and how much of the variance is the image's, the position's, "
-    "or both. All patches alike (a mean cosine near 1) is oversmoothing. Of clips slowness is how "
-    "much more a place is like itself in the next frame than like other places; dotted: the same "
-    "in any other frame."
-)
-SOURCE = "Singh et al. 2025; Park et al. 2023; Wiskott and Sejnowski 2002"
 
 OF_MASKS = "srss"
 METRICS = (*COSINES, OF_MASKS, "fourier_high", "fourier_radial", *SHARES, *IN_TIME)
@@ -447,3 +414,48 @@ def _draw_profiles(axes: Axes, rows: pl.DataFrame) -> None:
     axes.set_ylabel(metric_words(PROFILES))
     note_count(axes, rows)
     axes.set_xlim(0, 1)
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=FLOW,
+    help="""
+    Measure the spatial structure of patch tokens.
+
+    Whether neighbours are more alike than distant patches (LDS, CDS; with masks SRSS), whether
+    all patches become alike (RMSC, mean cosine), which frequencies a layer keeps, and how much
+    of the tokens' variance the image and the position explain. These, and not accuracy, predict
+    how well features guide image generation (Singh et al. 2025).
+
+      $ vitsee spatial b16.zarr -o spatial.csv --png spatial.png
+      $ vitsee spatial mae=a.zarr dino=b.zarr --png both.png > both.csv
+      $ vitsee spatial b16.zarr --masks voc/SegmentationClass --metric srss > srss.csv
+
+    lds and cds use distances of a 16 x 16 grid as published; lds_scaled and cds_scaled
+    distances in proportion to the grid.
+
+    Of clips also slowness: whether a place is more like itself in the next frame than like other
+    places, beside what it is like in any other frame, and in other clips.
+
+      $ vitsee spatial videomae.zarr shuffled=shuffled.zarr still=still.zarr --png slow.png
+    """,
+    needs=("grid",),
+    reading=(
+        "Whether patches resemble their neighbours more than distant ones, whether all become "
+        "alike, which spatial frequencies stay, and how much of the variance is the image's, "
+        "the position's, or both. All patches alike (a mean cosine near 1) is oversmoothing. Of "
+        "clips slowness is how much more a place is like itself in the next frame than like "
+        "other places; dotted: the same in any other frame."
+    ),
+    source="Singh et al. 2025; Park et al. 2023; Wiskott and Sejnowski 2002",
+    columns=COLUMNS,
+    meanings={
+        "frequency": "of fourier_radial, in units of pi per cell",
+        "null": "of the shares: what noise would give; of next_cos: any_frame_cos, which frames in "
+        "random order would give",
+    },
+    metrics=METRICS,
+    run=run,
+    plot=plot,
+    headline=headline,
+)

@@ -27,6 +27,7 @@ import numpy as np
 
 from vitsee_core.analyses.spectrum import measures
 from vitsee_core.analyses.spectrum.measures import TwoNearest
+from vitsee_core.declaration import Analysis
 from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.depth_curves import DOTS, DOTTED, draw_marks
@@ -49,41 +50,17 @@ from vitsee_core.tables.headlines import Answer, by_store, extremes, measured, p
 from vitsee_core.tables.metrics import OF_THIS_SIZE, asked_for, depends_on_size
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, Float32, Integers, Mask, pl
+from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitsee_stores import SiteSpec, Store
+    from vitsee_stores import SiteSpec
 
 log = logging.getLogger(__name__)
 
-QUESTION = KNOWLEDGE
-HELP = """
-Measure how many directions a layer's features use.
-
-RankMe, effective rank, participation ratio, decay of the spectrum (alpha), anisotropy and
-intrinsic dimension (TwoNN) of one vector per image, or of tokens; with labels, neural collapse.
-Every value comes with the largest it can be, two halves of the images, and an interval.
-
-  $ vitsee spectrum b16.zarr -o spectrum.csv --png spectrum.png
-  $ vitsee spectrum mae=a.zarr dino=b.zarr --tokens mean --metric rankme > rankme.csv
-  $ vitsee spectrum b16.zarr --tokens patches --sites 'blocks.*.out' -o tokens.csv
-
---tokens patches, prefix, all: every token is an example (n D^2 multiply-adds a site).
-
-The figure shows each metric over depth, dots for the halves, dotted lines for the caps.
-"""
-MEANING = {"cap": "the largest value possible", "half_b": "values of two halves of the images"}
-NEEDS = ("sites",)
-READING = (
-    "How many directions a layer's features use, how fast their spectrum falls, and how far the "
-    "classes have collapsed to points. No number can exceed its cap, and all depend on the number "
-    "of images: halves (in the table) far from the whole say that more images would move it."
-)
-SOURCE = "Garrido et al. 2023; Papyan et al. 2020; Facco et al. 2017"
-AT_A_GLANCE = "effective_rank"
 
 OF_CLASSES = (*measures.METRICS, measures.FOURTH)
 METRICS = (*OF_SPECTRA, "twonn", *OF_CLASSES)
@@ -438,3 +415,40 @@ def _logarithmic(axes: Axes, rows: pl.DataFrame, *, caps: bool) -> None:
     # Every decade where there are several, else what lies within it.
     few = values.max() < 40 * values.min()
     plain_log_ticks(axes.yaxis, FINE if few else DECADES)
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    question=KNOWLEDGE,
+    help="""
+    Measure how many directions a layer's features use.
+
+    RankMe, effective rank, participation ratio, decay of the spectrum (alpha), anisotropy and
+    intrinsic dimension (TwoNN) of one vector per image, or of tokens; with labels, neural
+    collapse. Every value comes with the largest it can be, two halves of the images, and an
+    interval.
+
+      $ vitsee spectrum b16.zarr -o spectrum.csv --png spectrum.png
+      $ vitsee spectrum mae=a.zarr dino=b.zarr --tokens mean --metric rankme > rankme.csv
+      $ vitsee spectrum b16.zarr --tokens patches --sites 'blocks.*.out' -o tokens.csv
+
+    --tokens patches, prefix, all: every token is an example (n D^2 multiply-adds a site).
+
+    The figure shows each metric over depth, dots for the halves, dotted lines for the caps.
+    """,
+    needs=("sites",),
+    reading=(
+        "How many directions a layer's features use, how fast their spectrum falls, and how far "
+        "the classes have collapsed to points. No number can exceed its cap, and all depend on "
+        "the number of images: halves (in the table) far from the whole say that more images "
+        "would move it."
+    ),
+    source="Garrido et al. 2023; Papyan et al. 2020; Facco et al. 2017",
+    columns=COLUMNS,
+    meanings={"cap": "the largest value possible", "half_b": "values of two halves of the images"},
+    metrics=METRICS,
+    run=run,
+    plot=plot,
+    headline=headline,
+    glance_metric="effective_rank",
+)

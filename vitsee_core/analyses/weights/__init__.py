@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitsee_core.analyses.weights.weights_figure import draw_weights, labels, named_by
+from vitsee_core.declaration import Analysis
 from vitsee_core.figures.plotting import styled
 from vitsee_core.models.weights import (
     FILTERS,
@@ -34,23 +35,20 @@ from vitsee_core.runtime.machine import counted
 from vitsee_core.tables.headlines import Answer, number, picked
 from vitsee_core.tables.results import Table
 from vitsee_core.types import Float, pl
+from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from vitsee_core.models.loaded import LoadedModel
-    from vitsee_stores import Store
+else:
+
+    class LoadedModel:
+        """Stands in the annotation of `run` for the class that importing would load torch for."""
+
 
 log = logging.getLogger(__name__)
-
-NEEDS: tuple[str, ...] = ()
-READING = (
-    "What the weights alone show: principal components of the first layer's filters, and how each "
-    "patch's position embedding resembles all others. Learnt embeddings show rows and columns; "
-    "plausible filters look like waves and colours."
-)
-SOURCE = "Dosovitskiy et al. 2021, Figs. 7 left and centre, 9"
 
 
 MOST_VARIANCE = 0.9
@@ -294,3 +292,21 @@ def headline(table: Table) -> list[Answer]:
         what = counted(n, "principal components")
         answers.append((str(store), f"{what} of the filters have {share} of their variance"))
     return answers
+
+
+ANALYSIS = Analysis(
+    module=__name__,
+    needs=(),
+    reading=(
+        "What the weights alone show: principal components of the first layer's filters, and "
+        "how each patch's position embedding resembles all others. Learnt embeddings show rows "
+        "and columns; plausible filters look like waves and colours."
+    ),
+    source="Dosovitskiy et al. 2021, Figs. 7 left and centre, 9",
+    columns=COLUMNS,
+    metrics=("variance_share", "variance_cumulative", "component", "filter", "cosine"),
+    run=run,
+    plot=plot,
+    headline=headline,
+    at_a_glance=at_a_glance,
+)
