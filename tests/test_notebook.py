@@ -10,7 +10,7 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,11 +20,8 @@ import vitsee_core.analyses
 from vitsee_core.analyses import attn_dist
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.tables.results import Table
-from vitsee_stores import open_store
+from vitsee_stores import Store, open_store
 from vitsee_stores.errors import StoreError, VitseeError
-
-if TYPE_CHECKING:
-    from vitsee_stores import Store
 
 MakeStore = Callable[..., Path]
 ANALYSES = sorted(m.name for m in pkgutil.iter_modules(vitsee_core.analyses.__path__))
