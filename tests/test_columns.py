@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import io
-import pkgutil
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-import vitsee_core.analyses
 from tests.every_command import TABLES, vitsee
+from vitsee_core.declaration import Analysis
+from vitsee_core.runtime import registry
 from vitsee_core.tables.columns import block_of_sublayer
 
 # Written out anew, as a reader of the documentation has them.
@@ -37,13 +36,12 @@ def in_order(names: Sequence[str]) -> list[str]:
 
 
 def tables() -> list[tuple[str, tuple[str, ...]]]:
-    """(module and constant, columns) of every analysis."""
+    """(analysis, columns) of every table of every analysis."""
     found = []
-    for info in pkgutil.iter_modules(vitsee_core.analyses.__path__):
-        module = importlib.import_module(f"vitsee_core.analyses.{info.name}")
-        own = [name for name in vars(module) if name.endswith("COLUMNS")]
-        assert own, f"{info.name} names no COLUMNS"
-        found += [(f"{info.name}.{name}", getattr(module, name)) for name in own]
+    for name in registry.own_names():
+        analysis: Analysis = registry.load(name)
+        for columns in (analysis.columns, *analysis.other_columns):
+            found.append((name, tuple(columns)))
     return found
 
 
@@ -51,7 +49,7 @@ def tables() -> list[tuple[str, tuple[str, ...]]]:
 def test_every_analysis_names_its_columns_in_order(what: str, columns: tuple[str, ...]) -> None:
     assert list(columns) == in_order(columns), what
     assert {"metric", "value"} <= {*columns}
-    assert columns[:7] == tuple(SITE) or columns[:14] == tuple(PAIR) or what == "weights.COLUMNS"
+    assert columns[:7] == tuple(SITE) or columns[:14] == tuple(PAIR) or what == "weights"
 
 
 @pytest.mark.slow

@@ -49,7 +49,6 @@ from vitsee_core.tables.columns import ADDED, BASELINE, PAIR, REPLICATES, SITE, 
 from vitsee_core.tables.headlines import Answer
 from vitsee_core.tables.results import Table
 from vitsee_core.types import pl
-from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -86,6 +85,7 @@ class Analysis:
         at_a_glance: the table of few rows whose figure stands for a table; None for all rows.
         glance_metric: the metric whose curves stand for a table; "" if its figure does, None for
             its first metric.
+        may_lack_values: whether all values of a table may be NaN, of which `run` warns.
         of_arrays: what `vitsee.x(array, ...)` computes of features that are in no store.
         read_inputs: reads the results that a table was made of, of an analysis of tables.
 
@@ -110,6 +110,7 @@ class Analysis:
     headline: Callable[[Table], list[Answer]] | None = None
     at_a_glance: Callable[[Table], Table] | None = None
     glance_metric: str | None = None
+    may_lack_values: bool = False
     of_arrays: Callable[..., Table] | None = None
     read_inputs: Callable[..., list[Any]] | None = None
 
@@ -156,7 +157,7 @@ class Analysis:
 
     def check_table(self, table: Any) -> None:
         """Check what `run` returned. Raises DeclarationError: it is not a table, has columns or
-        metrics that are not declared, or columns of other types."""
+        metrics that are not declared, columns of other types, or no value."""
         if not isinstance(table, Table):
             raise DeclarationError(
                 f"{self.module}: run returned a {type(table).__name__}; expected a Table"
@@ -180,9 +181,10 @@ class Analysis:
                     f"{self.module}: run returned rows of the metric {metric!r}; expected some of "
                     f"metrics, {', '.join(self.metrics)}"
                 )
-        if len(frame) and not _has_values(frame):
-            raise VitseeError(
-                f"the table of {self.module} has no value: all {len(frame)} rows are NaN"
+        if len(frame) and not _has_values(frame) and not self.may_lack_values:
+            raise DeclarationError(
+                f"{self.module}: run returned no value: all {len(frame)} rows are NaN; expected a "
+                "number in one of them (may_lack_values, if it warns why there is none)"
             )
 
 

@@ -309,6 +309,7 @@ ANALYSIS = Analysis(
     columns=COLUMNS,
     meanings={"high": ""},
     metrics=("cka",),
+    may_lack_values=True,
     run=run,
     plot=plot,
     headline=headline,

@@ -513,6 +513,7 @@ ANALYSIS = Analysis(
     other_columns=(SEGMENT_COLUMNS,),
     meanings={"std": "over seeds", "high": ""},
     metrics=(*METRICS, *SEGMENT_METRICS),
+    may_lack_values=True,
     run=run,
     plot=plot,
     headline=headline,

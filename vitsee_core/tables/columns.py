@@ -78,7 +78,7 @@ INTEGERS = frozenset(
 # written as they were given.
 AS_GIVEN = frozenset(
     (
-        *("object", "heads", "method", "base", "detail", "best", "file", "ties"),
+        *("object", "heads", "method", "base", "detail", "best", "file", "ties", "column"),
         *("l2", "l2_relative", "other_row", "other_col"),
     )
 )

@@ -82,15 +82,11 @@ class Table:
             notes: facts about the whole table.
 
         Raises:
-            DeclarationError: a row has a name that is not among the columns.
+            DeclarationError: a row has a value whose name is not among the columns.
         """
         rows = list(rows)
         names = list(columns if columns is not None else rows[0] if rows else ())
-        if unknown := {name for row in rows for name in row} - {*names, REPLICATES}:
-            raise DeclarationError(
-                f"rows have {min(unknown)!r}, which is not among the columns; expected some of "
-                f"{', '.join(names)}"
-            )
+        _require_columns(rows, names)
         if any(row.get(REPLICATES) is not None for row in rows) and REPLICATES not in names:
             names.append(REPLICATES)
         return cls({n: column_of(n, [r.get(n) for r in rows]) for n in names}, dict(notes or {}))
@@ -261,6 +257,18 @@ class Table:
         if n > SHOWN_ROWS:
             lines.insert(half, ["…"] * frame.width)
         return html_table(f"{n} rows", frame.columns, lines)
+
+
+def _require_columns(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """Refuse rows that would lose a value. Raises DeclarationError: names the first."""
+    columns = {*names, REPLICATES}
+    for row in rows:
+        for name, value in row.items():
+            if name not in columns and value is not None and value != "":
+                raise DeclarationError(
+                    f"rows have {name!r}, which is not among the columns; expected some of "
+                    f"{', '.join(names)}"
+                )
 
 
 def _frame_of(part: Table | pl.DataFrame | Mapping[str, Any]) -> pl.DataFrame:

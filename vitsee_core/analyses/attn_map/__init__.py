@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.analyses.attn_map import sinks
+from vitsee_core.analyses.attn_map import image_maps, sinks
 from vitsee_core.analyses.attn_map.figures import draw_clips, draw_images, draw_models_of_images
 from vitsee_core.analyses.attn_map.image_maps import map_images, mean_rollout
 from vitsee_core.analyses.attn_map.sinks import draw_numbers, draw_sinks
@@ -417,6 +417,8 @@ ANALYSIS = Analysis(
     other_columns=(
         ROLLOUT_COLUMNS,
         NUMBER_COLUMNS,
+        image_maps.COLUMNS,
+        sinks.COLUMNS,
     ),
     metrics=(
         "attention",

@@ -36,6 +36,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
+from vitsee_core.analyses.logit_attribution import patches
 from vitsee_core.analyses.logit_attribution.contributions import (
     BIAS,
     HEAD,
@@ -261,6 +262,7 @@ ANALYSIS = Analysis(
     ),
     source="Elhage et al. 2021; Gandelsman et al. 2024",
     columns=COLUMNS,
+    other_columns=(patches.COLUMNS,),
     meanings={
         "site": "the sublayer; the stream's beginning; logits: the whole model",
         "class": "empty: each image's own",

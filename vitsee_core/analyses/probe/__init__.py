@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from vitsee_core.analyses.probe import responses
+from vitsee_core.analyses.probe import response_run, responses
 from vitsee_core.analyses.probe.figure import plot
 from vitsee_core.analyses.probe.fit import Task
 from vitsee_core.analyses.probe.response_run import OF_RESPONSES, refuse_of_classes, run_responses
@@ -416,7 +416,7 @@ ANALYSIS = Analysis(
         "al. 2023, Table 6; of responses Schrimpf et al. 2018 and Cadena et al. 2019"
     ),
     columns=COLUMNS,
-    other_columns=(SEGMENT_COLUMNS,),
+    other_columns=(SEGMENT_COLUMNS, response_run.COLUMNS),
     meanings={
         "store": "the one that tests",
         "class": "with --per-class",
