@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from vitsee_core.runtime import registry
 from vitsee_core.runtime.parameters import DeclarationError
 from vitsee_core.tables import replicates
-from vitsee_core.tables.columns import REPLICATES, column_of, typed
+from vitsee_core.tables.columns import REPLICATES, column_of, is_given, typed
 from vitsee_core.tables.files import TABLE_ENDINGS, read_file, write_files
 from vitsee_core.tables.formats import WRITTEN, ending_of, read_table, table_bytes
 from vitsee_core.tables.sidecars import describe_call, digest_of, sidecar_bytes
@@ -78,15 +78,18 @@ class Table:
 
         Args:
             rows: name -> value, one mapping per row; `replicates`: (blocks,) or None.
-            columns: the columns and their order; by default those of the first row.
+            columns: the columns and their order; by default as they appear.
             notes: facts about the whole table.
 
         Raises:
             DeclarationError: a row has a value whose name is not among the columns.
         """
         rows = list(rows)
-        names = list(columns if columns is not None else rows[0] if rows else ())
-        _require_columns(rows, names)
+        if columns is None:
+            names = list(dict.fromkeys(name for row in rows for name in row))
+        else:
+            names = list(columns)
+            _require_columns(rows, names)
         if any(row.get(REPLICATES) is not None for row in rows) and REPLICATES not in names:
             names.append(REPLICATES)
         return cls({n: column_of(n, [r.get(n) for r in rows]) for n in names}, dict(notes or {}))
@@ -264,7 +267,7 @@ def _require_columns(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) ->
     columns = {*names, REPLICATES}
     for row in rows:
         for name, value in row.items():
-            if name not in columns and value is not None and value != "":
+            if name not in columns and is_given(value):
                 raise DeclarationError(
                     f"rows have {name!r}, which is not among the columns; expected some of "
                     f"{', '.join(names)}"

@@ -427,6 +427,7 @@ ANALYSIS = Analysis(
         "baseline": "of --response: ceiling; there, column and n_columns too",
     },
     metrics=(*METRICS, "top1_class", *OF_RESPONSES, "r_*", "r2_*"),
+    may_lack_values=True,
     run=run,
     plot=plot,
     headline=headline,
