@@ -38,10 +38,11 @@ from vitsee_core.runtime.streaming import choose_rows
 from vitsee_core.similarity.pairs import paired_rows
 from vitsee_core.tables.files import check_new_files, write_files
 from vitsee_core.types import Float32, Integers
+from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError
 
 if TYPE_CHECKING:
-    from vitsee_stores import SiteSpec, Store
+    from vitsee_stores import SiteSpec
 
 log = logging.getLogger(__name__)
 

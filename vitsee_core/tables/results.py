@@ -86,7 +86,8 @@ class Table:
         """
         rows = list(rows)
         if columns is None:
-            names = list(dict.fromkeys(name for row in rows for name in row))
+            in_rows = dict.fromkeys(name for row in rows for name in row)
+            names = [name for name in in_rows if name != REPLICATES]
         else:
             names = list(columns)
             _require_columns(rows, names)
