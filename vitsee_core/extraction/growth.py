@@ -129,7 +129,7 @@ def grow_store(writer: StoreWriter, request: Request, progress: Progress = SILEN
         joined = StoreWriter(unfinished.files, unfinished.manifest)
         check_same_addition(unfinished, identity)
     own = plan_of(store, layout, added) if joined is None else joined.plan
-    check = run_self_check(model, table, own, first.pixels, device, asked.precision)
+    check = run_self_check(model, table, own, first.pixels, device, asked.precision, fixed=True)
     erf, without_erf = None, dict[str, str]()
     if own.erf is not None:
         planned, erf, without_erf = prepare_erf(model, table, own, own.erf, first.pixels, device)

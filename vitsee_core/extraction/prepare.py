@@ -4,7 +4,7 @@ new store or one that is unfinished."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,9 @@ def join_store(writer: StoreWriter, asked: Request, progress: Progress = SILENT)
     model.module.to(device)
     first = first_images(selection, model.transform, writer.manifest.info)
     check_same_images(writer, selection, first)
-    check = run_self_check(model, table, plan, first.pixels, device, choices.precision, changes)
+    check = run_self_check(
+        model, table, plan, first.pixels, device, choices.precision, changes, fixed=True
+    )
     erf = None
     if plan.erf is not None and not writer.complete:
         _, erf, _ = prepare_erf(model, table, plan, plan.erf, first.pixels, device)
@@ -179,6 +181,7 @@ def plan_store(asked: Request, progress: Progress = SILENT) -> Prepared:
     model.module.to(device)
     first = first_images(selection, model.transform, {})
     check = run_self_check(model, table, plan, first.pixels, device, choices.precision, changes)
+    plan = without_sublayers(plan, check.left_out)
     erf, without_erf = None, dict[str, str]()
     if plan.erf is not None:
         plan, erf, without_erf = prepare_erf(model, table, plan, plan.erf, first.pixels, device)
@@ -205,7 +208,13 @@ def plan_store(asked: Request, progress: Progress = SILENT) -> Prepared:
         transform=model.transform,
         class_names=selection.class_names,
         selfcheck=check.figures,
-        left_out={**choices.left_out, **layout.left_out, **without_erf, **table.left_out},
+        left_out={
+            **choices.left_out,
+            **layout.left_out,
+            **without_erf,
+            **table.left_out,
+            **check.left_out,
+        },
         info={
             "data": data.record(),
             "data_folder": os.getcwd(),
@@ -315,9 +324,12 @@ def run_self_check(
     device: torch.device,
     precision: str,
     changes: Changes | None = None,
+    *,
+    fixed: bool = False,
 ) -> SelfCheck:
     """The self-check on these images, which fixes the stored types for every process, and the proof
-    that interventions have their effect and no other. Raises NotFinite: activations are NaN or inf;
+    that interventions have their effect and no other. fixed: the plan is an existing store's, from
+    which nothing can be left out any more. Raises NotFinite: activations are NaN or inf;
     VitseeError: the check or the proof failed otherwise."""
     _, height, width = model.input_size  # of the first tile, where there are several
     pixels = pixels[..., :height, :width]
@@ -335,6 +347,11 @@ def run_self_check(
             dtypes={site.name: site.dtype for site in plan.sites},
             **hook_points(table, plan),
         )
+    lacking = sorted(check.left_out.keys() & {name for name, _ in plan.sublayers})
+    if lacking and fixed:
+        name = lacking[0]
+        check.failures.append(f"{name}: {check.left_out[name]}, as it was when the store was made")
+    check.notes += [f"no residual products of {name}: {check.left_out[name]}" for name in lacking]
     if not check.ok:
         kind = VitseeError if check.finite else NotFinite
         raise kind(f"the self-check of {model.name} failed: {'; '.join(check.failures)}")
@@ -403,6 +420,12 @@ def unseen_pixels(model: LoadedModel, table: SiteTable) -> list[str]:
         f"patches cover {covered[0]}x{covered[1]} of {height}x{width} input pixels: the rest is "
         "never seen (choose an --img-size that the patch size divides)"
     ]
+
+
+def without_sublayers(plan: StorePlan, left_out: Collection[str]) -> StorePlan:
+    """The plan without the residual products of these sublayers."""
+    kept = tuple((name, layout) for name, layout in plan.sublayers if name not in left_out)
+    return replace(plan, sublayers=kept)
 
 
 def with_dtypes(plan: StorePlan, dtypes: Mapping[str, str]) -> StorePlan:

@@ -98,13 +98,15 @@ class Hooks:
                     f"one forward pass, expected {calls}"
                 )
 
+    def laid(self, place: Place, x: Tensor) -> Tensor:
+        """The tensor of a place with images in front, and its tokens in the image's order."""
+        x = x.transpose(0, 1) if place in self.turned else x
+        return self.orders[place].laid(x) if place in self.orders else x
+
     def _see(self, place: Place, x: Tensor | None) -> None:
         call = self.counts[place]
         self.counts[place] += 1
-        if x is not None and place in self.turned:
-            x = x.transpose(0, 1)
-        if x is not None and place in self.orders:
-            x = self.orders[place].laid(x)
+        x = None if x is None else self.laid(place, x)
         # What an observer computes is no attention of the model, and the watch would cost each of
         # its thousands of calls some microseconds.
         with torch._C.DisableTorchFunction():

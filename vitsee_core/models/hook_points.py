@@ -15,6 +15,8 @@ from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout
 
 SUMS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
+# Sums with a product, x + a * b, of which no tensor holds the product.
+SCALED_SUMS = {torch.addcmul, Tensor.addcmul, Tensor.addcmul_}
 SHOWN = 4  # names in an error line
 Form = Literal["tokens", "nhwc", "nchw", "unrolled", "rows", "vector", "raw"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from vitsee_core.models.attention_watch import AttentionCall
 from vitsee_core.models.capture import Capture, Observer
 from vitsee_core.models.hook_points import View
+from vitsee_core.models.scaled_branches import ScaledBranches
 from vitsee_core.models.sites import AttentionBlock, SiteTable
 from vitsee_core.models.sites.families import Residual
 
@@ -39,14 +41,29 @@ def rounding_error(total: Tensor, *terms: Tensor) -> float:
 
 
 def scaled_error(total: Tensor, skip: Tensor, given: Tensor) -> float:
-    """rounding_error of skip + factors * given against the total (images, tokens, dim), in units of
-    a product's and a sum's rounding: the factors, one per channel, are fitted to the difference."""
+    """The largest |skip + factors * given - total| in units of the rounding that it may have.
+
+    All are (images, tokens, dim); the factors, one per channel, are fitted to the differences by
+    least squares.
+
+    Beside the roundings of a product and a sum there is the fit's own error: of a factor at most
+    sum(r |given|) / sum(given^2), with r the rounding of each difference it is fitted to. A cell
+    whose skip is small and whose branch is large shows that of all others' roundings.
+    """
     if not total.shape == skip.shape == given.shape:
         return float("inf")
-    branch, given = total.double() - skip.double(), given.double()
+    eps = max(torch.finfo(x.dtype).eps for x in (total, skip, given))
+    total, skip, given = total.double(), skip.double(), given.double()
     power = given.square().sum((0, 1))
-    factors = (branch * given).sum((0, 1)) / torch.where(power > 0, power, torch.ones_like(power))
-    return rounding_error(total, skip, (factors * given).to(total.dtype)) / FITTED
+    power = torch.where(power > 0, power, torch.ones_like(power))
+    factors = ((total - skip) * given).sum((0, 1)) / power
+    branch = factors * given
+    rounding = 2 * eps * (skip.abs() + branch.abs())
+    of_factors = (rounding * given.abs()).sum((0, 1)) / power
+    allowed = FITTED * rounding + of_factors * given.abs()
+    error = (skip + branch - total).abs() / (allowed + torch.finfo(torch.float32).tiny)
+    both_nan = (skip + branch).isnan() & total.isnan()
+    return float(torch.where(both_nan, 0.0, error).nan_to_num(float("inf")).max())
 
 
 def beyond(errors: Mapping[str, float], names: Iterable[str], allowed: float) -> dict[str, float]:
@@ -61,13 +78,16 @@ class SumProof:
 
     errors: sublayer -> rounding_error of activation(skip + branch) against the sum, of the branch
     alone where the skip is ablated. Where the branch is the difference of sum and skip, that of
-    skip + factors * what the branch's last module gives, the factors (one per channel) fitted.
+    skip + what the output of the branch's last module became by multiplications, read as the model
+    runs (within `watching`); where nothing read is what was added, that of skip + factors * this
+    output, the factors (one per channel) fitted.
     """
 
     def __init__(self, module: nn.Module, table: SiteTable, names: Sequence[str]) -> None:
         self.table = table
         self.errors: dict[str, float] = {}
         self.waiting: dict[str, dict[str, Tensor]] = {}
+        self.scaled: ScaledBranches | None = None
         # A copy, because a call of the model's own module would count as one more call.
         self.activations = {
             name: copy.deepcopy(module.get_submodule(table.residuals[name].activation or ""))
@@ -77,6 +97,13 @@ class SumProof:
 
     def attach(self, capture: Capture, names: Sequence[str]) -> None:
         """Ask a capture for the tensors of these sublayers."""
+        witnesses = {
+            name: witness
+            for name in names
+            if (witness := self.table.residuals[name].witness) is not None
+        }
+        if witnesses:
+            self.scaled = ScaledBranches(capture.hooks, witnesses)
         for name in names:
             residual = self.table.residuals[name]
             for role in ("skip", "branch", "total"):
@@ -88,6 +115,25 @@ class SumProof:
                 else:
                     capture.on_site(site, gather)
 
+    def watching(self) -> AbstractContextManager[object]:
+        """Return the context of a pass in which products are read; one that does nothing where no
+        branch is scaled."""
+        return nullcontext() if self.scaled is None else self.scaled
+
+    def _scaled_error(
+        self, name: str, view: View, skip: Tensor, given: Tensor, total: Tensor
+    ) -> float:
+        """The least error of the products that were read, of which no factor differs from token to
+        token, and of the fitted one."""
+        errors = []
+        for scaled in [] if self.scaled is None else self.scaled.taken(name):
+            factors = [view.flat(factor) for factor in scaled.factors]
+            if all(torch.equal(x, x[:, :1].expand_as(x)) for x in factors):
+                errors.append(rounding_error(total, skip, view.flat(scaled.product)))
+        if min(errors, default=math.inf) > 1:
+            errors.append(scaled_error(total, skip, given))
+        return min(errors)
+
     def _gather(
         self, name: str, role: str, residual: Residual, view: View
     ) -> Callable[[Tensor], None]:
@@ -98,7 +144,8 @@ class SumProof:
                 skip, branch, total = parts["skip"], parts["branch"], parts["total"]
                 del self.waiting[name]
                 if residual.witness is not None:
-                    self.errors[name] = scaled_error(total, skip, branch)
+                    branch_view = self.table.points[residual.branch].view
+                    self.errors[name] = self._scaled_error(name, branch_view, skip, branch, total)
                 elif name in self.activations:
                     summed = branch if residual.ablated else branch + skip
                     self.errors[name] = rounding_error(total, self.activations[name](summed))

@@ -54,7 +54,8 @@ class SelfCheck:
     and per site `max_abs` (NaN and inf left out) and `offset_ratio`, |mean over images|^2 / trace
     of the covariance over images, None for one image. dtypes: site -> stored type, float32 where
     float16 would overflow.
-    notes: remarks for the user.
+    notes: remarks for the user. left_out: sublayers whose branch is scaled by nothing that was seen
+    and by no fitted factor -> the reason why their residual products are not to be stored.
     finite: False if activations or the output are NaN or inf.
     """
 
@@ -63,6 +64,7 @@ class SelfCheck:
     figures: dict[str, Any] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -130,6 +132,9 @@ def self_check(
 ) -> SelfCheck:
     """Run one normalised batch (images, channels, rows, cols) plainly and with hooks, and compare.
 
+    A sublayer that scales its branch outside of any module, and whose sum fails, is left out in
+    place of ending the run: nothing but its residual products depends on it.
+
     Checked: the hooked output equals the plain one (bit for bit on the CPU); what is captured of an
     image is the same beside other images, and in the next run; skip + branch == sum for every
     chosen sublayer and for every sublayer that a chosen site belongs to (branch == sum where the
@@ -158,7 +163,7 @@ def self_check(
         precision = current_precision(x.device)
         plain = first_tensor(model.module(x))
         try:
-            with capture:
+            with capture, sums.watching():
                 output = capture.run(x, examiner)
         except CaptureError as error:
             check.failures.append(_changing(model, x) or str(error))
@@ -176,10 +181,16 @@ def self_check(
         return check
     _judge_patches(check, model, table, x)
     residuals = table.residuals
-    check.failures += [
-        f"{residuals[name].formula} is not {residuals[name].total} ({error:.3g} roundings apart)"
-        for name, error in beyond(sums.errors, names, 1).items()
-    ]
+    for name, error in beyond(sums.errors, names, 1).items():
+        reason = f"{residuals[name].formula} is not {residuals[name].total}"
+        witness = residuals[name].witness
+        if witness is None:
+            check.failures.append(f"{reason} ({error:.3g} roundings apart)")
+        else:
+            check.left_out[name] = (
+                f"what it adds is not the output of {witness.module}, nor that times a factor per "
+                f"channel ({error:.3g} roundings apart)"
+            )
     check.failures += [
         f"{alias} is not equal to {aliases[alias]} (differs by {gap:.3g})"
         for alias, gap in beyond(equal.errors, aliases, 0).items()
@@ -197,12 +208,15 @@ def self_check(
 
 
 def _sums(table: SiteTable, wanted: set[str], sublayers: Sequence[Sublayer]) -> list[str]:
-    """Sublayers to prove: those chosen, those whose skip, branch or sum is a chosen site, and those
-    whose skip is ablated."""
+    """Sublayers to prove: those chosen, those whose skip, branch or sum is a chosen site (of a
+    branch that is scaled outside of any module: whose branch is), and those whose skip is
+    ablated."""
     chosen = {sublayer.name for sublayer in sublayers}
     alias = {site.name: site.alias_of or site.name for site in table.sites}
     for name, residual in table.residuals.items():
         ends = {alias[s] for s in (residual.skip, residual.branch, residual.total)}
+        if residual.witness is not None:
+            ends = {alias[residual.branch]}  # its ends are modules' own, whatever lies between
         if ends & wanted or residual.ablated:
             chosen.add(name)
     return [name for name in table.residuals if name in chosen]

@@ -97,7 +97,7 @@ def verify(model: LoadedModel, table: SiteTable) -> dict[str, str]:
     heads.attach(capture, table.attention)
     device = next(model.module.parameters()).device
     images = probe_images(model.input_size, False, frames_of(model.module)).to(device)
-    with torch.inference_mode(), capture:
+    with torch.inference_mode(), capture, sums.watching():
         try:
             capture.run(images, heads)
         except CaptureError:

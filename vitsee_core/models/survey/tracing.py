@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from vitsee_core.models.attention_watch import AttentionEvent, AttentionWatch
 from vitsee_core.models.hook_points import (
+    SCALED_SUMS,
     SUMS,
     ModelError,
     hooked,
@@ -234,12 +235,18 @@ class _Recorder:
         return result
 
     def added(self, terms: list[Tensor], add: Callable[[], Tensor]) -> Tensor:
-        """The sum of two tensors of one shape, noted."""
-        first, second = (self.see(plain(x)) for x in terms)
+        """The sum of two tensors of one shape, noted; of one and a product that is no tensor, with
+        an identity in its place that no other has."""
+        seen = [self.see(plain(x)) for x in terms]
         result = add()
         total = self.see(plain(result))
-        if first and second and total and _bare(first) == _bare(second) == _bare(total):
-            self.trace.sums[total.key] = first.key, second.key
+        if total is None or any(x is None or _bare(x) != _bare(total) for x in seen):
+            return result
+        keys = [x.key for x in seen if x is not None]
+        if len(keys) == 1:
+            self.serial += 1
+            keys.append((self.serial, 0))
+        self.trace.sums[total.key] = keys[0], keys[1]
         return result
 
     def event(self, event: AttentionEvent) -> None:
@@ -281,7 +288,9 @@ class _FunctionWatch(TorchFunctionMode):
     ) -> Any:
         call = partial(func, *args, **(kwargs or {}))
         terms = [x for x in args if isinstance(x, Tensor)]
-        if func in SUMS and len(terms) == 2 and not kwargs:
+        if func in SCALED_SUMS and len(terms) == 3:
+            call = partial(self.recorder.added, terms[:1], call)
+        elif func in SUMS and len(terms) == 2 and not kwargs:
             call = partial(self.recorder.added, terms, call)
         activations = [x for x in tensors_in([args, kwargs]) if not isinstance(x, nn.Parameter)]
         return self.recorder.computed(activations, call) if activations else call()
