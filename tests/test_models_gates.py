@@ -86,8 +86,9 @@ class Net(Embedding):
 
 def checked(model: LoadedModel, table: SiteTable, x: Tensor) -> SelfCheck:
     sites = [site for site in table.sites if site.alias_of is None]
-    chosen = {"sublayers": table.sublayers, "attention": table.attention}
-    return self_check(model, table, x, sites=sites, **chosen)
+    return self_check(
+        model, table, x, sites=sites, sublayers=table.sublayers, attention=table.attention
+    )
 
 
 KINDS = ["parameter", "adaln", "adaln-single", "tanh", "image", "in place", "fused"]
@@ -112,9 +113,10 @@ def test_gates_are_read_and_the_sum_is_exact(kind: str) -> None:
     block: Any = model.module.get_submodule("blocks.1")
     block.attention.register_forward_hook(lambda _m, _a, f: given.update(attn=f.clone()))
     block.feed_forward.register_forward_hook(lambda _m, _a, f: given.update(mlp=f.clone()))
+    timestep: Any = model.module.timestep
     with torch.inference_mode():
-        block(seen.tokens("blocks.0.out"), model.module.timestep.expand(len(x), -1))
-        first, second = block.gates(seen.tokens("blocks.0.out"), model.module.timestep)
+        block(seen.tokens("blocks.0.out"), timestep.expand(len(x), -1))
+        first, second = block.gates(seen.tokens("blocks.0.out"), timestep)
     first = 2 * first if kind == "in place" else first
     for name, factor in (("attn", first), ("mlp", second)):
         branch = seen.branches[f"blocks.1.{name}"][1]

@@ -181,15 +181,15 @@ def self_check(
         return check
     _judge_patches(check, model, table, x)
     residuals = table.residuals
-    for name, error in beyond(sums.errors, names, 1).items():
+    for name, roundings in beyond(sums.errors, names, 1).items():
         reason = f"{residuals[name].formula} is not {residuals[name].total}"
         witness = residuals[name].witness
         if witness is None:
-            check.failures.append(f"{reason} ({error:.3g} roundings apart)")
+            check.failures.append(f"{reason} ({roundings:.3g} roundings apart)")
         else:
             check.left_out[name] = (
                 f"what it adds is not the output of {witness.module}, nor that times a factor per "
-                f"channel ({error:.3g} roundings apart)"
+                f"channel ({roundings:.3g} roundings apart)"
             )
     check.failures += [
         f"{alias} is not equal to {aliases[alias]} (differs by {gap:.3g})"
