@@ -12,8 +12,9 @@ from torch import Tensor
 from tests.models_helpers import SMALL, VIT, images, small
 from vitsee_core.models.capture import Capture
 from vitsee_core.models.hook_points import HookPoint
+from vitsee_core.models.load import load_model
 from vitsee_core.models.loaded import LoadedModel
-from vitsee_core.models.selfcheck import SelfCheck, self_check
+from vitsee_core.models.selfcheck import SelfCheck, self_check, underflowing
 from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sites import Point, SiteTable
 
@@ -232,6 +233,37 @@ def test_overflow_is_stored_in_float32_and_nan_fails(vit: tuple[LoadedModel, Sit
     assert wide.dtypes == {site.name: "float32"}
     assert not any("float32" in note for note in wide.notes)
     assert any("NaN" in line for line in broken.failures)
+
+
+@pytest.mark.parametrize("scale", [1e-5, 1e-6])
+def test_underflow_is_stored_in_float32(scale: float) -> None:
+    """A LayerScale that training has not changed, as ConvNeXt, DeiT III and DINOv2 begin with."""
+    model = load_model(
+        "vit_tiny_patch16_224",
+        random_init=0,
+        img_size=32,
+        model_args={**VIT, "init_values": scale},
+    )
+    result = checked(model, site_table(model))
+    assert result.ok
+    small_sites = {name for name, dtype in result.dtypes.items() if dtype == "float32"}
+    branches = [f"blocks.{k}.{kind}.branch" for k in range(3) for kind in ("attn", "mlp")]
+    assert small_sites == set(branches)
+    (note,) = [note for note in result.notes if "float32" in note]
+    assert note.startswith("blocks.0.attn.branch, blocks.0.mlp.branch, blocks.1.attn.branch and 3")
+
+
+def test_the_share_of_vectors_that_float16_would_lose() -> None:
+    """By hand: steps of 2^-24 are 2^-11 of 2^-13 at most, and half of a number as small."""
+    sound = torch.tensor([[1.0, 1e-9], [2.0**-13 * 1.3, 0.0], [6e4, 1e-8]])
+    assert underflowing(sound) == 0
+    lost = torch.tensor([[3e-8, 3e-8], [1e-30, 0.0], [2.0**-20 * 1.03, 0.0]])
+    assert underflowing(lost) == 1
+    zeros = torch.zeros(5, 2)
+    assert underflowing(zeros) == 0
+    # Neither the dead tokens of a sound map count, nor the large, for which there is another rule.
+    assert underflowing(torch.cat([sound, lost[:1], zeros])) == 1 / 4
+    assert underflowing(torch.tensor([[1e6, 1.0]])) == 0
 
 
 def test_offset_ratio_is_mean_square_over_variance(vit: tuple[LoadedModel, SiteTable]) -> None:

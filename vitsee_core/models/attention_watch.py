@@ -1,8 +1,8 @@
 """Attention as the model computes it, observed while fused kernels stay on.
 
 A TorchFunctionMode sees the arguments of `scaled_dot_product_attention` and of an explicit softmax
-with the product that follows it. Nothing is replaced, so the model's output keeps every bit; the
-weights themselves are recomputed from the kernel's arguments.
+with the product or einsum that follows it. Nothing is replaced, so the model's output keeps every
+bit; the weights themselves are recomputed from the kernel's arguments.
 
 torch computes nn.MultiheadAttention in one function. Whoever watches torch's functions gets that
 one whole, without the product inside; and the output projection's weights are used without a call
@@ -27,6 +27,7 @@ from torch.nn import functional
 from torch.nn.modules import activation
 from torch.overrides import TorchFunctionMode
 
+from vitsee_core.models.einsum_attention import read_einsum
 from vitsee_core.models.hook_points import ForwardEnded
 
 KERNEL = functional.scaled_dot_product_attention
@@ -207,6 +208,8 @@ class AttentionWatch(AttentionMode):
                 self._softmax(args, kwargs, result)
             elif self.pending is not None and func in _PRODUCT:
                 self._product(args, result)
+            elif self.pending is not None and func is torch.einsum:
+                self._einsum(args, result)
         return result
 
     def __exit__(self, *error: Any) -> None:
@@ -247,10 +250,25 @@ class AttentionWatch(AttentionMode):
         else:
             return
         self.pending = None
-        given, value, result = map(self._by_head, (given, value, result))
+        self._report(self._by_head(given), self._by_head(value), self._by_head(result))
+
+    def _einsum(self, args: tuple[Any, ...], result: Tensor) -> None:
+        assert self.pending is not None
+        given, weights, _ = self.pending
+        for place, operand in enumerate(x for x in args if isinstance(x, Tensor)):
+            turned = _same(operand, weights.transpose(-2, -1))
+            if turned or _same(operand, weights):
+                product = read_einsum(args, given, place, turned, result)
+                if product is not None:
+                    self.pending = None
+                    self._report(product.scores, product.value, product.output)
+                return
+
+    def _report(self, given: Tensor, value: Tensor, output: Tensor) -> None:
+        """Hand on a softmax's argument with the values that its result is multiplied with."""
         call = None
         if given.ndim == 4 and value.ndim == 4:
-            call = SoftmaxCall(given, value, result)
+            call = SoftmaxCall(given, value, output)
         self.sink(AttentionEvent(tuple(given.shape[:-1]), given.shape[-1], call=call))
 
     def flush(self, depth: int = 0) -> None:

@@ -18,6 +18,11 @@ from vitsee_core.models.hook_points import ModelError, refuse_compiled
 from vitsee_core.models.intervention_spec import Intervention, Registers, parse
 from vitsee_core.models.lasting_changes import ablate_skips, add_registers
 from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.plain_modules import (
+    EXTRA_STATE,
+    require_plain_tensors,
+    without_parametrizations,
+)
 from vitsee_core.models.sources import source_of
 from vitsee_core.models.sources.transforms import input_transform, label_names
 from vitsee_core.models.tokens.clips import frames_of, recognise
@@ -102,6 +107,7 @@ def load_model(
         module = source.make(
             pretrained=not fresh, seed=random_init or 0, wanted=wanted, foreign=foreign is not None
         )
+        require_plain_tensors(module, name)
         one_for_all = (
             random_init is not None
             and not any_weights
@@ -200,6 +206,7 @@ def own_model(
         if not config:
             raise ModelError(f"{name} is not a timm model: give its transform (transform=...)")
         transform = input_transform(module, name, None, {})
+    require_plain_tensors(module, name)
     if next(module.parameters(), None) is None:
         raise ModelError(f"{name} has no parameters; expected a trained network")
     try:
@@ -285,6 +292,8 @@ def hash_weights(module: nn.Module) -> str:
     """sha256 of the state dict: each tensor's name, type, shape and bytes, in key order."""
     digest = hashlib.sha256()
     for key, tensor in sorted(module.state_dict().items()):
+        if key.endswith(EXTRA_STATE):
+            continue
         flat = tensor.detach().cpu().contiguous()
         digest.update(f"{key} {flat.dtype} {tuple(flat.shape)}\n".encode())
         digest.update(flat.view(-1).view(torch.uint8).numpy().data if flat.numel() else b"")
@@ -292,8 +301,9 @@ def hash_weights(module: nn.Module) -> str:
 
 
 def _still(module: nn.Module) -> None:
-    """No dropout, no gradients, no checkpointing, no fused layers, float32."""
+    """No dropout, no gradients, no parametrizations, no checkpointing, no fused layers, float32."""
     module.eval().float().requires_grad_(False)
+    without_parametrizations(module)
     without_fast_path(module)
     switch = getattr(module, "set_grad_checkpointing", None)
     if callable(switch):

@@ -38,6 +38,12 @@ FLOAT16_MAX = float(torch.finfo(torch.float16).max)
 ATTENTION_TOLERANCE = {"fp32": 1e-4, "tf32": 5e-3, "half": 3e-2}
 # Off the CPU a kernel may be chosen anew between two calls: roundings of the precision it runs in.
 OUTPUT_TOLERANCE = {"fp32": 1e-5, "tf32": 5e-3, "half": 1e-2}
+# float16 rounds a number to 11 bits, and a token's vector to 2^-11 of its length at most, down to
+# 2^-14; below that steps of 2^-24 remain. A token twice as far from its float16 has underflowed. A
+# site where this happens to a tenth of the tokens is stored in float32; fewer are the dead tokens
+# of a sound map.
+MAX_HALF_ERROR = 2**-10
+MAX_UNDERFLOWING = 0.1
 OFFSET_WARNING = 1e4
 
 
@@ -53,7 +59,7 @@ class SelfCheck:
     units of rounding, attention relative to its largest output, aliases), the measured patches,
     and per site `max_abs` (NaN and inf left out) and `offset_ratio`, |mean over images|^2 / trace
     of the covariance over images, None for one image. dtypes: site -> stored type, float32 where
-    float16 would overflow.
+    float16 would overflow or underflow.
     notes: remarks for the user. left_out: sublayers whose branch is scaled by nothing that was seen
     and by no fitted factor -> the reason why their residual products are not to be stored.
     finite: False if activations or the output are NaN or inf.
@@ -79,12 +85,16 @@ class _Examiner(AttentionProof):
         super().__init__(table)
         self.max_abs: dict[str, float] = {}
         self.offset: dict[str, float | None] = {}
+        self.underflowing: dict[str, float] = {}
         self.broken: dict[str, int] = {}
         self.fingerprints = Fingerprints()
 
     def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
-        """Largest value, values that are not finite, and the offset ratio."""
+        """Largest value, values that are not finite, the offset ratio, and the tokens that float16
+        would lose."""
         self.fingerprints.site(site, prefix, body)
+        tokens = [part for part in (prefix, body) if part is not None and part.numel()]
+        self.underflowing[site.name] = max(map(underflowing, tokens), default=0.0)
         parts = [part.flatten(1).float() for part in (prefix, body) if part is not None]
         finite = all(bool(part.isfinite().all()) for part in parts)
         if not finite:
@@ -105,6 +115,21 @@ class _Examiner(AttentionProof):
         """The proof of `AttentionProof`."""
         self.fingerprints.attention(block, call)
         super().attention(block, call)
+
+
+def underflowing(x: Tensor) -> float:
+    """The share of vectors along the last axis that float16 rounds by more than MAX_HALF_ERROR of
+    their length, because their numbers are too small for it. Vectors of zeros are not counted."""
+    x = x.float().nan_to_num(0.0, 0.0, 0.0)
+    x = x if x.ndim > 1 else x.unsqueeze(-1)
+    within = x.clamp(-FLOAT16_MAX, FLOAT16_MAX)
+    gaps = within - within.half().float()
+    # Squares of the smallest numbers would be zero in float32.
+    scale = x.abs().amax(-1, keepdim=True)
+    shared = torch.where(scale > 0, scale, torch.ones_like(scale))
+    errors = (gaps / shared).norm(dim=-1) / (x / shared).norm(dim=-1)
+    n_vectors = int((scale > 0).sum())
+    return float((errors > MAX_HALF_ERROR).sum()) / max(n_vectors, 1)
 
 
 def _offset_ratio(parts: Sequence[Tensor]) -> float | None:
@@ -326,6 +351,7 @@ def _judge_patches(check: SelfCheck, model: LoadedModel, table: SiteTable, x: Te
 def _judge_values(
     check: SelfCheck, examiner: _Examiner, stored: Sequence[SiteSpec], dtypes: Mapping[str, str]
 ) -> None:
+    underflowed: list[str] = []
     for site in stored:
         name = site.name
         if name not in examiner.max_abs:
@@ -337,6 +363,13 @@ def _judge_values(
             check.notes.append(
                 f"{name} is stored in float32: its largest value {largest:.4g} exceeds float16"
             )
+        elif (
+            dtype == "float16"
+            and site.kind != "vector"
+            and examiner.underflowing[name] > MAX_UNDERFLOWING
+        ):
+            dtype = "float32"
+            underflowed.append(name)
         check.dtypes[name] = dtype
         ratio = examiner.offset[name]
         if ratio is not None and ratio > OFFSET_WARNING:
@@ -344,6 +377,12 @@ def _judge_values(
                 f"{name}: |mean|^2 is {ratio:.3g} times its variance over images; "
                 "comparisons need centred features in high precision"
             )
+    if underflowed:
+        stored_as = "is" if len(underflowed) == 1 else "are"
+        check.notes.append(
+            f"{few(underflowed)} {stored_as} stored in float32: values so small lose digits or "
+            "become 0 in float16"
+        )
     if examiner.broken:
         check.finite = False
         sites = few(list(examiner.broken))

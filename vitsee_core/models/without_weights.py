@@ -14,6 +14,7 @@ from torch import nn
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import check_model_options, load_model, model_arguments
 from vitsee_core.models.loaded import LoadedModel
+from vitsee_core.models.plain_modules import without_parametrizations
 from vitsee_core.models.site_tables import site_table, sketch
 from vitsee_core.models.sites import SiteTable
 from vitsee_core.models.sources import source_of
@@ -90,6 +91,7 @@ def sketched_module(
     given = {key.removeprefix("img_"): options.get(key) for key in INPUT}
     wanted = model_arguments(options.get("model_args"), options.get("img_size"))
     module = source.without_weights(wanted).eval().requires_grad_(False)
+    without_parametrizations(module)
     transform = source.transform(module, wanted.get("img_size"), given)
     return module, transform["input_size"]
 
@@ -127,6 +129,7 @@ def stand_in(name: str, options: Mapping[str, Any], table: SiteTable) -> LoadedM
     with Unfilled():
         module = source.make(pretrained=False, seed=0, wanted=wanted)
     module.eval().float().requires_grad_(False)
+    without_parametrizations(module)
     fill(module)
     skip_blocks(module, table)
     given = {key: options.get(key) for key in ("crop_pct", "crop_mode", "fill")}
