@@ -95,6 +95,13 @@ data_options = together(
         type=click.Choice(ORDERS),
         help="Order of the images in the store.  [default: shuffled]",
     ),
+    click.option(
+        "--exif",
+        is_flag=True,
+        default=None,
+        help="Turn images upright by the EXIF orientation in their files; boxes and masks are then "
+        "in the pixels of the upright image.  [default: pixels as they are in the file]",
+    ),
     a_number(
         "--short-side",
         help="No crop: resize each image so that its short side has N pixels, and its long side, "

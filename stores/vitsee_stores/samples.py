@@ -87,7 +87,7 @@ class StoreSamples:
         split: name of the split, "" for none.
         hash: hash of the encoded bytes.
         valid: whether the image could be read.
-        size: (images, 2) height and width as decoded, EXIF orientation not applied, 0 if
+        size: (images, 2) height and width as decoded, see FORMAT.md on EXIF, 0 if
             unreadable.
         box: (images, 4) x0, y0, x1, y1 of an image that is part of its file, in the file's pixels,
             NaN for a whole file; None if all are whole files.

@@ -51,6 +51,7 @@ _CHOICES: Mapping[str, tuple[Any, ...]] = {
     "processor": BACKENDS,
     "trust_remote_code": (True, False),
     "resample_patches": (True, False),
+    "exif": (True, False),
 }
 _SEVERAL = ("sites", "tokens", "dtype", "ablate_skip", *INTERVENTIONS)
 _COUNTS = (
@@ -90,7 +91,7 @@ def extract(
         progress: advanced by the images done, e.g. a bar.
         options: those of `vitsee extract`, with `_`: images, per_class, only, split, seed, order,
             short_side, multiple, tiles, native, min_pixels, max_pixels, frames, every, time,
-            label_key, image_column, label_column, sites, tokens, attention, residual, inputs,
+            exif, label_key, image_column, label_column, sites, tokens, attention, residual, inputs,
             grams, erf, head_weights, dtype, codec, slab, precision, batch_size, device,
             workers, shard, on_error, force, ablate_skip, replace, ablate_heads,
             block_attention, registers;
@@ -132,6 +133,8 @@ def extract(
         outcome = extract_by_workers(asked, map, progress)
     else:
         outcome = fill_store(asked, shard, progress)
+    for line in outcome.remark_lines():
+        log.warning("%s", line)
     if line := outcome.unreadable_line():
         log.warning("%s", line)
     store = open_store(run.output, allow_partial=not outcome.complete)

@@ -8,6 +8,7 @@ Two sets of slab buffers alternate: while one is written, the forward pass fills
 from __future__ import annotations
 
 import queue
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -41,8 +42,8 @@ T = TypeVar("T")
 
 
 class SlabLoop:
-    """Makes and commits slabs. Results: `written`, `clock`, `unreadable` and `overtaken` (slabs
-    that another process committed meanwhile)."""
+    """Makes and commits slabs. Results: `written`, `clock`, `unreadable`, `remarks` and `overtaken`
+    (slabs that another process committed meanwhile)."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class SlabLoop:
         self.written = 0
         self.overtaken: list[int] = []
         self.unreadable: list[tuple[int, str, str]] = []
+        self.remarks = Counter[str]()
         self._free: queue.SimpleQueue[SlabBuffers] = queue.SimpleQueue()
         self._pending: list[Future[None]] = []
 
@@ -163,6 +165,7 @@ class SlabLoop:
             with clock("loading"):
                 batch, given = feed.take()
             self.unreadable += batch.errors
+            self.remarks.update(batch.remarks)
             with _batch_fits(len(batch.valid), prepared.device):
                 with clock("model"):
                     pixels = normalise(given, prepared.model.transform, prepared.device)

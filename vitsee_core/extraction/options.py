@@ -74,7 +74,7 @@ class DataOptions:
     """Which images, in which order, and on what canvas (short_side, or native: None and False for
     none); min_pixels, max_pixels: the bounds of native resolution, None for those of the model's
     image processor; frames, every and time: how frames are taken of clips, None for images or for
-    the model's own number."""
+    the model's own number; exif: whether images are turned upright by their EXIF orientation."""
 
     data: str
     split: str | None = None
@@ -95,6 +95,7 @@ class DataOptions:
     frames: int | None = None
     every: int | None = None
     time: str | None = None
+    exif: bool | None = None
 
     @property
     def of_clips(self) -> bool:
@@ -102,9 +103,10 @@ class DataOptions:
         return any(value is not None for value in (self.frames, self.every, self.time))
 
     def record(self) -> dict[str, Any]:
-        """The options as a manifest has them; without those of clips, or of native resolution,
-        where none is given."""
+        """The options as a manifest has them; without those of clips, of native resolution, or of
+        EXIF orientation, where none is given."""
         absent = (() if self.of_clips else OF_CLIPS) + (() if self.native else OF_NATIVE)
+        absent += () if self.exif else ("exif",)
         return {key: value for key, value in asdict(self).items() if key not in absent}
 
 

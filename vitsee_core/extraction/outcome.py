@@ -6,12 +6,14 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from vitsee_core.images.picture_remarks import remark_lines
 from vitsee_core.runtime.machine import counted
 from vitsee_stores.errors import VitseeError
 
@@ -27,6 +29,7 @@ class Outcome:
             several.
         beside: seconds of stages that ran concurrently.
         examples: images or clips.
+        remarks: what was done to images -> of how many of them, see `picture_remarks`.
     """
 
     complete: bool
@@ -37,6 +40,7 @@ class Outcome:
     beside: dict[str, float] = field(default_factory=dict)
     unreadable: list[tuple[int, str, str]] = field(default_factory=list)
     examples: str = "images"
+    remarks: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Outcome) -> None:
         """Add the results of another round."""
@@ -47,6 +51,7 @@ class Outcome:
             for stage, seconds in added.items():
                 own[stage] = own.get(stage, 0.0) + seconds
         self.unreadable += other.unreadable
+        self.remarks.update(other.remarks)
 
     def stages(self) -> str:
         """The time by stage, in words."""
@@ -69,6 +74,10 @@ class Outcome:
             f"{len(self.unreadable)} of {counted(self.n_images, self.examples)} could not be read: "
             f"{named}{more}; their rows are NaN with valid = 0"
         )
+
+    def remark_lines(self) -> list[str]:
+        """What was done to images that are not plain RGB, a line each."""
+        return remark_lines(self.remarks, counted(self.n_images, self.examples))
 
 
 class Clock:

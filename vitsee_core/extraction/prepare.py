@@ -127,6 +127,7 @@ def of_same_model(
     selection = chosen_images(asked.data, stored, progress)
     with soon_said("loading the model"):
         layout = lay_out(asked, selection, writer.manifest.plan)
+        layout = with_orientation(layout, asked.data, stored)
     check_same_model(writer, layout.model)
     return device, as_model_takes(selection, layout, asked.data, stored), layout
 
@@ -172,7 +173,7 @@ def plan_store(asked: Request, progress: Progress = SILENT) -> Prepared:
     data, keep, run = asked.data, asked.keep, asked.run
     device, selection = resolve_device(run.device), chosen_images(data, {}, progress)
     with soon_said("loading the model"):
-        layout = lay_out(asked, selection)
+        layout = with_orientation(lay_out(asked, selection), data, {})
     selection = as_model_takes(selection, layout, data, {})
     model, table = layout.model, layout.table
     choices, plan, weights, notes = plan_contents(layout, keep, len(selection.samples))
@@ -277,6 +278,23 @@ def as_model_takes(
     return chosen_images(data, stored, clips=True)
 
 
+def turns_upright(data: DataOptions, stored: Mapping[str, Any]) -> bool:
+    """Whether images are turned upright by their EXIF orientation: as asked, else as in an existing
+    store (`stored`: its identity)."""
+    return bool(data.exif or stored.get("transform", {}).get("exif"))
+
+
+def with_orientation(
+    layout: ImageLayout, data: DataOptions, stored: Mapping[str, Any]
+) -> ImageLayout:
+    """The layout whose transform says that images are turned upright, if they are: it is part of
+    the store's identity, and whoever reads the images again turns them, too."""
+    if not turns_upright(data, stored):
+        return layout
+    model = replace(layout.model, transform={**layout.model.transform, "exif": True})
+    return replace(layout, model=model)
+
+
 def chosen_images(
     data: DataOptions, stored: Mapping[str, Any], progress: Progress = SILENT, clips: bool = False
 ) -> Selection:
@@ -291,6 +309,7 @@ def chosen_images(
             image_column=data.image_column,
             label_column=data.label_column,
             clips=as_clips,
+            exif=turns_upright(data, stored),
             progress=progress,
         )
 

@@ -277,8 +277,17 @@ def fill(
             "%s of %d had been committed by another process meanwhile (give each its own --shard)",
             *(counted(len(job.overtaken), "slabs"), len(todo)),
         )
-    clocks = job.clock.seconds, job.clock.beside
-    return Outcome(False, total, job.written, seconds, *clocks, job.unreadable, plan.examples)
+    return Outcome(
+        complete=False,
+        n_images=total,
+        size_bytes=job.written,
+        seconds=seconds,
+        clock=job.clock.seconds,
+        beside=job.clock.beside,
+        unreadable=job.unreadable,
+        examples=plan.examples,
+        remarks=job.remarks,
+    )
 
 
 def stopped(stop: StopRequest, writer: StoreWriter, others: str = "") -> Interrupted:

@@ -24,6 +24,7 @@ from vitsee_core.images.decoding import MOST_BYTES, Opener, decode, hash64, hash
 from vitsee_core.images.errors import DataError, ImageError
 from vitsee_core.images.folders import is_image
 from vitsee_core.images.image_source import ImageSource
+from vitsee_core.images.picture_remarks import keep_clip_remarks, remarks_on
 from vitsee_core.images.transform import Recipe
 from vitsee_core.images.videos import MISSING, Sampling, Timeline, Video
 from vitsee_stores.disk import read_regular
@@ -79,6 +80,7 @@ class ClipRecipe:
                         f"{size[1]} x {size[0]}; expected one",
                     )
                 clip.height, clip.width = size
+                keep_clip_remarks(clip, remarks_on(image))
                 out[[at for at, place in enumerate(order) if place == k]] = self.each.apply(image)
             clip.seconds = sampling.seconds(moving.line)
             return out
@@ -92,6 +94,10 @@ class ClipOpener(Opener):
     that is a folder, its images are the frames."""
 
     files: Opener
+
+    def upright(self) -> Opener:
+        """The same clips, with frames in folders turned upright; videos always are."""
+        return ClipOpener(self.files.upright())
 
     @property
     def at_once(self) -> int:
@@ -107,7 +113,7 @@ class ClipOpener(Opener):
     def _load(self, location: tuple[str, Any]) -> tuple[Any, int]:
         sample, place = location
         if (folder := self.files.folder(place)) is not None:
-            frames = FrameFolder(sample, folder)
+            frames = FrameFolder(sample, folder, self.files.exif)
             return OpenClip(sample, frames), frames.hash()
         file = self.files.file(place)
         try:
@@ -168,10 +174,10 @@ def has_clips(source: ImageSource) -> bool:
 class FrameFolder:
     """The images of one folder as frames, in the natural order of their names (2 before 10)."""
 
-    def __init__(self, sample: str, folder: str) -> None:
-        """Raises OSError: the folder cannot be read."""
+    def __init__(self, sample: str, folder: str, exif: bool = False) -> None:
+        """exif: whether frames are turned upright. Raises OSError: the folder cannot be read."""
         names = [entry.name for entry in os.scandir(folder) if entry.is_file()]
-        self.sample, self.folder = sample, folder
+        self.sample, self.folder, self.exif = sample, folder, exif
         self.names = sorted(filter(is_image, names), key=natural_key)
         self.line = Timeline(range(len(self.names)), len(self.names))
 
@@ -190,7 +196,7 @@ class FrameFolder:
         for place in places:
             name = self.names[place]
             try:
-                yield decode(name, self._bytes(name))[0]
+                yield decode(name, self._bytes(name), self.exif)[0]
             except ImageError as error:
                 raise ImageError(self.sample, f"its frame {name}: {error.reason}") from None
 

@@ -12,9 +12,10 @@ import io
 import os
 import zlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
 import numpy as np
@@ -23,6 +24,20 @@ from PIL import Image, UnidentifiedImageError
 
 from vitsee_core.images.errors import DataError, ImageError
 from vitsee_core.images.formats import FORMAT_NAMES, readable_formats
+from vitsee_core.images.picture_remarks import (
+    EXIF_APPLIED,
+    EXIF_IGNORED,
+    SIXTEEN_BITS,
+    describe_loaded,
+    has_wide_channels,
+    keep_remarks,
+    orientation_of,
+    remarks_on,
+    size_upright,
+    turned_upright,
+    warned,
+)
+from vitsee_core.images.pillow_warnings import hear_libtiff, heard_warnings
 from vitsee_core.images.shared_memory import SharedBlock
 from vitsee_stores.disk import open_regular, read_regular
 from vitsee_stores.errors import reason
@@ -42,8 +57,18 @@ _AT_ONCE_FAR = 16  # images that are asked of a server at the same time, and in 
 ZipMember = tuple[int, str, int, int, int, bool, int]
 
 
+@dataclass(frozen=True)
 class Opener(ABC):
-    """Reads the image at a location, in whatever form its source lists locations."""
+    """Reads the image at a location, in whatever form its source lists locations.
+
+    exif: whether images are turned upright by their EXIF orientation.
+    """
+
+    exif: bool = field(default=False, kw_only=True)
+
+    def upright(self) -> Opener:
+        """The same opener, whose images are turned upright by their EXIF orientation."""
+        return replace(self, exif=True)
 
     def load(self, location: Any) -> tuple[Image.Image, int]:
         """The decoded image in its own mode, and the 64-bit hash of its encoded bytes. Raises
@@ -86,7 +111,7 @@ class Opener(ABC):
             work(k)
 
     def _load(self, location: Any) -> tuple[Image.Image, int]:
-        return decode(str(location), self._bytes(location))
+        return decode(str(location), self._bytes(location), self.exif)
 
     def _hash(self, location: Any) -> int:
         return hash64(self._bytes(location))
@@ -96,7 +121,7 @@ class Opener(ABC):
         """The hashed bytes."""
 
     def _size(self, location: Any) -> Size:
-        return header_size(str(location), io.BytesIO(self._bytes(location)))
+        return header_size(str(location), io.BytesIO(self._bytes(location)), self.exif)
 
 
 @dataclass(frozen=True)
@@ -117,7 +142,7 @@ class FileOpener(Opener):
 
     def _size(self, location: str) -> Size:
         with open(open_regular(os.path.join(self.root, location)), "rb") as file:
-            return header_size(location, file)
+            return header_size(location, file, self.exif)
 
 
 @dataclass(frozen=True)
@@ -239,6 +264,9 @@ class JointOpener(Opener):
 
     parts: tuple[Opener, ...]
 
+    def upright(self) -> Opener:
+        return JointOpener(tuple(part.upright() for part in self.parts))
+
     def inherit(self) -> tuple[Opener, tuple[int, ...]]:
         heirs = [part.inherit() for part in self.parts]
         return JointOpener(tuple(heir for heir, _ in heirs)), sum((fds for _, fds in heirs), ())
@@ -276,25 +304,38 @@ def _check_bytes(name: str, size: int) -> None:
         raise ImageError(name, f"has {size} bytes, expected at most {MOST_BYTES}")
 
 
-def decode(name: str, encoded: bytes) -> tuple[Image.Image, int]:
-    """The decoded image in its own mode and the hash of `encoded`.
+def decode(name: str, encoded: bytes, exif: bool = False) -> tuple[Image.Image, int]:
+    """The decoded image in its own mode, `remarks_on` it, and the hash of `encoded`.
 
-    EXIF orientation is not applied, as in timm's and torchvision's evaluation. Raises ImageError:
-    not a whole image of at most `Image.MAX_IMAGE_PIXELS`.
+    EXIF orientation is applied with `exif` alone: timm's and torchvision's evaluation ignore it.
+    Raises ImageError: not a whole image of at most `Image.MAX_IMAGE_PIXELS`.
     """
     if not encoded:
         raise ImageError(name, "the file is empty")
-    with _pillow(name):
+    remarks: list[str] = []
+    with heard_warnings(), _pillow(name):
         image = _opened(name, io.BytesIO(encoded))
+        if has_wide_channels(image):  # which loading forgets
+            remarks.append(SIXTEEN_BITS)
+        if image.format == "TIFF":
+            hear_libtiff()
         image.load()
+        remarks += describe_loaded(image)
+        orientation = orientation_of(image)
+        if orientation != 1:
+            remarks.append(EXIF_APPLIED if exif else EXIF_IGNORED)
+        if exif:
+            image = turned_upright(image, orientation)
+    keep_remarks(image, remarks)
     return image, hash64(encoded)
 
 
-def header_size(name: str, file: IO[bytes]) -> Size:
-    """(height, width) according to an image's header. Raises ImageError: not an image, or too large
-    to be one."""
-    with _pillow(name), _opened(name, file) as image:
-        return image.height, image.width
+def header_size(name: str, file: IO[bytes], exif: bool = False) -> Size:
+    """(height, width) of what `decode` gives, according to an image's header. Raises ImageError:
+    not an image, or too large to be one."""
+    with heard_warnings(), _pillow(name), _opened(name, file) as image:
+        size = image.height, image.width
+        return size_upright(size, orientation_of(image)) if exif else size
 
 
 def _opened(name: str, file: IO[bytes]) -> Image.Image:
@@ -347,6 +388,7 @@ class Facts:
         size: (images, 2) height and width as decoded.
         seconds: (images,) between neighbouring sampled frames of a clip, NaN of an image.
         errors: position and reason of unreadable ones.
+        remarks: what was done to images -> of how many of them, see `picture_remarks`.
     """
 
     valid: NDArray[np.bool_]
@@ -354,6 +396,7 @@ class Facts:
     size: NDArray[np.int32]
     seconds: NDArray[np.float32]
     errors: list[tuple[int, str]]
+    remarks: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def none(cls, n: int) -> Facts:
@@ -367,6 +410,7 @@ class Facts:
         for name in ("valid", "hash", "size", "seconds"):
             getattr(self, name)[rows] = getattr(some, name)
         self.errors = sorted([*self.errors, *((start + k, why) for k, why in some.errors)])
+        self.remarks.update(some.remarks)
 
 
 def load_into(
@@ -378,8 +422,9 @@ def load_into(
 
     def load(k: int) -> None:
         try:
-            image, value = opener.load(locations[k])
-            out[k] = recipe.apply(image)
+            with heard_warnings() as messages:
+                image, value = opener.load(locations[k])
+                out[k] = recipe.apply(image)
         except ImageError as error:
             out[k] = 0
             found.errors.append((k, error.reason))
@@ -387,6 +432,7 @@ def load_into(
             found.valid[k], found.hash[k] = True, value
             found.size[k] = image.height, image.width
             found.seconds[k] = getattr(image, "seconds", np.nan)
+            found.remarks.update({*remarks_on(image), *warned(messages)})
 
     opener.each(load, len(locations))
     found.errors.sort()

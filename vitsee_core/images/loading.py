@@ -20,16 +20,15 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from vitsee_core.images.clips import ClipRecipe
 from vitsee_core.images.decoding import Facts, Opener, load_into
@@ -58,8 +57,9 @@ class Batch:
         valid: False for an unreadable image, which has zeros, hash 0, size 0 and an entry in
             `errors`.
         errors: row number in the selection, id, reason.
-        size: (images, 2) height and width as decoded, EXIF orientation not applied.
+        size: (images, 2) height and width as decoded.
         seconds: (images,) between neighbouring sampled frames of clips, else NaN.
+        remarks: what was done to images -> of how many of them, see `picture_remarks`.
     """
 
     rows: slice
@@ -69,6 +69,7 @@ class Batch:
     size: NDArray[np.int32]
     errors: list[tuple[int, str, str]]
     seconds: NDArray[np.float32]
+    remarks: Counter[str] = field(default_factory=Counter)
 
 
 def batches(
@@ -118,15 +119,22 @@ def _batches(
             if named and on_error == "fail":
                 raise ImageError(*named[0][1:])
             batch = torch.from_numpy(pixels)
-            yield Batch(part, batch, of.valid, of.hash, of.size, named, of.seconds)
+            yield Batch(
+                rows=part,
+                pixels=batch,
+                valid=of.valid,
+                hash=of.hash,
+                size=of.size,
+                errors=named,
+                seconds=of.seconds,
+                remarks=of.remarks,
+            )
 
 
 def _load_here(
     opener: Opener, places: Sequence[Sequence[Any]], recipe: AnyRecipe, stopped: threading.Event
 ) -> Generator[Loaded]:
     """The batches one after another, in this thread; ends early when `stopped`."""
-    # An ImageError that names the image comes instead.
-    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
     for locations in places:
         pixels = np.empty((len(locations), *recipe.shape), np.uint8)
         facts = Facts.none(len(locations))
@@ -368,7 +376,7 @@ def _lost(worker: _Worker) -> DataError:
 
 def serve(fd: int) -> None:
     """Load for the parent at the other end of the socket `fd`; returns when that is closed."""
-    # Pillow warns about odd metadata of single files; with several workers that is noise.
+    # With several workers the warnings of libraries are noise; Pillow's are heard by image.
     warnings.simplefilter("ignore")
     socket = Connection(fd)
     try:

@@ -37,6 +37,10 @@ class BoxOpener(Opener):
 
     whole: Opener
 
+    def upright(self) -> Opener:
+        """The same parts of images that are turned upright: boxes are in the pixels of these."""
+        return BoxOpener(self.whole.upright())
+
     def inherit(self) -> tuple[Opener, tuple[int, ...]]:
         heir, fds = self.whole.inherit()
         return BoxOpener(heir), fds

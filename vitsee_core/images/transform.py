@@ -4,7 +4,7 @@ The steps are those of `timm.data.create_transform`, as plain Pillow calls, so t
 analyses run them without importing torch: its usual ones are known here, and of anything else timm
 is asked. The pixels equal timm's bit for bit, resizing included: Pillow always resizes with
 antialiasing. The conventions are timm's: RGBA, palette and CMYK images go through `convert("RGB")`
-(alpha is dropped), EXIF orientation is not applied, and models with one input channel get
+(alpha is dropped), EXIF orientation is not applied here, and models with one input channel get
 `convert("L")`. One is our own, because `convert` clips every value above 255: 16-bit grey is scaled
 to 8 bits (65535 is white), and 32-bit integer or float pixels are refused.
 """
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from vitsee_core.images.errors import DataError, ImageError
+from vitsee_core.images.pillow_warnings import heard_warnings
 from vitsee_stores.plan import NATIVE, Size, canvas_size
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ def to_mode(image: Image.Image, mode: str) -> Image.Image:
     if image.mode in ("I", "F"):
         raise ImageError("image", f"32-bit pixels (mode {image.mode}); expected 8 or 16 bits")
     try:
-        return image if image.mode == mode else image.convert(mode)
+        with heard_warnings():
+            return image if image.mode == mode else image.convert(mode)
     except ValueError:  # Pillow converts CIELAB by a colour profile alone
         why = f"colours of the mode {image.mode}, which Pillow does not convert to {mode}"
         raise ImageError("image", why) from None

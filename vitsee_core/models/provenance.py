@@ -332,7 +332,8 @@ def source_of(store: Store, data: str | None = None) -> ImageSource:
         own = {}  # of files of that kind
     try:
         clips = store.plan.clip is not None
-        return open_source(text, split=options["split"], clips=clips, **own)
+        exif = bool(store.manifest.transform.get("exif"))
+        return open_source(text, split=options["split"], clips=clips, exif=exif, **own)
     except VitseeError as error:
         raise VitseeError(
             f"the images of {store.label} cannot be read again: {error} (name where they are now "

@@ -170,6 +170,8 @@ def report(outcome: Outcome, output: Place) -> None:
     """The last lines: unreadable images, where the time went, what is left to do."""
     from vitsee_core.runtime.machine import human_bytes
 
+    for line in outcome.remark_lines():
+        console.warn(line)
     if line := outcome.unreadable_line():
         console.warn(line)
     if outcome.n_images:

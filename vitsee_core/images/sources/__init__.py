@@ -49,9 +49,9 @@ _OF_CLIPS = (
 )
 _CLIPS_BY_ENDING = (".csv", ".tsv", ".txt", ".zip", ".tar")
 _OPENERS: dict[str, Callable[[Asked, Found], ImageSource]] = {
-    ".csv": lambda asked, found: open_list(found.path, asked.data),
-    ".tsv": lambda asked, found: open_list(found.path, asked.data),
-    ".txt": lambda asked, found: open_list(found.path, asked.data),
+    ".csv": lambda asked, found: open_list(found.path, asked.data, asked.exif),
+    ".tsv": lambda asked, found: open_list(found.path, asked.data, asked.exif),
+    ".txt": lambda asked, found: open_list(found.path, asked.data, asked.exif),
     ".npz": lambda asked, found: open_npz(found.path, asked.data),
     ".mat": lambda asked, found: open_nyu(found.path, asked.data),
     ".zip": lambda asked, found: open_zips(found.paths, asked),
@@ -68,6 +68,7 @@ def open_source(
     image_column: str | None = None,
     label_column: str | None = None,
     clips: bool = False,
+    exif: bool = False,
     progress: Progress = SILENT,
 ) -> ImageSource:
     """The samples of `data`, or of a split expression of it.
@@ -79,10 +80,27 @@ def open_source(
     (`train[:45000]`, `test[10%:20%]`), or several joined by '+'. For the other options see `Asked`.
 
     With `clips` a sample is a video file, or a folder with the frames of one: a folder has videos,
-    or else folders of frames, lists have paths of either, zip and tar files videos. Raises
-    DataError: there is no such data, or it cannot be read.
+    or else folders of frames, lists have paths of either, zip and tar files videos. With `exif`
+    images are turned upright by their EXIF orientation. Raises DataError: there is no such data, or
+    it cannot be read.
     """
-    asked = Asked(data, split, label_key, image_column, label_column, progress, clips)
+    asked = Asked(
+        data=data,
+        split=split,
+        label_key=label_key,
+        image_column=image_column,
+        label_column=label_column,
+        progress=progress,
+        clips=clips,
+        exif=exif,
+    )
+    source = _find(asked)
+    return replace(source, opener=source.opener.upright()) if exif else source
+
+
+def _find(asked: Asked) -> ImageSource:
+    """The samples of the data, or of its split. Raises DataError: as `open_source`."""
+    data, split, clips = asked.data, asked.split, asked.clips
     if not data.strip():
         raise DataError(f"--data is empty (a variable that is not set?); expected {_EXPECTED}")
     if data == "demo" or data.startswith("demo:"):

@@ -37,6 +37,7 @@ class Asked:
         label_key: of tars: the member (`cls`, `txt`), or the field of the `.json`, with the label;
             `none` for no labels.
         image_column, label_column: of parquet files; `none` for no labels.
+        exif: whether images are turned upright by their EXIF orientation.
         clips: whether videos and folders of frames are asked for, not images.
         progress: shown while many files are read for the first time.
     """
@@ -48,6 +49,7 @@ class Asked:
     label_column: str | None = None
     progress: Progress = SILENT
     clips: bool = False
+    exif: bool = False
 
     def wants(self, path: str) -> bool:
         """Whether a file is one of the asked kind by its name."""

@@ -53,15 +53,15 @@ FOLDERS = (
 )
 
 
-def open_list(path: Path, name: str) -> ImageSource:
+def open_list(path: Path, name: str, exif: bool = False) -> ImageSource:
     """The images of a comma- or tab-separated list (by its suffix), in the order of its lines.
 
     With a header, columns are found by name (path; optional label, split, id, box; others are
     passed over); without one they are path, label, split. Relative paths start at the list's
     folder. Labels are class numbers, or names where any is not a number; an empty one is none. A
-    box is `x0 y0 x1 y1` in pixels of the file: the image is this part of it, cut out before
-    everything else; an empty one is the whole. A sample's id is its `id` column, or else the path
-    as it is written; with a box `#x0,y0,x1,y1` follows.
+    box is `x0 y0 x1 y1` in pixels of the file, with `exif` of the file turned upright: the image is
+    this part of it, cut out before everything else; an empty one is the whole. A sample's id is its
+    `id` column, or else the path as it is written; with a box `#x0,y0,x1,y1` follows.
 
     A text list (.txt) has a path a line, or, where all lines end in one, a path and a class number
     or a WordNet id (n01440764). Of ImageNet's LOC_val_solution.csv the images are found beside it,
@@ -70,7 +70,7 @@ def open_list(path: Path, name: str) -> ImageSource:
     list, an id that occurs twice, a missing file, a box that is empty or reaches out of its image.
     """
     if (known := ground_truth(path)) is not None:
-        return _source(path, name, known, [*range(1, len(known["path"]) + 1)])
+        return _source(path, name, known, [*range(1, len(known["path"]) + 1)], exif)
     rows = _rows(path, name)
     first = next(rows, None)
     if first is None:
@@ -91,7 +91,7 @@ def open_list(path: Path, name: str) -> ImageSource:
             fields[key].append(row[column].strip())
     if _names(first[1]) == _SOLUTION:
         fields = _solution(path.absolute().parent, fields)
-    return _source(path, name, fields, lines)
+    return _source(path, name, fields, lines, exif)
 
 
 def shards_listed(path: Path) -> list[str] | None:
@@ -118,7 +118,9 @@ def _solution(folder: Path, fields: dict[str, list[str]]) -> dict[str, list[str]
     return {"path": [f"{inner}/{i}".lstrip("/") for i in ids], "id": ids, "label": labels}
 
 
-def _source(path: Path, name: str, fields: dict[str, list[str]], lines: list[int]) -> ImageSource:
+def _source(
+    path: Path, name: str, fields: dict[str, list[str]], lines: list[int], exif: bool
+) -> ImageSource:
     paths = fields["path"]
     n = len(paths)
     if not n:
@@ -161,7 +163,8 @@ def _source(path: Path, name: str, fields: dict[str, list[str]], lines: list[int
     except DataError as error:
         raise DataError(f"{name}: {error}") from None
     splits = fields.get("split", [""] * n)
-    whole = ImageSource(name, FileOpener(folder), paths, ids, labels, splits, class_names)
+    opener = FileOpener(folder, exif=exif)  # before boxes are held against sizes
+    whole = ImageSource(name, opener, paths, ids, labels, splits, class_names)
     return _cut(whole, boxes, lines) if any(box is not None for box in boxes) else whole
 
 
