@@ -150,6 +150,19 @@ def test_labels_or_paths_of_fewer_rows_than_the_file_says_are_refused(tmp_path: 
         open_source(str(path))
 
 
+def test_a_damaged_page_is_a_reason_in_one_line(tmp_path: Path) -> None:
+    """pyarrow's error about a damaged header of a page has two lines, and is an OSError."""
+    path = tmp_path / "a.parquet"
+    parquet.write_table(bytes_table(5), path, compression="none", use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    data[4:12] = b"\xff" * 8  # behind the letters PAR1
+    path.write_bytes(data)
+    with pytest.raises(DataError) as caught:
+        open_source(str(path))
+    assert "\n" not in str(caught.value)
+    assert "damaged" in str(caught.value) or "deserialize" in str(caught.value)
+
+
 def test_metadata_nested_without_end_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     table = bytes_table(3).append_column("label", pyarrow.array([0, 1, 0]))

@@ -300,6 +300,17 @@ def test_a_warning_is_a_remark_each_time(tmp_path: Path, capfd: pytest.CaptureFi
     assert capfd.readouterr().err == ""
 
 
+def test_what_pillow_logs_is_heard(capfd: pytest.CaptureFixture[str]) -> None:
+    """A TIFF that says it has 2051 samples a pixel: Pillow logs an error, which would be printed."""
+    data = bytearray(saved(Image.fromarray(corners()), "TIFF"))
+    entry = data.index(struct.pack("<HHI", 277, 3, 1))
+    data[entry + 8 : entry + 10] = struct.pack("<H", 2051)
+    with heard_warnings() as messages, pytest.raises(vitsee.VitseeError):
+        decode("x.tif", bytes(data))
+    assert "More samples per pixel than can be decoded: 2051" in messages
+    assert capfd.readouterr().err == ""
+
+
 def test_libtiff_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     data = saved(Image.fromarray(corners()), "TIFF", compression="tiff_lzw")
     for at in range(8, len(data), 3):

@@ -152,9 +152,9 @@ class StoreContents:
 
     @cached_property
     def sizes(self) -> NDArray[np.int32]:
-        """(images, 2) height and width of each original image as decoded (FORMAT.md says when
-        EXIF orientation is applied); 0 if it could not be read or its slab is not committed. Raises MissingInput: the
-        store does not record sizes."""
+        """(images, 2) height and width of each original image as decoded (FORMAT.md says when EXIF
+        orientation is applied); 0 if it could not be read or its slab is not committed. Raises
+        MissingInput: the store does not record sizes."""
         sizes: NDArray[np.int32] = self.array("size")[:]
         if (sizes[self.valid] < 1).any():
             raise MissingInput(

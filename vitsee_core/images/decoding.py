@@ -294,7 +294,7 @@ def _read_of(location: Any) -> Iterator[None]:
     except OSError as error:
         if error.errno in _NOT_THE_IMAGE:
             raise
-        raise ImageError(str(location), reason(error)) from None
+        raise ImageError(str(location), " ".join(reason(error).split())) from None
     except ValueError as error:  # a NUL in the path
         raise ImageError(str(location), one_line(error)) from None
 

@@ -1,7 +1,7 @@
 """What Pillow and libtiff say about an image while it is read, heard instead of printed.
 
-Pillow warns by Python's `warnings`, a line for each damaged tag; libtiff, inside it, writes to
-stderr. Both are heard for the thread that reads an image alone: Python's own recorder changes the
+Pillow warns by Python's `warnings`, a line for each damaged tag, and logs what is wrong with a TIFF;
+libtiff, inside it, writes to stderr. All are heard for the thread that reads an image alone: Python's own recorder changes the
 whole process, where the model runs beside the loading.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import logging
 import re
 import threading
 import warnings
@@ -20,6 +21,9 @@ from typing import Any
 _MODULES = r"PIL\."
 # Each time, not once a place in the code: it is counted by image.
 _FILTER = ("always", None, Warning, re.compile(_MODULES), 0)
+
+
+_LOGGING_MODULES = ("PIL.ImageFile", "PIL.PngImagePlugin", "PIL.TiffImagePlugin")
 
 
 class _Heard(threading.local):
@@ -41,6 +45,15 @@ def _show(message: Any, *about: Any, **more: Any) -> None:
         _heard.messages.append(str(message))
 
 
+def _hear_log(record: logging.LogRecord) -> bool:
+    """A filter of the log: whether a record goes on, which is not about an image."""
+    if _heard.messages is None:
+        return True
+    if record.levelno >= logging.WARNING:
+        _heard.messages.append(record.getMessage())
+    return False
+
+
 @contextmanager
 def heard_warnings() -> Iterator[list[str]]:
     """Context whose list gets what Pillow and libtiff say in this thread; at its end the context
@@ -52,6 +65,8 @@ def heard_warnings() -> Iterator[list[str]]:
         warnings.showwarning = _show
     if _FILTER not in warnings.filters:
         warnings.filterwarnings("always", module=_MODULES)
+    for module in _LOGGING_MODULES:
+        logging.getLogger(module).addFilter(_hear_log)  # added once
     outer = _heard.messages
     messages: list[str] = []
     _heard.messages = messages
