@@ -301,7 +301,7 @@ def test_a_warning_is_a_remark_each_time(tmp_path: Path, capfd: pytest.CaptureFi
 
 
 def test_what_pillow_logs_is_heard(capfd: pytest.CaptureFixture[str]) -> None:
-    """A TIFF that says it has 2051 samples a pixel: Pillow logs an error, which would be printed."""
+    """A TIFF that says it has 2051 samples a pixel: Pillow logs an error, which is printed."""
     data = bytearray(saved(Image.fromarray(corners()), "TIFF"))
     entry = data.index(struct.pack("<HHI", 277, 3, 1))
     data[entry + 8 : entry + 10] = struct.pack("<H", 2051)

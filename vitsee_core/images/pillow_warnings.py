@@ -1,8 +1,8 @@
 """What Pillow and libtiff say about an image while it is read, heard instead of printed.
 
-Pillow warns by Python's `warnings`, a line for each damaged tag, and logs what is wrong with a TIFF;
-libtiff, inside it, writes to stderr. All are heard for the thread that reads an image alone: Python's own recorder changes the
-whole process, where the model runs beside the loading.
+Pillow warns by Python's `warnings`, a line for each damaged tag, and logs what is wrong with a
+TIFF; libtiff, inside it, writes to stderr. All are heard for the thread that reads an image alone:
+Python's own recorder changes the whole process, where the model runs beside the loading.
 """
 
 from __future__ import annotations
