@@ -79,7 +79,11 @@ def test_a_local_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(source.module.state_dict(), tmp_path / "model.safetensors")
     model = load_model(f"local-dir:{tmp_path}")
-    assert model.weights == {"source": "local-dir", "sha256": source.weights["sha256"]}
+    assert model.weights == {
+        "source": "local-dir",
+        "folder": tmp_path.name,
+        "sha256": source.weights["sha256"],
+    }
     assert model.architecture == "test_resnet" and model.input_size == (3, 48, 48)
     assert model.class_names == ["a", "b", "c"]
 

@@ -23,7 +23,9 @@ from vitsee_core.models.site_tables import site_table
 from vitsee_core.models.sources import source_of
 from vitsee_core.models.sources.transformers_inputs import refuse_others
 from vitsee_core.study import catalogue
+from vitsee_core.study.steps import label_of
 from vitsee_stores import open_store
+from vitsee_stores.manifest import weights_name
 
 transformers: Any = pytest.importorskip("transformers")
 TINY = {
@@ -104,6 +106,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = place / "mismatched" / "config.json"
     config.write_text(config.read_text().replace('"hidden_size": 24', '"hidden_size": 30'))
     return place
+
+
+def test_the_name_of_a_folder_with_dots(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dot in it begins no tag, and neither do those of `..`; where it stands in does not count."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("run.v2", "other.v2"):
+        shutil.copytree(folder / "vit", tmp_path / name)
+    shown = {}
+    for name in ("run.v2", "other.v2/", f"../{tmp_path.name}/run.v2", str(folder / "vit")):
+        model = load_model(f"transformers:{name}")
+        shown[name] = weights_name({"weights": model.weights})
+    assert [*shown.values()] == ["run.v2", "other.v2", "run.v2", "vit"]
+    monkeypatch.chdir(tmp_path / "run.v2")
+    assert label_of("transformers:.") == label_of("transformers:../run.v2/") == "run.v2"
 
 
 def test_a_checkpoint_of_a_folder(folder: Path, tmp_path: Path) -> None:

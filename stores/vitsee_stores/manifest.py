@@ -354,12 +354,20 @@ def jsonable(value: Any) -> Any:
 SHORT = 8  # digits of a hash
 
 
+def _tag(name: object) -> str:
+    """The tag of pretrained weights `NAME.TAG`, else "pretrained". The dot of a repository or path,
+    `OWNER/NAME`, begins no tag, that of timm's at a hub, `hf-hub:OWNER/NAME.TAG`, does."""
+    text = str(name or "")
+    is_path = "/" in text and ":" not in text
+    return "pretrained" if is_path else text.partition(".")[2] or "pretrained"
+
+
 def weights_name(model: Mapping[str, Any]) -> str:
     """The pretrained tag (`augreg_in21k_ft_in1k`), `random SEED`, or the checkpoint file's name
     (`dino.pth`, `dino.pth#student` if it has several state dicts), then `, without
     blocks.3.attn` for ablated skips, `, cls=mean at blocks.6.out` for interventions and `, codes of
-    sae.pt` for stores of codes. "pretrained" for weights without a tag, the first digits of their
-    hash if the source is unknown, "" without any information.
+    sae.pt` for stores of codes. Weights of a folder have its name. "pretrained" for weights without
+    a tag, the first digits of their hash if the source is unknown, "" without any information.
 
     Args:
         model: the `model` of a manifest; `weights`, `ablate_skip`, `interventions` and `codes` may
@@ -374,7 +382,7 @@ def weights_name(model: Mapping[str, Any]) -> str:
         key = f"#{weights.get('key')}" if weights.get("other_keys") else ""
         name = f"{weights.get('file') or 'checkpoint'}{key}"
     elif source in ("pretrained", "local-dir"):
-        name = str(weights.get("pretrained") or "").partition(".")[2] or "pretrained"
+        name = str(weights.get("folder") or "") or _tag(weights.get("pretrained"))
     else:
         name = " ".join(filter(None, [source if isinstance(source, str) else "", digest]))
     ablated = [str(skip) for skip in model.get("ablate_skip") or ()]

@@ -185,7 +185,8 @@ def _explain(axes: Axes, spread: str, drawn: Intervals) -> None:
     if drawn == "none":
         axes.plot([], [], linestyle="none", label=f"bars: {spread} in the table alone")
     elif drawn == "bands":
-        axes.fill_between([], [], color=GREY, alpha=0.25, linewidth=0, label=f"band: {spread}")
+        # No fill_between: before matplotlib 3.11 a legend below subfigures refuses it.
+        axes.fill([], [], color=GREY, alpha=0.25, linewidth=0, label=f"band: {spread}")
     else:
         axes.plot([], [], linestyle="none", marker="|", color=GREY, label=f"bars: {spread}")
 

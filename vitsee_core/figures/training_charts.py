@@ -153,7 +153,8 @@ def _draw_curves(axes: Axes, rows: pl.DataFrame, shades: dict[str, Any], unit: s
     if rows["low"].is_finite().any():
         text = _band_words(rows)
         if bands:
-            axes.fill_between([], [], color=GREY, alpha=0.25, linewidth=0, label=f"band: {text}")
+            # No fill_between: before matplotlib 3.11 a legend below subfigures refuses it.
+            axes.fill([], [], color=GREY, alpha=0.25, linewidth=0, label=f"band: {text}")
         else:
             axes.plot([], [], linestyle="none", label=f"{text}: not drawn of so many")
     step_axis(axes, rows["step"].unique().sort().to_numpy(), unit)

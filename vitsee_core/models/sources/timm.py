@@ -137,7 +137,10 @@ class TimmSource(Source):
 
     def pretrained_record(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
         """The record of `Source`; a name without a tag stands for the tag recorded here."""
-        return {**_record(module, self.full), **not_as_pretrained(module, self.full, wanted)}
+        record = _record(module, self.full)
+        if self.name.startswith(FOLDER):
+            record["folder"] = Path(self.name.removeprefix(FOLDER)).expanduser().resolve().name
+        return {**record, **not_as_pretrained(module, self.full, wanted)}
 
     def assumed(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
         """`num_heads` where no shape shows it."""

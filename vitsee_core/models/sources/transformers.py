@@ -132,7 +132,8 @@ class TransformersSource(Source):
 
     @property
     def label(self) -> str:
-        return Path(self.parts[0]).name
+        place, _, _ = self.parts
+        return (Path(place).resolve() if Path(place).is_dir() else Path(place)).name
 
     def matching(self) -> dict[str, list[str]]:
         place, _, _ = self.parts
@@ -218,7 +219,8 @@ class TransformersSource(Source):
     def pretrained_record(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
         place, revision, _ = self.parts
         name = f"{place}@{revision}" if revision else place
-        return {"source": "pretrained", "pretrained": name, **self.loaded}
+        folder = {"folder": Path(place).resolve().name} if Path(place).is_dir() else {}
+        return {"source": "pretrained", "pretrained": name, **folder, **self.loaded}
 
     def origin(self) -> dict[str, Any]:
         found = {"library": "transformers", "version": library().__version__}
