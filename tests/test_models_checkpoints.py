@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -283,7 +284,8 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     assert "is no readable checkpoint" in refused(tmp_path / "junk.pth")
     (tmp_path / "junk.safetensors").write_bytes(b"junk")
     assert "is no readable checkpoint" in refused(tmp_path / "junk.safetensors")
-    assert "NumPy archive" in refused(saved(tmp_path / "x.npz", {}))
+    np.savez(tmp_path / "x.npz", weight=np.zeros(3))
+    assert "x.npz is a NumPy archive" in refused(tmp_path / "x.npz")
     assert "holds a Tensor" in refused(saved(tmp_path / "one.pth", torch.zeros(3)))
     assert "holds no state dict" in refused(saved(tmp_path / "other.pth", {"epoch": 3}))
     held = saved(tmp_path / "state.pth", {"model": weights()})

@@ -111,7 +111,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_name_of_a_folder_with_dots(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dot in it begins no tag, and neither do those of `..`; where it stands in does not count."""
+    """A dot in it begins no tag, and neither do those of `..`; its parents do not count."""
     monkeypatch.chdir(tmp_path)
     for name in ("run.v2", "other.v2"):
         shutil.copytree(folder / "vit", tmp_path / name)

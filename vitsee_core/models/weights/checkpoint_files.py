@@ -1,6 +1,8 @@
 """Checkpoint files read without running code of theirs, among them TorchScript archives, such as
 OpenAI publishes CLIP in.
 
+What a file is, is told by its first bytes (`file_kinds`). Torch reads its own files itself, with
+`weights_only`; where that refuses objects beside the tensors they are skipped (`unpickling`).
 `torch.jit.save` writes a zip file: the module as a pickle (`NAME/data.pkl`), the bytes of its
 tensors (`NAME/data/0`, ...) and its code. The pickle is read with an allow-list: tensors, plain
 values, and the module's own classes as bare containers.
@@ -9,13 +11,13 @@ values, and the module's own classes as bare containers.
 from __future__ import annotations
 
 import argparse
-import collections
+import logging
 import pathlib
 import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,12 @@ import torch
 from torch import Tensor
 
 from vitsee_core.models.hook_points import ModelError
+from vitsee_core.models.weights.file_kinds import is_safetensors, kind_of_file, shard_of
+from vitsee_core.models.weights.unpickling import Archive, Function, Unpickler, first, read_skipping
 
+log = logging.getLogger(__name__)
+
+EXPECTED = "expected a .pth, .pt or .safetensors file"
 # Training arguments that such files carry beside the tensors; making one runs no foreign code.
 _HARMLESS: list[Any] = [
     argparse.Namespace,
@@ -36,52 +43,30 @@ _HARMLESS: list[Any] = [
     type(np.dtype(np.int64)),
     np.core.multiarray.scalar if np.__version__ < "2" else np._core.multiarray.scalar,  # type: ignore[attr-defined]
 ]
-_DTYPES = {
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "DoubleStorage": torch.float64,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-}
 # Functions that give typed lists back as they are: build_intlist, restore_type_tag, ...
 _TAGS = ("torch.jit._pickle", "build_"), ("torch.jit._pickle", "restore_type_tag")
 
 
 def read_file(path: Path) -> Any:
-    """The content of a .safetensors file, a torch file or a TorchScript archive; no code of the
-    file is run.
+    """The content of a file of safetensors, of torch.save or of torch.jit.save, whatever its
+    ending; no code of the file is run, and objects beside tensors and plain values are left out or
+    empty.
 
     Raises:
-        ModelError: no such file, or not readable as either.
+        ModelError: no such file, or of another kind, which is named.
     """
-    if not path.is_file():
-        raise ModelError(f"no checkpoint at {path}; expected a .pth, .pt or .safetensors file")
-    if not path.stat().st_size:
-        raise ModelError(f"{path} is empty; expected a .pth, .pt or .safetensors file")
-    if path.suffix in (".npz", ".npy"):
-        raise ModelError(f"{path} is a NumPy archive; expected .pth, .pt or .safetensors")
+    _require_weights(path)
     try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(path)
+        if is_safetensors(path) or (path.suffix == ".safetensors" and not _is_torch(path)):
+            return _read_safetensors(path)
         if is_torchscript(path):
             return read_torchscript(path)
-        with torch.serialization.safe_globals(_HARMLESS), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the errors below say what matters, in one line
-            return torch.load(path, map_location="cpu", weights_only=True)
+        return _read_torch(path)
     except pickle.UnpicklingError as error:
         match = re.search(r"(?:GLOBAL|global) (\S+)", str(error))
-        what = f" ({match[1]})" if match else ""
-        raise ModelError(
-            f"{path} holds objects besides tensors and plain values{what}; expected a file that "
-            "torch.load(weights_only=True) reads: save its state dict alone"
-        ) from error
+        raise ModelError(_of_objects(path, match[1] if match else "")) from error
+    except ModelError:
+        raise
     except Exception as error:
         text = " ".join(str(error).split())[:120]
         raise ModelError(
@@ -90,11 +75,95 @@ def read_file(path: Path) -> Any:
         ) from error
 
 
+def _require_weights(path: Path) -> None:
+    """Refuse what is not a file with the weights of one model. Raises ModelError: says what it is
+    instead."""
+    if path.is_dir():
+        raise ModelError(f"{path} is a folder; {EXPECTED}")
+    if not path.is_file():
+        raise ModelError(f"no checkpoint at {path}; {EXPECTED}")
+    if not path.stat().st_size:
+        raise ModelError(f"{path} is empty; {EXPECTED}")
+    try:
+        kind = kind_of_file(path)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror}); {EXPECTED}") from error
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise ModelError(f"{path} is no readable checkpoint (a damaged zip archive)") from error
+    if kind:
+        raise ModelError(f"{path} is {kind}; {EXPECTED}")
+    if shard := shard_of(path):
+        raise ModelError(
+            f"{path} is {shard}; expected one with all tensors, or the folder: "
+            f"transformers:{path.parent}"
+        )
+
+
+def _is_torch(path: Path) -> bool:
+    """Whether a file begins as those of torch.save do: a zip archive, or a pickle."""
+    with path.open("rb") as file:
+        return file.read(2) in (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04")
+
+
+def _read_safetensors(path: Path) -> Any:
+    from safetensors.torch import load_file
+
+    if path.suffix != ".safetensors":
+        log.info("%s is in the format safetensors, whatever its ending", path)
+    return load_file(path)
+
+
+def _read_torch(path: Path) -> Any:
+    """The content of a file of torch.save. Raises ModelError: it holds objects, no tensors."""
+    try:
+        with torch.serialization.safe_globals(_HARMLESS), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the errors say what matters, in one line
+            with path.open("rb") as file:  # of a path torch.load believes the ending
+                return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        content, skipped = read_skipping(path)
+    if skipped and not _holds_tensors(content):
+        raise ModelError(_of_objects(path, skipped[0]))
+    log.debug("%s: objects left out: %s", path, ", ".join(dict.fromkeys(skipped)))
+    return content
+
+
+def _holds_tensors(content: Any) -> bool:
+    """Whether there are tensors in a file's content, or in a dict in it."""
+    if not isinstance(content, Mapping):
+        return isinstance(content, Tensor)
+    return any(
+        isinstance(value, Tensor)
+        or (isinstance(value, Mapping) and any(isinstance(x, Tensor) for x in value.values()))
+        for value in content.values()
+    )
+
+
+def _of_objects(path: Path, name: str) -> str:
+    named = f" ({name})" if name else ""
+    return (
+        f"{path} holds objects besides tensors and plain values{named}; expected a file that "
+        "torch.load(weights_only=True) reads: save its state dict alone"
+    )
+
+
 class _Module:
     """A module of the archive: its attributes, among them tensors and other modules."""
 
     def __setstate__(self, state: Any) -> None:
         self.attributes = state if isinstance(state, dict) else {}
+
+
+class _ScriptUnpickler(Unpickler):
+    """Makes tensors, plain values and `_Module`s, and refuses all else."""
+
+    def other(self, module: str, name: str) -> Any:
+        """What stands for a class of the archive, or a function that gives a list its type."""
+        if module.split(".")[0] == "__torch__":
+            return _Module
+        if any(module == where and name.startswith(prefix) for where, prefix in _TAGS):
+            return Function(first)
+        raise pickle.UnpicklingError(f"GLOBAL {module}.{name} is no tensor, plain value or module")
 
 
 def is_torchscript(path: Path) -> bool:
@@ -116,53 +185,10 @@ def read_torchscript(path: Path) -> dict[str, Any]:
         name = next(x for x in archive.namelist() if x.endswith("/constants.pkl"))
         root = name.removesuffix("/constants.pkl")
         with archive.open(f"{root}/data.pkl") as file:
-            module = _Unpickler(file, archive, root).load()
+            module = _ScriptUnpickler(file, Archive(archive, root).storage).load()
     found: dict[str, Any] = {}
     _collect(module, "", found, set())
     return found
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes tensors, plain values and `_Module`s, and refuses all else."""
-
-    def __init__(self, file: Any, archive: zipfile.ZipFile, root: str):
-        super().__init__(file)
-        self._archive, self._root = archive, root
-        self._storages: dict[str, Tensor] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.split(".")[0] == "__torch__":
-            return _Module
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
-        known: dict[tuple[str, str], Callable[..., Any]] = {
-            ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-            ("collections", "OrderedDict"): collections.OrderedDict,
-        }
-        if (module, name) in known:
-            return known[module, name]
-        if any(module == where and name.startswith(prefix) for where, prefix in _TAGS):
-            return _untagged
-        raise pickle.UnpicklingError(f"GLOBAL {module}.{name} is no tensor, plain value or module")
-
-    def persistent_load(self, pid: Any) -> Tensor:
-        _, dtype, key, *_ = pid
-        if key not in self._storages:
-            info = self._archive.getinfo(f"{self._root}/data/{key}")
-            if info.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"{info.filename} is compressed, which torch.jit.save never does")
-            data = bytearray(self._archive.read(info))
-            empty = torch.empty(0, dtype=dtype)
-            self._storages[key] = torch.frombuffer(data, dtype=dtype) if data else empty
-        return self._storages[key]
-
-
-def _tensor(storage: Tensor, offset: int, size: Any, stride: Any, *_: Any) -> Tensor:
-    return storage.as_strided(size, stride, offset)
-
-
-def _untagged(value: Any, *_: Any) -> Any:
-    return value
 
 
 def _collect(module: Any, prefix: str, found: dict[str, Any], seen: set[int]) -> None:
