@@ -79,7 +79,7 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def objects(tmp_path: Path) -> dict[str, Any]:
+def objects(tmp_path: Path) -> dict[Any, Any]:
     generator = np.random.default_rng(0)
     return {
         "numpy_state": np.random.get_state(),
