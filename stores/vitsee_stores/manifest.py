@@ -391,6 +391,21 @@ def weights_name(model: Mapping[str, Any]) -> str:
     return ", ".join([name, *without, *map(str, model.get("interventions") or ()), *codes])
 
 
+def described_weights(manifest: Manifest) -> str:
+    """`weights_name`, and of clips how their frames were taken: `, 8 frames`, then `, every 2` if
+    they are so far apart, and `, shuffled in time` or `, still in time` for controls."""
+    clip = manifest.plan.clip
+    name = weights_name(manifest.model)
+    if clip is None:
+        return name
+    words = [f"{clip.frames} frames"]
+    if clip.every is not None:
+        words.append(f"every {clip.every}")
+    if clip.time != "ordered":
+        words.append(f"{clip.time} in time")
+    return ", ".join([name, *words])
+
+
 def ranges(names: Sequence[str]) -> list[str]:
     """Paths in short: `blocks.0-11.attn` for those that differ in consecutive last numbers."""
     numbers: dict[tuple[str, str], list[int]] = {}

@@ -251,7 +251,12 @@ def _flat(features: ArrayLike, name: str) -> Float:
 
 
 def _gram(x: Float) -> Float:
-    """(images, images), the diagonal 0, of features less their mean, which CKA does not see."""
+    """(images, images), the diagonal 0, of features less their mean and near 1, which CKA does not
+    see."""
+    largest = float(np.abs(x).max(initial=0))
+    if largest > 0:
+        _, exponent = np.frexp(largest)
+        x = np.ldexp(x, -exponent)
     x = x - x.mean(0)
     gram: Float = x @ x.T
     np.fill_diagonal(gram, 0.0)

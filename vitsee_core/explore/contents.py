@@ -40,7 +40,7 @@ from vitsee_core.tables.text import visible
 from vitsee_core.tables.words import site_words
 from vitsee_core.types import Float, Float32, Mask
 from vitsee_stores.layout import TokenLayout
-from vitsee_stores.manifest import few, weights_name
+from vitsee_stores.manifest import described_weights, few
 
 if TYPE_CHECKING:
     from vitsee_stores import SiteSpec
@@ -156,7 +156,7 @@ class StoreContents:
         return {
             "name": visible(store.label),
             "model": visible(without_folders(str(store.manifest.model.get("name", "")))),
-            "weights": visible(weights_name(store.manifest.model)),
+            "weights": visible(described_weights(store.manifest)),
             "remarks": [visible(line) for line in coarse_remarks(self.shown)],
             "sites": [
                 self._site(own, packed, frames)

@@ -30,6 +30,7 @@ DECISIVE = {
     "interventions": "interventions",
     "transform": "transforms",
 }
+NORMALISATION = ("mean", "std")
 LOGGED = ("transform", "precision")
 RECORDED = (*DECISIVE, "precision", "order")
 ABSENT = {"ablate_skip": [], "interventions": [], "precision": "fp32"}
@@ -64,6 +65,81 @@ def require_comparable(store: Store, others: Iterable[Store]) -> None:
                     f"{store.label} and {other.label} were made with different {words} ({what}); "
                     "extract both in the same way"
                 )
+
+
+def require_same_transform(
+    base: Store, changed: Sequence[Store], allowed: bool, option: str
+) -> list[str]:
+    """Remarks on stores of one model whose preprocessing is the change that is measured.
+
+    Normalisation belongs to the weights that were trained with it: of other weights it may differ.
+
+    Args:
+        base: the unchanged model's.
+        changed: those that are compared with it.
+        allowed: whether other preprocessing may be the change, if it is the only one.
+        option: the option that says so.
+
+    Raises:
+        StoreMismatch: a changed store was made of other pixels than the base, and that is not
+            allowed, or not all that differs; or it is allowed, and no store was.
+    """
+    remarks = []
+    for store in changed:
+        pair = (base, store)
+        of_model = _other_model(pair)
+        settings = [
+            f"{key}: {_text(ours)} against {_text(theirs)}"
+            for key, (ours, theirs) in _differences(pair, "transform")
+            if not (of_model and key in NORMALISATION)
+        ]
+        if not settings:
+            continue
+        difference = f"{base.label} and {store.label} saw other pixels ({few(settings)})"
+        if of_model:
+            raise StoreMismatch(
+                f"{difference} and have different {' and '.join(of_model)}: an effect is of one "
+                "change; extract both with the same preprocessing"
+            )
+        if not allowed:
+            raise StoreMismatch(
+                f"{difference}: extract both with the same preprocessing, or give {option} to "
+                "measure what it does"
+            )
+        remarks.append(f"{difference}: this is the change that is measured")
+    if allowed and not remarks:
+        raise StoreMismatch(
+            f"{option}: all stores have the preprocessing of {base.label}; leave it out"
+        )
+    return remarks
+
+
+def _other_model(pair: tuple[Store, Store]) -> list[str]:
+    """In words, what differs between the models of two stores beside the size of their input."""
+    words = []
+    ours, theirs = (store.manifest for store in pair)
+    sizes = [setting for key, setting in _differences(pair, "transform") if key == "input_size"]
+    for field, word in DECISIVE.items():
+        keys = {key for key, _ in _differences(pair, field)}
+        if field == "transform":
+            continue
+        if field == "model":
+            keys -= {"input_size", "args"} if sizes else {"input_size"}
+        # Position tables are resampled for another input size, so that the digest is another, too.
+        if field == "weights" and sizes and weights_name(ours.model) == weights_name(theirs.model):
+            continue
+        if keys:
+            words.append(word)
+    return words
+
+
+def other_precision(stores: Sequence[Store]) -> list[str]:
+    """A remark where the forward passes of stores were made in different precisions."""
+    return [
+        f"forward passes of different precision, which decides digits of the features: "
+        f"{_by_value(stores, values)}"
+        for _, values in _differences(stores, "precision")
+    ]
 
 
 def compared(

@@ -36,6 +36,7 @@ from vitsee_core.kernels.compiled import shift_half
 from vitsee_core.runtime.lanes import Turns, n_lanes, run_lanes
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.similarity.representation import FeatureOffset
+from vitsee_core.similarity.scaling import feature_scale
 from vitsee_core.types import Integers
 from vitsee_stores.disk import in_this_thread
 from vitsee_stores.errors import VitseeError
@@ -53,10 +54,17 @@ class StripMeans:
     """The mean of each strip over the rows that are read first."""
 
     def __init__(
-        self, centred: bool, origin: FeatureOffset | None, cast: Cast, fused: bool = False
+        self,
+        centred: bool,
+        origin: FeatureOffset | None,
+        cast: Cast,
+        fused: bool = False,
+        scale: float = 1.0,
     ) -> None:
-        """fused: shift half-precision features by compiled code."""
+        """fused: shift half-precision features by compiled code. scale: of all features, a power of
+        two; means and what `origin` records are of scaled features."""
         self._centred, self._origin, self._cast, self._fused = centred, origin, cast, fused
+        self._scale = np.float64(scale)
         self._of: dict[int, NDArray[np.float32]] = {}
         self._sums: dict[int, NDArray[np.float32]] = {}
 
@@ -68,7 +76,7 @@ class StripMeans:
         """x[rows, columns] = raw - its strip's mean, in cache-sized pieces. All columns of the
         first rows come first."""
         if not self._centred:
-            self._cast(x[rows, columns], raw)
+            self._cast_scaled(x[rows, columns], raw)
             return
         self.take_mean(raw, strip)
         mean, sums = self._of[strip][columns], NO_SUMS
@@ -83,10 +91,14 @@ class StripMeans:
         weights, step = _weights(mean), max(1, PIECE // raw.shape[1])
         for at in range(0, len(raw), step):
             piece = x[rows, columns][at : at + step]
-            self._cast(piece, raw[at : at + step])
+            self._cast_scaled(piece, raw[at : at + step])
             piece -= mean
             if len(sums):
                 sums[at : at + step] += piece @ weights
+
+    def _cast_scaled(self, out: Any, raw: NDArray[Any]) -> None:
+        """out = raw * scale. Scaled before the cast, which could not hold what comes of it else."""
+        self._cast(out, raw if self._scale == 1 else raw * self._scale)
 
     @property
     def _sums_up(self) -> bool:
@@ -98,7 +110,9 @@ class StripMeans:
             self._of[strip] = self._mean(raw, strip)
 
     def shift(self, x: Any, strip: int, staging: Staging) -> None:
-        """x -= its strip's mean, on the device."""
+        """x = scale * x - its strip's mean, on the device."""
+        if self._scale != 1:
+            x *= float(self._scale)
         if self._centred:
             mean = self._of[strip]
             staging.shift(x, mean)
@@ -113,7 +127,7 @@ class StripMeans:
     def _mean(self, raw: NDArray[Any], strip: int) -> NDArray[np.float32]:
         chosen = raw[:: max(1, len(raw) // MEAN_ROWS)]
         sample = np.empty(chosen.shape, np.float32)
-        self._cast(sample, chosen)
+        self._cast_scaled(sample, chosen)
         mean: NDArray[np.float32] = sample.mean(0)
         if self._origin is not None:
             sample -= mean
@@ -215,7 +229,8 @@ def products(
     workspace: Workspace | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> Iterator[NDArray[np.float64]]:
-    """x_i x_j^T of every tile, in their order; x the features of `rows`, minus a common vector.
+    """x_i x_j^T of every tile, in their order; x the features of `rows`, minus a common vector, and
+    times a power of two where they are far from 1 (see `scaling`).
 
     The vector is the mean over some rows of the first slab. Everything derived from the result
     (HSIC, centred kernels) is independent of it, but float32 precision is not (offsets of 300
@@ -246,7 +261,8 @@ def products(
     plan = StripPlan.of(features, len(rows), tiles, memory, item.itemsize)
     lanes = n_lanes(plan.lanes)
     strips = _balanced(features.strips(plan.columns), plan.columns)
-    centres = StripMeans(centred, origin, backend.cast, fused)
+    scale = feature_scale(features, rows)
+    centres = StripMeans(centred, origin, backend.cast, fused, scale)
     workspace = workspace or Workspace()
     counted = np.zeros(len(rows), bool)
     for first in range(0, len(tiles), plan.at_once):

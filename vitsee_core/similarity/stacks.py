@@ -27,6 +27,7 @@ from vitsee_core.kernels.compiled import compiled, shift_bytes, shift_half
 from vitsee_core.models.provenance import Pictures
 from vitsee_core.runtime.machine import free_disk_bytes, human_bytes
 from vitsee_core.runtime.progress import SILENT, Progress
+from vitsee_core.similarity.scaling import largest_size, power_of_two
 from vitsee_core.types import Float32, Integers
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.lazy import LazyArray, NormalisedInputs
@@ -271,8 +272,8 @@ Stack = TokenStack | PatchPixels
 class Runs:
     """A stack's features by runs of images: (matrices, images, features) float32 on the device,
     minus a fixed vector each, which changes no HSIC and preserves float32 precision: the mean over
-    the first images. Constant features become 0, bitwise. `kept` runs (at least two) stay in
-    memory."""
+    the first images; features far from 1 are brought near it by a power of two (see `scaling`).
+    Constant features become 0, bitwise. `kept` runs (at least two) stay in memory."""
 
     def __init__(
         self, stack: Stack, images: Integers, kept: int, backend: MatmulBackend, progress: Progress
@@ -282,6 +283,7 @@ class Runs:
         self._kept = max(2, kept)
         self._runs: dict[int, Any] = {}
         self._mean: Float32 | None = None
+        self._scale = 1.0  # of all images, by the first run's
 
     def reading(self, i: slice, j: slice) -> list[Callable[[], None]]:
         """Jobs to load both runs, i <= j, in any order; none if they are loaded or already
@@ -315,7 +317,10 @@ class Runs:
         if self._mean is None:
             first = x[:, :1]
             self._mean = first + (x[:, :MEAN_ROWS] - first).mean(1, keepdims=True)
+            self._scale = power_of_two(largest_size(x))
         x -= self._mean
+        if self._scale != 1:
+            x *= np.float32(self._scale)
         return x
 
     def _load(self, run: slice) -> Float32:

@@ -8,7 +8,8 @@ Every table has its columns in one order, each only if the analysis has it:
    `NULL`, the value under chance;
 4. counts (`n_images`, ...), then `baseline`, empty in the rows about the model.
 
-`weights` distinguishes trained, random and ablated stores of one `model` (see `weights_name`).
+`weights` distinguishes trained, random and ablated stores of one `model`, and clips whose frames
+were taken otherwise (see `described_weights`).
 `block` is the path of the site's block (`blocks.3`, `layer1.0`), empty outside of blocks, so that
 the tables of different analyses join on store and block.
 """
@@ -23,7 +24,7 @@ import numpy as np
 
 from vitsee_core.tables.text import visible
 from vitsee_core.types import Integers, pl
-from vitsee_stores.manifest import weights_name
+from vitsee_stores.manifest import described_weights
 from vitsee_stores.plan import SiteSpec
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ def site_columns(store: Store, site: Measured, side: str = "") -> dict[str, Any]
     """The cells of `SITE` for a row about a site of a store; side: "a" or "b" of a comparison."""
     model = store.manifest.model
     cells = (
-        *(store.label, model.get("name", ""), weights_name(model)),
+        *(store.label, model.get("name", ""), described_weights(store.manifest)),
         *(site.name, site.block or "", site.depth, site.rel_depth),
     )
     end = f"_{side}" if side else ""

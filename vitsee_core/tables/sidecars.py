@@ -17,7 +17,7 @@ from vitsee_core.runtime.machine import memory_bytes
 from vitsee_core.runtime.registry import Guest, guests
 from vitsee_core.runtime.versions import result_versions, worker_versions
 from vitsee_core.tables.formats import plain_json
-from vitsee_stores.manifest import weights_name
+from vitsee_stores.manifest import described_weights
 
 if TYPE_CHECKING:
     import polars as pl
@@ -64,7 +64,7 @@ def describe_run(
                 "generation": store.generation,
                 "samples_fingerprint": store.manifest.samples_fingerprint,
                 "model": store.manifest.model.get("name"),
-                "weights": weights_name(store.manifest.model),
+                "weights": described_weights(store.manifest),
                 "ablations": list(store.manifest.model.get("ablate_skip", ())),
                 "interventions": list(store.manifest.model.get("interventions", ())),
                 "complete": bool(store.complete),

@@ -41,6 +41,7 @@ from vitsee_core.analyses.effect.changes import (
     pairs_of_sites,
 )
 from vitsee_core.declaration import Analysis
+from vitsee_core.features.compared import require_same_transform
 from vitsee_core.figures.curve_looks import store_looks
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import INTERVAL, draw_depth_curves
@@ -57,7 +58,7 @@ from vitsee_core.labels.changed_outputs import (
 from vitsee_core.labels.labelled_rows import why_not_own
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.options import FLOW, SITES, Offers, metrics_option
+from vitsee_core.runtime.options import FLOW, SITES, Offers, Option, metrics_option
 from vitsee_core.runtime.progress import counting
 from vitsee_core.similarity import Estimator, GramOptions
 from vitsee_core.similarity import options as pairwise
@@ -103,6 +104,13 @@ def run(
     ] = (),
     tokens: Annotated[str, pairwise.TOKENS] = "all",
     estimator: Annotated[str | None, pairwise.ESTIMATOR] = None,
+    other_transform: Annotated[
+        bool,
+        Option(
+            "Measure what other preprocessing does (size, crop, frames, time), where nothing else "
+            "differs.  [default: refuse]"
+        ),
+    ] = False,
     cache: Annotated[Path | None, pairwise.CACHE] = None,
     no_cache: Annotated[bool, pairwise.NO_CACHE] = False,
     execution: Annotated[
@@ -122,9 +130,11 @@ def run(
     Args:
         base: the unchanged model's.
         changed: of the same images in the same order.
+        other_transform: other preprocessing is the change, and nothing else.
 
     Raises:
-        StoreMismatch: other images, another order, or outputs of another number of classes.
+        StoreMismatch: other preprocessing, other images, another order, or outputs of another
+            number of classes.
         MissingInput: a store lacks the tokens, or nothing can be compared.
         SiteError: no such site, or none that both stores hold.
         VitseeError: no changed store, one store twice, or too few images.
@@ -141,6 +151,7 @@ def run(
     images = replace(chosen, mask=mask)
     blocks = Blocks.of(base, mask, execution.seed)
     remarks = _changed_base(base)
+    remarks += require_same_transform(base, changed, other_transform, "--other-transform")
     pairs = pairs_of_sites((base, *changed), sites if len(wanted) > len(of_outputs) else ())
     outputs = {
         store.label: outputs_of_both(base, store, remarks) if of_outputs else None
@@ -329,7 +340,8 @@ ANALYSIS = Analysis(
       $ vitsee effect b16.zarr skip5.zarr -o effect.csv --png effect.png
       $ vitsee effect b16.zarr skip*.zarr --sites none > outputs.csv
 
-    --sites none: outputs alone. Top-1 is left out where labels are not the classes of the head.
+    --sites none: outputs alone. All stores must have the base's preprocessing; --other-transform
+    measures what another one does. Top-1 is left out where labels are not the classes of the head.
     """,
     needs=("sites",),
     reading=(
