@@ -181,13 +181,16 @@ def run_checkpoints(
     for what, why in {**({} if analyses else left_out), **without}.items():
         console.say(f"left out: {what}: {why}")
     n_images = min(images, len(sources[0]))
+    n_train = None
+    if train is not None:
+        n_train = min(images if train_images is None else train_images, len(sources[1]))
     speed = cost.measured_speed(device)
     console.say(checkpoints.cost_line(model, len(files), n_images, keep, speed))
     if dry_run:
         console.out("\n".join(f"{unit} {file.step}: {file.path}" for file in files))
         return
     series = Series(output, data, chosen, name=label, unit=unit, train=train,
-                    train_images=train_images, keep=keep, resume=True,
+                    train_images=n_train, keep=keep, resume=True,
                     options={"images": n_images, "seed": seed, "device": device})  # fmt: skip
     failed = checkpoints.run(series, options, files, console.say)
     page = output / "report.html"

@@ -30,16 +30,19 @@ import numpy as np
 
 from vitsee_core.declaration import Analysis
 from vitsee_core.features import SiteFeatures, check_alike, compared, require_comparable
+from vitsee_core.features.compared import other_precision
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.plotting import styled
 from vitsee_core.labels.labelled_rows import (
     ALLOW_SHARED,
     PER_CLASS,
     RANDOM_BASELINE,
+    TRAIN_IMAGES,
     LabelledRows,
     accuracy_interval,
     check_disjoint,
     random_pieces,
+    training_execution,
 )
 from vitsee_core.labels.neighbours import Nearest, nearest
 from vitsee_core.masks.segments import Examples, Segmentation, as_segmentation, examples_of
@@ -110,6 +113,7 @@ def run(
     metrics: Annotated[Sequence[str], metrics_option(METRICS, "all that can be had")] = (),
     baselines: Annotated[Sequence[str], RANDOM_BASELINE] = (),
     per_class: Annotated[bool, PER_CLASS] = False,
+    train_images: Annotated[int | None, TRAIN_IMAGES] = None,
     allow_shared: Annotated[bool, ALLOW_SHARED] = False,
     execution: Annotated[
         Execution, Offers("images seed device jobs memory", dask="sites, and the masks of --masks,")
@@ -141,7 +145,8 @@ def run(
     seed = execution.seed
     choice = as_segmentation(masks)
     read = [] if choice is None else [(s, s.select(list(sites))) for s in (train, *tests)]
-    examples = examples_of(choice, read, execution)
+    of_train = {train.manifest.store_id: training_execution(execution, tests, train_images)}
+    examples = examples_of(choice, read, execution, training=of_train)
     a = examples.rows(train)
     # Everything is checked before any work.
     require_comparable(train, tests)
@@ -185,7 +190,7 @@ def run(
         "compared": compared((train, *tests), words, asked=tokens),
         "seed": seed,
         WORD: {query.data.store.label: query.blocks.describe() for query in queries},
-        "remarks": remarks,
+        "remarks": [*remarks, *other_precision((train, *tests))],
     }
     columns = COLUMNS if choice is None else SEGMENT_COLUMNS
     names = [name for name in columns if name != "class" or per_class]

@@ -25,6 +25,7 @@ from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
 
 if TYPE_CHECKING:
     from vitsee_core.features import SiteFeatures
+    from vitsee_core.runtime.execution import Execution
     from vitsee_stores import Store
 
 INTERVAL_METHOD = (
@@ -42,6 +43,12 @@ RANDOM_BASELINE = Option(
     default="none",
 )
 PER_CLASS = Option("Add top1_class of each class.")
+TRAIN_IMAGES = Option(
+    "Number of images of TRAIN to learn from; --images counts those of TEST.",
+    metavar="N",
+    least=1,
+    default="all",
+)
 ALLOW_SHARED = Option("Go on where the same image trains and tests.  [default: refuse]")
 
 
@@ -200,6 +207,24 @@ def labelled_rows(
         how=how,
         remarks=chosen.remarks,
     )
+
+
+def training_execution(
+    execution: Execution, tests: Sequence[Store], train_images: int | None
+) -> Execution:
+    """How TRAIN is read: `train_images` of its images, or all. Without TEST stores, whose images
+    `execution.images` counts, the one store trains and tests, and has as many.
+
+    Raises:
+        VitseeError: `train_images` without TEST.
+    """
+    if tests:
+        return replace(execution, images=train_images)
+    if train_images is not None:
+        raise VitseeError(
+            "--train-images counts images of TRAIN beside those of TEST; without TEST give --images"
+        )
+    return execution
 
 
 def in_split(store: Store, split: str) -> Mask:

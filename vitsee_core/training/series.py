@@ -290,7 +290,7 @@ class Series:
         weights = str(model.weights.get("sha256", ""))[:8]
         status = MEASURED if tables or not failed else FAILED
         self.record(step, status, note, weights=weights, **cells())
-        if train is not None:
+        if train is not None and self.keep != EVERY_STORE:
             remove_store(train.place)
         self._tidy(step)
         return tables, failed

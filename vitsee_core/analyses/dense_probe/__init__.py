@@ -26,6 +26,7 @@ Linear probes do not represent fine-tuning: models rank differently (Kerssies et
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -45,12 +46,19 @@ from vitsee_core.analyses.dense_probe.results import (
 )
 from vitsee_core.declaration import Analysis
 from vitsee_core.features import compared
+from vitsee_core.features.compared import other_precision
 from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.figures.panels import Grid, em, grow, map_axes, map_title, note_below, stack
 from vitsee_core.figures.plotting import styled
 from vitsee_core.images.embedded_pictures import decode
-from vitsee_core.labels.labelled_rows import ALLOW_SHARED, TESTS, shared_images
+from vitsee_core.labels.labelled_rows import (
+    ALLOW_SHARED,
+    TESTS,
+    TRAIN_IMAGES,
+    shared_images,
+    training_execution,
+)
 from vitsee_core.masks.class_maps import open_class_maps
 from vitsee_core.masks.depth_maps import open_depth_maps
 from vitsee_core.models.provenance import Provenance
@@ -71,6 +79,8 @@ from vitsee_stores.errors import VitseeError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+
+log = logging.getLogger(__name__)
 
 headline = partial(
     best_layers,
@@ -121,6 +131,7 @@ def run(
     untrained: Annotated[Sequence[Path], options.UNTRAINED] = (),
     per_class: Annotated[bool, Option("Add iou_class of each class.")] = False,
     show: Annotated[int, options.SHOW] = 0,
+    train_images: Annotated[int | None, TRAIN_IMAGES] = None,
     allow_shared: Annotated[bool, ALLOW_SHARED] = False,
     origin: Annotated[Provenance | None, Gather(Provenance, ("data",))] = None,
     execution: Annotated[
@@ -157,8 +168,9 @@ def run(
         solver, preset, task.label, l2s=_given_l2(l2_relative), ks=ks, distance=distance, bank=bank,
         resolution=resolution, balanced=balanced, steps=steps,
     )  # fmt: skip
-    trained_and_tested = pairs(train, tests, split, holdout, execution)
-    plain = pairs_of_untrained(untrained, len(tests), split, holdout, execution)
+    training = training_execution(execution, tests, train_images)
+    trained_and_tested = pairs(train, tests, split, holdout, execution, training)
+    plain = pairs_of_untrained(untrained, len(tests), split, holdout, execution, training)
     settings = Settings(tuple(sites), concat, task, how, tuple(wanted), per_class, eigen_crop)
     shared = []
     for pair in trained_and_tested:
@@ -172,6 +184,10 @@ def run(
     rows = [row for one in found for row in one.rows()]
     for one, other in zip(found, control, strict=False):
         rows += other.rows_for(one)
+    remarks = [remark for probed in found for remark in probed.remarks()]
+    for remark in remarks:
+        log.info("%s", remark)
+    remarks += other_precision((train, *tests))
     notes: dict[str, Any] = {
         "solver": how.describe(),
         "interval": METHOD,
@@ -184,6 +200,7 @@ def run(
         ],
         "compared": compared((train, *tests), "patches"),
         WORD: {one.work.test.store.label: one.blocks.describe() for one in found},
+        "remarks": remarks,
     }
     if eigen_crop:
         notes["truth"]["tested"] = "on the crop of Eigen et al. 2014"

@@ -74,13 +74,15 @@ def pairs(
     split: str | None,
     holdout: float | None,
     execution: Execution,
+    training: Execution,
 ) -> list[tuple[Images, Images]]:
-    """The images that train and those that test, for each store that tests."""
+    """The images that train and those that test, for each store that tests; training: how TRAIN is
+    read beside them."""
     if not tests:
         ours, theirs = split_images(train, execution, split, holdout)
         return [((train, ours), (train, theirs))]
     require_comparable(train, tests)
-    ours = execution.rows(train)
+    ours = training.rows(train)
     return [((train, ours), (test, execution.rows(test))) for test in tests]
 
 
@@ -90,6 +92,7 @@ def pairs_of_untrained(
     split: str | None,
     holdout: float | None,
     execution: Execution,
+    training: Execution,
 ) -> list[tuple[Images, Images]]:
     """The same as `pairs`, for the stores of an untrained model.
 
@@ -105,7 +108,7 @@ def pairs_of_untrained(
             "in this order"
         )
     first, *others = [open_store(place) for place in places]
-    return pairs(first, others, split, holdout, execution)
+    return pairs(first, others, split, holdout, execution, training)
 
 
 def split_images(
@@ -222,6 +225,12 @@ class Found:
                 of = place | {"k": own.k, "l2_relative": own.l2 if several else None}
                 for name in self.work.settings.task.baselines:
                     yield from self._cells(HeadKey(grid, baseline=name), of | {"baseline": name})
+
+    def remarks(self) -> list[str]:
+        """What the intervals of these images do not hold; see the tasks."""
+        own = next(tally for key, tally in self.counts.items() if not key.baseline)
+        label = self.work.test.store.label
+        return [f"{label}: {remark}" for remark in self.work.settings.task.remarks(own)]
 
     def rows_for(self, trained: Found) -> Iterator[dict[str, Any]]:
         """The rows of an untrained model's sites as a baseline of a trained model's."""

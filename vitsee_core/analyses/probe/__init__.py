@@ -54,12 +54,15 @@ from vitsee_core.analyses.probe.settings import (
 )
 from vitsee_core.declaration import Analysis
 from vitsee_core.features import compared, require_comparable
+from vitsee_core.features.compared import other_precision
 from vitsee_core.labels.labelled_rows import (
     ALLOW_SHARED,
     PER_CLASS,
     RANDOM_BASELINE,
     TESTS,
+    TRAIN_IMAGES,
     check_disjoint,
+    training_execution,
 )
 from vitsee_core.masks.segments import Segmentation, as_segmentation, examples_of
 from vitsee_core.runtime.arguments import analysis
@@ -236,6 +239,7 @@ def run(
     ] = (),
     baselines: Annotated[Sequence[str], RANDOM_BASELINE] = (),
     per_class: Annotated[bool, PER_CLASS] = False,
+    train_images: Annotated[int | None, TRAIN_IMAGES] = None,
     allow_shared: Annotated[bool, ALLOW_SHARED] = False,
     execution: Annotated[
         Execution,
@@ -283,7 +287,8 @@ def run(
         require_comparable(train, tests)
         of_responses = asked_for(metrics or OF_RESPONSES, OF_RESPONSES, "probe --response")
         return run_responses(
-            train, tests, response, response_ids, test_split, holdout, execution, l2=l2,
+            train, tests, response, response_ids, test_split, holdout, execution,
+            training=training_execution(execution, tests, train_images), l2=l2,
             sites=sites, tokens=tokens, standardise=standardise, folds=folds, by_column=by_column,
             allow_shared=allow_shared, metrics=of_responses,
         )  # fmt: skip
@@ -314,7 +319,8 @@ def run(
     works, remarks, shared = [], [], []
     choice = as_segmentation(masks)
     read = [] if choice is None else [(s, s.select(list(settings.sites))) for s in (train, *tests)]
-    examples = examples_of(choice, read, execution, test_split)
+    of_train = {train.manifest.store_id: training_execution(execution, tests, train_images)}
+    examples = examples_of(choice, read, execution, test_split, of_train)
     for test in tests or (None,):
         ours, theirs = split_rows(
             train, test, test_split=test_split, holdout=holdout, rows=examples.rows, seed=seed
@@ -361,7 +367,7 @@ def run(
         "compared": compared((train, *tests), words, asked=None if not settings.tokens else ""),
         "matched_to_last_stage": works[0].matched,
         WORD: {work.test.store.label: work.blocks.describe() for work in works},
-        "remarks": remarks,
+        "remarks": [*remarks, *other_precision((train, *tests))],
     }
     rows = [row for real, _ in of_works for row in real]
     rows += [row for _, some in of_works for row in some]

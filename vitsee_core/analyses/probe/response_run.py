@@ -27,6 +27,7 @@ from vitsee_core.analyses.probe.responses import (
 from vitsee_core.analyses.probe.score import each_selection
 from vitsee_core.analyses.probe.settings import HELD_OUT
 from vitsee_core.features import SiteFeatures, choose_features, compared
+from vitsee_core.features.compared import other_precision
 from vitsee_core.kernels.l2_choice import GRID
 from vitsee_core.kernels.ridge import Algebra, Factors
 from vitsee_core.labels.labelled_rows import in_split, shared_images
@@ -104,10 +105,11 @@ def run_responses(
     holdout: float | None,
     execution: Execution,
     *,
+    training: Execution,
     metrics: Sequence[str],
     **options: Any,
 ) -> Table:
-    """The table of `probe --response`; metrics: some of `OF_RESPONSES`; options: of `_settings`.
+    """The table of `probe --response`; training: how TRAIN is read; metrics: some of `OF_RESPONSES`; options: of `_settings`.
 
     Raises:
         MissingInput: no such split, or a store lacks a site.
@@ -124,7 +126,7 @@ def run_responses(
             f"{responses.source} has no ids, so that its rows can be of one store only; say whose "
             "they are with --response-ids FILE"
         )
-    ours = Images.of(train, responses, execution)
+    ours = Images.of(train, responses, training)
     probes, shared = [], []
     for test in tests or (None,):
         theirs = ours if test is None else Images.of(test, responses, execution)
@@ -183,6 +185,7 @@ def run_responses(
         ),
         WORD: {probe.test.store.label: probe.blocks.describe() for probe in probes},
         "seed": settings.seed,
+        "remarks": other_precision((train, *tests)),
     }  # fmt: skip
     names = [name for name in COLUMNS if name != "column" or settings.by_column]
     return Table.from_rows(rows, names, notes)

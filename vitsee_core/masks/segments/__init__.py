@@ -46,13 +46,20 @@ NO_TOKENS = "--tokens chooses one vector per image; with --masks there is one pe
 
 @dataclass(frozen=True)
 class Examples:
-    """Images with their labels."""
+    """Images with their labels.
+
+    Attributes:
+        execution: which images.
+        training: which of the stores named in it, by store_id, where others count there.
+    """
 
     execution: Execution
+    training: dict[str, Execution] = field(default_factory=dict)
 
     def rows(self, store: Store, split: str | None = None) -> LabelledRows:
         """The examples of a store; see `labelled_rows`."""
-        return labelled_rows(store, self.execution.images, self.execution.seed, split)
+        execution = self.training.get(store.manifest.store_id, self.execution)
+        return labelled_rows(store, execution.images, execution.seed, split)
 
     def features(
         self, data: LabelledRows, site: SiteSpec, tokens: str | None = None, **options: Any
@@ -96,6 +103,7 @@ def examples_of(
     stores: Sequence[tuple[Store, Sequence[SiteSpec]]],
     execution: Execution,
     test_split: str | None = None,
+    training: dict[str, Execution] | None = None,
 ) -> Examples:
     """The images of some stores, or where there are masks their segments.
 
@@ -106,28 +114,31 @@ def examples_of(
         masks: None for images.
         stores: with the sites that are read; of each the segments are found now.
         execution: which images.
+        training: which of these stores, by store_id, where others count there.
         test_split: of the data, for which examples are asked beside those of all.
 
     Raises:
         VitseeError: see `Segmentation.open` and `find_segments`; a site without a grid.
     """
     if masks is None:
-        return Examples(execution)
+        return Examples(execution, training or {})
     masks = masks.filled(weights=WEIGHTS[0], crowd=False)
     source = masks.open()
     found: dict[Key, LabelledSegments] = {}
+    training = training or {}
     for store, sites in stores:
+        own = training.get(store.manifest.store_id, execution)
         layouts = [patches_of(store, site).site.layout for site in sites]
         known = [layout for layout in layouts if layout is not None]
         for split in dict.fromkeys((None, test_split)):
-            found[_key(store, split)] = find_segments(store, source, masks, known, execution, split)
+            found[_key(store, split)] = find_segments(store, source, masks, known, own, split)
     occurring = dict.fromkeys(name for data in found.values() for name in data.classes)
     classes = source.categories or sorted(occurring, key=_in_order)
     where = {name: number for number, name in enumerate(classes)}
     for key, data in found.items():  # in the space of classes of all
         numbers = np.array([where[name] for name in data.classes], np.int64)
         found[key] = replace(data, labels=numbers[data.labels], classes=list(classes))
-    return SegmentExamples(execution, found)
+    return SegmentExamples(execution, training, found)
 
 
 def _in_order(name: str) -> tuple[int, str]:
