@@ -454,3 +454,16 @@ def test_frames_count_by_their_queries() -> None:
     for name in OF_COUNTED:
         np.testing.assert_array_equal(found[name].flatten(), [5.0, 7.0, np.nan])
     np.testing.assert_array_equal(found["frame_mass"].flatten(), [1.0, 1.0, np.nan])
+
+
+def test_other_frames_than_the_weights_are_made_for(tmp_path: Path, videos: Path) -> None:
+    """Of a TimeSformer, whose table of times has a row a frame: not the files are wrong."""
+    pytest.importorskip("transformers")
+    from tests.test_models_clips import library_model
+
+    library_model("TimesformerModel").save_pretrained(tmp_path / "model")
+    words = ("--data", videos, "--frames", 5, "-o", tmp_path / "a.zarr")
+    result = extract(f"transformers:{tmp_path / 'model'}", *words)
+    assert result.exit_code == 1
+    line = result.stderr.strip().splitlines()[-1]
+    assert "takes clips of 3 frames" in line and "--frames 5 is not it" in line

@@ -20,7 +20,14 @@ from tests.tables import having
 from vitsee_cli.main import main
 from vitsee_core.analyses.dense_probe import COLUMNS, plot, run
 from vitsee_core.analyses.dense_probe.linear import PixelSums, Solutions
-from vitsee_core.analyses.dense_probe.metrics import accuracy, class_ious, counted, mean_iou
+from vitsee_core.analyses.dense_probe.metrics import (
+    Counts,
+    accuracy,
+    class_ious,
+    counted,
+    mean_iou,
+    rare_classes,
+)
 from vitsee_core.analyses.dense_probe.pixels import CellSums, Pixels, labelled_pixels, near_boundary
 from vitsee_core.images.placement import Placement
 from vitsee_core.masks.class_maps import IGNORED
@@ -416,3 +423,19 @@ def test_a_user_s_run(tmp_path: Path) -> None:
     assert table.notes["train"]["with_mask"] == 5
     assert png.stat().st_size > 0
     assert tables[1]["value"].tolist() == table["value"].tolist()
+
+
+def test_rare_classes_are_a_remark() -> None:
+    """Class 0 in all of 20 blocks, class 1 in five, class 2 in four, class 3 in none."""
+    counts = Counts.empty(20, boundary=False)
+    for block in range(20):
+        labels = np.zeros((4, 4), np.uint8)
+        labels[0] = 1 if block < 5 else 0
+        labels[1] = 2 if block >= 16 else 0
+        counts.whole[block] += counted(labels, labels)
+    (remark,) = rare_classes(counts)
+    assert remark.startswith("1 of 3 classes are labelled in fewer than 5 of the 20 blocks")
+    common = Counts(counts.whole[:4], counts.edge)
+    assert len(rare_classes(common)) == 1  # four blocks are fewer than five
+    counts.whole[:, :, 2] = 0
+    assert rare_classes(counts) == []

@@ -301,3 +301,16 @@ def test_a_strangers_code_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     text = refused(saved(tmp_path / "evil.pth", {"model": weights(), "x": Evil()}))
     assert "holds objects besides tensors" in text
     assert "ran" not in capsys.readouterr().out
+
+
+def test_weights_that_are_all_0_are_a_remark(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments: dict[str, Any] = {"img_size": 32, "model_args": {"patch_size": 8}}
+    state = load_model("test_vit", random_init=0, **arguments).module.state_dict()
+    for name, factor in (("zero.pt", 0), ("half.pt", 0.5)):
+        torch.save({key: value * factor for key, value in state.items()}, tmp_path / name)
+        caplog.clear()
+        load_model("test_vit", checkpoint=tmp_path / name, **arguments)
+        remarks = [text for text in caplog.messages if "all weights are 0" in text]
+        assert len(remarks) == (name == "zero.pt")

@@ -101,3 +101,16 @@ def test_arrays(scale: float) -> None:
     plain = cka.cka_of_arrays(x, y)
     for name in ("value", "low", "high"):
         assert table[name][0] == pytest.approx(plain[name][0], abs=1e-9)
+
+
+def test_few_images_are_a_remark(tmp_path: Path) -> None:
+    x, y = (features.astype(float) for features in pair())
+    for n, words in ((4, "has no interval"), (9, "CKA of 9 images is mostly noise"), (10, "")):
+        of_arrays = cka.cka_of_arrays(x[:n], y[:n])
+        store = write_sites(tmp_path / f"{n}.zarr", {"pooled": x[:n], "logits": y[:n]})
+        of_store = cka.run(store, sites=SITES[1:], no_cache=True)
+        for table in (of_arrays, of_store):
+            remarks = [text for text in table.notes["remarks"] if "mostly noise" in text]
+            assert len(remarks) == (n < 10)
+            assert all(words in text for text in remarks)
+    assert np.isnan(cka.cka_of_arrays(x[:4], y[:4])["low"][0])

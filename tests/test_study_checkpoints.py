@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import timm
 import torch
 from click.testing import CliRunner, Result
+from PIL import Image
 
 import vitsee
 from tests.extractions import plant_images
@@ -18,6 +20,7 @@ from vitsee_cli.main import main
 from vitsee_core.tables.results import Table
 from vitsee_core.training.checkpoints import find_checkpoints
 from vitsee_core.training.series import DIVERGED, FAILED, MEASURED, SKIPPED, Series
+from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError
 
 MODEL = "test_vit?img-size=32&model-arg=patch_size=8"
@@ -218,3 +221,31 @@ def test_a_name_with_weights_and_a_folder_of_another_study(photos: Path, tmp_pat
     result = study(tmp_path, photos, tmp_path / "out", *FEW)
     assert result.exit_code == 1 and "would be replaced" in result.stderr
     assert (tmp_path / "out/results/attn-dist.csv").read_text() == "mine"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "n_train"), [(("--images", "6"), 6), (("--images", "6", "--train-images", "4"), 4)]
+)
+def test_stores_to_train_on_are_as_large_as_asked_and_kept(
+    photos: Path, tmp_path: Path, words: tuple[str, ...], n_train: int
+) -> None:
+    """By default as many images as --images; --keep stores keeps what sidecars name."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    run.mkdir()
+    plant(run, 0, 200)
+    others = tmp_path / "others"
+    rng = np.random.default_rng(7)
+    for i in range(10):
+        place = others / f"class{i % 2}" / f"{i}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (50, 60, 3), dtype=np.uint8)).save(place)
+    more = ("--train", others, "--analyses", "probe", "--keep", "stores", *words)
+    result = study(run, photos, out, *more)
+    assert result.exit_code == 0, result.stderr
+    sidecar = json.loads((out / "results/probe.csv.json").read_text())
+    assert sidecar["notes"]["train"]["rows"] == n_train
+    kept = sorted(path.name for path in (out / "stores").glob("*.zarr"))
+    assert kept == [f"vit-step{step}{end}.zarr" for step in (0, 200) for end in ("", "-train")]
+    for step in (0, 200):
+        assert open_store(out / "stores" / f"vit-step{step}-train.zarr").n_images == n_train

@@ -64,6 +64,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COLUMNS = (*PAIR, *VALUES, "n_images")
+MIN_IMAGES = 10  # below, CKA of independent representations is often far from 0
+LEAST = 4  # images: unbiased HSIC divides by n - 3
 NUMBERS = {"value": "cka", "std": "std", "low": "low", "high": "high"}
 
 
@@ -136,6 +138,7 @@ def run(
         for side, own in sides
         for remark in without_value([f"{store.label} {site.name}" for store, site in side], own)
     ]
+    remarks += few_images(h.n_images)
     for remark in remarks:
         log.warning("%s", remark)
     any_tokens = any(site.kind != "vector" for _, site in (*chosen.rows, *(chosen.cols or ())))
@@ -162,6 +165,17 @@ def run(
         COLUMNS,
         notes,
     )
+
+
+def few_images(n: int) -> list[str]:
+    """A remark on a CKA of few images."""
+    if n >= MIN_IMAGES:
+        return []
+    no_interval = ", and has no interval" if n == LEAST else ""
+    return [
+        f"CKA of {n} images is mostly noise{no_interval}: unbiased HSIC divides by n (n - 3), and "
+        "representations that share nothing may reach 1; give more --images"
+    ]
 
 
 def _site_notes(chosen: SitePairs) -> dict[str, Any]:
@@ -199,9 +213,6 @@ def headline(table: Table) -> list[Answer]:
     return alike(table, "cka")
 
 
-LEAST = 4  # images: unbiased HSIC divides by n - 3
-
-
 def cka_of_arrays(a: ArrayLike, b: ArrayLike) -> Table:
     """One row: debiased linear CKA of two representations of the same images, with the interval of
     a delete-a-block jackknife, as `vitsee cka` has it for sites of stores.
@@ -234,7 +245,9 @@ def cka_of_arrays(a: ArrayLike, b: ArrayLike) -> Table:
         "replicates": without,
     }  # fmt: skip
     columns = ("metric", "value", "std", "low", "high", "spread", "n_images")
-    return Table.from_rows([row], columns, {"estimator": "exact, unbiased HSIC over all images"})
+    notes: dict[str, Any] = {"estimator": "exact, unbiased HSIC over all images"}
+    notes["remarks"] = few_images(n)
+    return Table.from_rows([row], columns, notes)
 
 
 def _flat(features: ArrayLike, name: str) -> Float:

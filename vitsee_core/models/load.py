@@ -30,6 +30,8 @@ from vitsee_core.models.tokens.towers import packing_of
 from vitsee_core.models.weights.checkpoints import Checkpoint
 from vitsee_core.models.weights.positions import Resampling
 
+log = logging.getLogger(__name__)
+
 MOST_SEED = 2**63 - 1  # of a torch generator, as JSON readers represent it
 
 
@@ -154,6 +156,11 @@ def load_model(
     if weights_size is not None:
         weights["weights_size"] = list(weights_size)
     weights["sha256"] = hash_weights(module)
+    if not any(bool(weight.any()) for weight in module.parameters()):
+        log.warning(
+            "%s: all weights are 0, so that its features are the same for all images",
+            checkpoint or name,
+        )
     model = LoadedModel(
         name=name,
         module=module,

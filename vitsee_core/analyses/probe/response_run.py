@@ -109,7 +109,8 @@ def run_responses(
     metrics: Sequence[str],
     **options: Any,
 ) -> Table:
-    """The table of `probe --response`; training: how TRAIN is read; metrics: some of `OF_RESPONSES`; options: of `_settings`.
+    """The table of `probe --response`; training: how TRAIN is read; metrics: some of
+    `OF_RESPONSES`; options: of `_settings`.
 
     Raises:
         MissingInput: no such split, or a store lacks a site.

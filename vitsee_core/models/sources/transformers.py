@@ -94,6 +94,7 @@ class TransformersSource(Source):
     arguments_in_name = True
     has_processors = True
     takes_frames = True
+    _other_frames: tuple[int, int] | None = None  # of the configuration, and those asked for
 
     def __init__(self, name: str, choices: Choices | None = None) -> None:
         super().__init__(name, choices)
@@ -406,6 +407,8 @@ class TransformersSource(Source):
                 continue
             if key == "frames":
                 for name in (name for name in FRAMES if hasattr(config, name)):
+                    if getattr(config, name) != value:
+                        self._other_frames = getattr(config, name), value
                     setattr(config, name, value)
                 continue
             if not hasattr(config, key):
@@ -570,6 +573,12 @@ class TransformersSource(Source):
     def _explained(self, error: Exception) -> ModelError:
         text = one_line(error)
         place, _, _ = self.parts
+        if self._other_frames is not None and "of another size" in text:
+            trained, asked = self._other_frames
+            return ModelError(
+                f"{self.name} takes clips of {trained} frames, which its weights are made for: "
+                f"--frames {asked} is not it"
+            )
         if isinstance(error, ModelError):
             return error
         if "trust_remote_code" in text or "custom code" in text:
