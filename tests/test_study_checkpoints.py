@@ -246,6 +246,7 @@ def test_stores_to_train_on_are_as_large_as_asked_and_kept(
     sidecar = json.loads((out / "results/probe.csv.json").read_text())
     assert sidecar["notes"]["train"]["rows"] == n_train
     kept = sorted(path.name for path in (out / "stores").glob("*.zarr"))
-    assert kept == [f"vit-step{step}{end}.zarr" for step in (0, 200) for end in ("", "-train")]
+    ends = ("-train.zarr", ".zarr")
+    assert kept == [f"vit-step{step}{end}" for step in (0, 200) for end in ends]
     for step in (0, 200):
         assert open_store(out / "stores" / f"vit-step{step}-train.zarr").n_images == n_train
