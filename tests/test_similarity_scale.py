@@ -36,7 +36,7 @@ def store_of(path: Path, scale: float) -> Store:
     x, y = pair()
     tokens = np.concatenate([x, y[:, :9], x[:, :7]], axis=1).reshape(N, 7, 4)
     sites = {"embed": tokens * scale, "pooled": x * scale, "logits": y}
-    return write_sites(path, {name: np.float32(values) for name, values in sites.items()})
+    return write_sites(path, {name: x.astype(np.float32) for name, x in sites.items()})
 
 
 def value_and_ends(table: Table, a: str, b: str) -> list[float]:
