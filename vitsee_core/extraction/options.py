@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitsee_core.models.intervention_spec import parse
+from vitsee_core.models.sources import has_parts
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.url import Place
 
@@ -159,9 +160,13 @@ class Request:
 
 
 def split_model(text: str) -> tuple[str, dict[str, list[str]]]:
-    """`NAME?OPTION=VALUE&OPTION=VALUE` as the name and the values of each option. Raises
-    OptionError: no name, or something after `?` that is not OPTION=VALUE."""
+    """`NAME?OPTION=VALUE&OPTION=VALUE` as the name and the values of each option; `#PART` may stand
+    behind the name or behind the options, and belongs to the name. Raises OptionError: no name, or
+    something after `?` that is not OPTION=VALUE."""
     name, mark, rest = text.partition("?")
+    if "#" in rest and has_parts(name):
+        rest, sign, part = rest.rpartition("#")
+        name, mark = f"{name}{sign}{part}", rest
     options: dict[str, list[str]] = {}
     for part in rest.split("&") if mark else ():
         key, equals, value = part.partition("=")

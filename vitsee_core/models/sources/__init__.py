@@ -6,7 +6,8 @@ A source's module, and the library behind it, is imported when one of its names 
     transforms            how a model's images are prepared
     timm, timm_create     timm's models, the demo's among them; how they are made
     tagged                torchvision's and open_clip's
-    python_file           a user's own file, and repositories with a hubconf.py
+    python_file           a user's own file, and repositories with a hubconf.py; `several_modules`
+                          which of the networks that these give
     transformers          those of transformers: `transformers_classes` which there are, one part of
                           a model and its weights; `transformers_inputs` how images go in;
                           `processors` their image processors
@@ -51,6 +52,11 @@ def runs_code(word: str) -> bool:
     to: only a user may give such a word, on a command line or in Python, never a file that vitsee
     reads."""
     return _place(word)[0] == "python_file" or _TRUST in word
+
+
+def has_parts(name: str) -> bool:
+    """Whether `#` behind a name chooses a part of what is made."""
+    return _place(name)[0] in ("python_file", "transformers")
 
 
 def prefixes() -> list[str]:

@@ -4,6 +4,7 @@ of a local clone `torchhub:/path:ENTRY`.
 
 Their code runs because the user typed its name. What is called may give the module alone, (module,
 transform), or (module, transform, class names); the transform as `transform_config` takes it.
+Of several networks, or of a larger one, `#` chooses: `model.py:build#0`, `...:ENTRY#encoder`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import nn
 
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.sources.base import Choices, Source, drawn, one_line
+from vitsee_core.models.sources.several_modules import choose, sort_out
 from vitsee_core.models.sources.transforms import ASSUMED, changed, pair, stated
 
 SIZES = ("img_size", "image_size", "input_size")  # names of a size among a builder's parameters
@@ -42,12 +44,21 @@ class FileSource(Source):
         super().__init__(name, choices)
         self.made: tuple[Any, list[str] | None] | None = None  # transform, class names
         self.assumes = False
+        self.which: str | None = None  # which of several networks it is
+
+    @property
+    def part(self) -> str:
+        """The index, name or path behind `#`; "" without one."""
+        return self.name.rpartition(":")[2].partition("#")[2]
 
     @property
     def place(self) -> tuple[Path, str]:
         """The file, and the name of the callable in it."""
         path, _, entry = self.name.rpartition(":") if ".py:" in self.name else (self.name, "", "")
-        return Path(path).expanduser(), entry
+        return Path(path).expanduser(), entry.partition("#")[0]
+
+    def _with_part(self, name: str) -> str:
+        return f"{name}#{self.part}" if self.part else name
 
     def check(self) -> None:
         """Check the name like `Source.check`; the file is not run."""
@@ -62,7 +73,7 @@ class FileSource(Source):
 
     def placed(self, folder: Path) -> str:
         path, entry = self.place
-        return f"{folder / path}:{entry}"
+        return self._with_part(f"{folder / path}:{entry}")
 
     @property
     def label(self) -> str:
@@ -77,16 +88,18 @@ class FileSource(Source):
 
         def made() -> Any:
             with importing_from(self.place[0].resolve().parent):
-                found = build(**given)
-            parts = found if isinstance(found, tuple) else (found,)
-            if not 1 <= len(parts) <= 3:
+                found = sort_out(build(**given))
+            if not found.networks or len(found.others) > 2:
+                n_things = len(found.networks) + len(found.others)
                 raise ModelError(
-                    f"{self.name} gives {len(parts)} things; expected a module, or (module, "
+                    f"{self.name} gives {n_things} things; expected a module, or (module, "
                     "transform), or (module, transform, class names)"
                 )
-            transform, names = [*parts[1:3], None, None][:2]
+            transform, names = [*found.others, None, None][:2]
             self.made = transform, names
-            return parts[0]
+            chosen = choose(found, self.part, self.name)
+            self.which = chosen.remark
+            return chosen.network
 
         module = drawn(seed, made, self.name)
         if _is_meta(module) and torch.get_default_device().type != "meta":
@@ -115,7 +128,7 @@ class FileSource(Source):
 
     def architecture(self, module: nn.Module) -> str:
         path, entry = self.place
-        return f"{path.name}:{entry} ({type(module).__qualname__})"
+        return f"{self._with_part(f'{path.name}:{entry}')} ({type(module).__qualname__})"
 
     def class_names(self, module: nn.Module) -> list[str] | None:
         names = self.made[1] if self.made else None
@@ -131,8 +144,8 @@ class FileSource(Source):
     def origin(self) -> dict[str, Any]:
         path, _ = self.place
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        notes = {"notes": [ASSUMED]} if self.assumes else {}
-        return {"kind": self.kind, "sha256": digest, **notes}
+        notes = [note for note in (self.which, ASSUMED if self.assumes else None) if note]
+        return {"kind": self.kind, "sha256": digest, **({"notes": notes} if notes else {})}
 
     def _entry(self) -> Callable[..., Any]:
         path, entry = self.place
@@ -220,7 +233,7 @@ class TorchhubSource(FileSource):
     def parts(self) -> tuple[str, str]:
         """The repository, as OWNER/REPO, OWNER/REPO:REF or a folder, and the entry."""
         repository, _, entry = self.name.removeprefix(PREFIX).rpartition(":")
-        return repository, entry
+        return repository, entry.partition("#")[0]
 
     @property
     def place(self) -> tuple[Path, str]:
@@ -254,7 +267,7 @@ class TorchhubSource(FileSource):
     def placed(self, folder: Path) -> str:
         repository, entry = self.parts
         own = folder / Path(repository).expanduser()
-        return f"{PREFIX}{own}:{entry}" if own.is_dir() else self.name
+        return self._with_part(f"{PREFIX}{own}:{entry}") if own.is_dir() else self.name
 
     @property
     def label(self) -> str:
@@ -262,7 +275,7 @@ class TorchhubSource(FileSource):
 
     def architecture(self, module: Any) -> str:
         repository, entry = self.parts
-        return f"{PREFIX}{Path(repository).name}:{entry}"
+        return self._with_part(f"{PREFIX}{Path(repository).name}:{entry}")
 
     def _entry(self) -> Any:
         path, entry = self.place
