@@ -216,6 +216,7 @@ def test_panoptic_entries_that_are_there_twice(tmp_path: Path) -> None:
     twice = [{"id": 5, "category_id": 1}, {"id": 5, "category_id": 2}]
     line = refused(panoptic(tmp_path, {"segments_info": twice}))
     assert "the segment 5 of a.png is there twice" in line
+    assert "the file 7 has no name" in refused(panoptic(tmp_path, {"file_name": 7}))
     odd = [{"id": 5, "category_id": 1, "iscrowd": "maybe"}]
     assert "iscrowd is 'maybe'" in refused(panoptic(tmp_path, {"segments_info": odd}))
 

@@ -11,6 +11,7 @@ import numpy as np
 import polars as pl
 import pytest
 
+from vitsee_core.features.imports import read_arrays, read_ids
 from vitsee_core.report.outputs import Outputs, check_outputs
 from vitsee_core.tables.files import TABLE_ENDINGS
 from vitsee_core.tables.formats import table_bytes
@@ -101,7 +102,8 @@ def test_all_empty_and_no_rows(tmp_path: Path, ending: str) -> None:
         ("r.csv.gz", b"store,value\na,1\n"),
         ("r.csv.gz", gzip.compress(b"store,value\na,1\n", mtime=0)[:-9]),
         ("r.parquet", b"PAR1 not at all"),
-        ("r.tsv", b"\xff\xfe"),
+        ("r.tsv", b"\xff\xfd"),
+        ("r.csv", b"store,value\na\0,1\n"),
     ],
 )
 def test_what_is_not_what_its_ending_says(tmp_path: Path, name: str, content: bytes) -> None:
@@ -175,3 +177,104 @@ def test_to_csv_takes_a_path(tmp_path: Path) -> None:
         table().to_csv(tmp_path / "r.json")
     names = ["r.csv", "r.csv.json", "r.tsv", "r.tsv.json"]
     assert sorted(p.name for p in tmp_path.iterdir()) == names
+
+
+# One table in the ways of other programs.
+STORES = ["vit", "res, net", "x"]
+VALUES = [1.5, None, -1234.25]
+FOREIGN = {
+    "commas": 'store,value\nvit,1.5\n"res, net",~\nx,-1234.25\n',
+    "semicolons and decimal commas": "store;value\nvit;1,5\nres, net;~\nx;-1234,25\n",
+    "semicolons and dots": "store;value\nvit;1.5\nres, net;~\nx;-1234.25\n",
+    "bars": "store|value\nvit|1.5\nres, net|~\nx|-1234.25\n",
+    "tabs in a .csv": "store\tvalue\nvit\t1.5\nres, net\t~\nx\t-1234.25\n",
+    "CR": 'store,value\rvit,1.5\r"res, net",~\rx,-1234.25\r',
+    "CR LF": 'store,value\r\nvit,1.5\r\n"res, net",~\r\nx,-1234.25\r\n',
+    "no last line end": 'store,value\nvit,1.5\n"res, net",~\nx,-1234.25',
+    "blank lines": '\n\nstore,value\n\nvit,1.5\n"res, net",~\n\nx,-1234.25\n\n',
+    "blanks": 'store , value\n vit ,1.5 \n "res, net" , ~\nx,\t-1234.25\n',
+    "a mark": '\ufeffstore,value\nvit,1.5\n"res, net",~\nx,-1234.25\n',
+    "UTF-16": 'store,value\nvit,1.5\n"res, net",~\nx,-1234.25\n',
+    "a line for Excel": "sep=;\r\nstore;value\r\nvit;1,5\r\nres, net;~\r\nx;-1234,25\r\n",
+    "quotes": '"store","value"\n"vit","1.5"\n"res, net","~"\n"x","-1234.25"\n',
+    "exponents": 'store,value\nvit,15e-1\n"res, net",~\nx,-1.23425E+03\n',
+}
+
+
+def foreign(way: str, **cells: str) -> bytes:
+    """A table in the way of another program. cells: what stands for `store`, `value` and the
+    cell `missing`."""
+    text = FOREIGN[way].replace("~", cells.pop("missing", ""))
+    for cell, other in cells.items():
+        text = text.replace(cell, other)
+    return text.encode("utf-16" if way == "UTF-16" else "utf-8")
+
+
+@pytest.mark.parametrize("way", FOREIGN)
+def test_tables_of_other_programs(tmp_path: Path, way: str) -> None:
+    (tmp_path / "r.csv").write_bytes(foreign(way))
+    frame = read_result(tmp_path / "r.csv").table.frame
+    assert frame["store"].cast(pl.String).to_list() == STORES
+    assert frame["value"].to_list() == VALUES
+
+
+@pytest.mark.parametrize("way", FOREIGN)
+def test_imports_read_as_tables_do(tmp_path: Path, way: str) -> None:
+    path = tmp_path / "r.csv"
+    path.write_bytes(foreign(way, store="id", missing="7"))
+    arrays = read_arrays(path)
+    assert arrays.values["r"].tolist() == [[1.5], [7.0], [-1234.25]]
+    assert arrays.ids == read_ids(path)[0] == STORES
+    path.write_bytes(foreign(way, store="id"))
+    with pytest.raises(VitseeError, match="column value holds ''; expected numbers"):
+        read_arrays(path)
+
+
+def test_a_decimal_comma_is_none_where_commas_separate(tmp_path: Path) -> None:
+    """`1,234` between quotes was 1.234; with thousands, dots and commas mixed, or in a table of
+    tabs that vitsee did not write, it is said or text."""
+    path = tmp_path / "r.csv"
+    path.write_text('store,value\na,"1,234"\nb,2\n')
+    with pytest.raises(VitseeError, match="column value has the text '1,234'; expected numbers"):
+        read_result(path)
+    path.write_text('store,own\na,"1,234"\nb,2\n')
+    assert read_result(path).table["own"].tolist() == ["1,234", "2"]
+    for cells in (("1,5", "2.5"), ("1.234,5", "2"), ("1,234,567", "2"), ("1_000", "2")):
+        path.write_text("store;value\n" + "".join(f"a;{cell}\n" for cell in cells))
+        with pytest.raises(VitseeError, match="expected numbers"):
+            read_result(path)
+
+
+def test_words_of_other_programs_for_no_number(tmp_path: Path) -> None:
+    path = tmp_path / "r.csv"
+    path.write_text("store,value\na,nan\nb,inf\nc,-Infinity\n")
+    values = read_result(path).table["value"].tolist()
+    assert np.isnan(values[0]) and values[1:] == [np.inf, -np.inf]
+    for word in ("NA", "n/a", "null", "-", "#DIV/0!"):
+        path.write_text(f"store,value\na,{word}\nb,1\n")
+        with pytest.raises(VitseeError, match=f"column value has the text '{word}'; expected num"):
+            read_result(path)
+
+
+def test_long_cells_and_headers(tmp_path: Path) -> None:
+    """Python's own limit of 128 KiB was a traceback."""
+    path, long = tmp_path / "r.csv", "x" * 200_000
+    path.write_text(f'store,own\na,"{long}, y"\n')
+    assert read_result(path).table["own"].tolist() == [f"{long}, y"]
+    path.write_text(f"store,{long}\na,1\n")
+    assert read_result(path).table[long].tolist() == [1]
+    path.write_text(f'store,own\na,"{long}",1\n')
+    with pytest.raises(VitseeError, match="row 1 has 3 cells, its header 2"):
+        read_result(path)
+
+
+def test_a_header_with_line_ends(tmp_path: Path) -> None:
+    (tmp_path / "r.csv").write_text('store,"a\nb"\nx,1\n')
+    assert read_result(tmp_path / "r.csv").table["a\nb"].tolist() == [1]
+
+
+def test_a_column_without_a_name_is_not_imported(tmp_path: Path) -> None:
+    """pandas writes row numbers so; they would be a feature."""
+    (tmp_path / "r.csv").write_text(",id,v\n0,a,1\n1,b,2\n")
+    with pytest.raises(VitseeError, match=r"a column has no name, .*\(to_csv\(index=False\)"):
+        read_arrays(tmp_path / "r.csv")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,3 +65,30 @@ def test_workers_by_cores(
     monkeypatch.setattr(machine, "local_processes", lambda _environ: processes)
     assert default_workers(CUDA) == workers
     assert default_workers(CPU) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "limited"),
+    [
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), True),
+        (ImportError("libmkl.so: Cannot allocate memory"), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (ImportError("No module named 'torch'"), False),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+    ],
+)
+def test_the_loader_s_words_for_too_little_memory(error: Exception, limited: bool) -> None:
+    assert machine.is_limited_memory(error) == limited
+
+
+@pytest.mark.slow
+def test_too_little_memory_for_a_library_is_a_line(tmp_path: Path) -> None:
+    """torch does not fit into 1.5 GB of addresses."""
+    code = "from vitsee_cli.main import main; main()"
+    command = f"{sys.executable} -c '{code}' extract demo:vit --data demo:test -o {tmp_path}/x.zarr"
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -v 1500000; exec {command}"], capture_output=True, text=True
+    )
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("vitsee extract: out of memory, as this process may take only so")
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "x.zarr").exists()

@@ -14,7 +14,7 @@ from click.shell_completion import CompletionItem
 
 from vitsee_cli import console, options, sections, signals
 from vitsee_core.runtime import registry
-from vitsee_core.runtime.machine import is_out_of_memory, is_out_of_threads
+from vitsee_core.runtime.machine import is_limited_memory, is_out_of_memory, is_out_of_threads
 from vitsee_stores.errors import NotOffered, VitseeError, reason
 
 # Conditions of a path or a disk that the user named; any other OSError keeps its traceback.
@@ -32,6 +32,10 @@ PATH_ERRNOS = frozenset(
         errno.EPERM,
         errno.EROFS,
     }
+)
+LIMITED_MEMORY = (
+    "out of memory, as this process may take only so much (ulimit -v, or a job's limit); give it "
+    "more: ulimit -v unlimited"
 )
 OUT_OF_THREADS = (
     "the system starts no more threads or processes; raise the limit (ulimit -u, or that of the "
@@ -192,6 +196,8 @@ def _one_line(error: Exception) -> str | None:
         return where + reason(error)
     if isinstance(error, MemoryError):
         return "out of memory; give it more, or use less: --memory, --batch-size, --slab, --jobs"
+    if is_limited_memory(error):
+        return LIMITED_MEMORY
     if is_out_of_memory(error):
         return "out of memory on the device; use a smaller --batch-size or another --device"
     if is_out_of_threads(error):

@@ -14,6 +14,7 @@ from vitsee_cli.study_settings import commands_of
 from vitsee_cli.values import PathType
 from vitsee_core.tables.files import TABLE_ENDINGS
 from vitsee_stores.errors import VitseeError
+from vitsee_stores.schema import SHOWN
 
 if TYPE_CHECKING:
     from vitsee_core.study.steps import Step, Study
@@ -29,6 +30,9 @@ READ_PATHS = frozenset(
 # Options that a study's file cannot give: of any command, and of extract.
 NOT_OF_A_FILE = ("--help",)
 NOT_OF_A_STORE = ("--dry-run", "--force", "--help", "--plan", "--shard")
+
+
+LONGEST_ERROR = 300  # characters of a wrong option's error in a message
 
 
 class Value(NamedTuple):
@@ -55,7 +59,8 @@ def check_steps(ctx: click.Context, study: Study, steps: Sequence[Step]) -> None
             for value in _values(command, step):
                 _check(study, step, value)
         except click.UsageError as error:
-            raise VitseeError(f"{step.name}: {step.command}: {error.format_message()}") from None
+            text = error.format_message()[:LONGEST_ERROR]
+            raise VitseeError(f"{step.name}: {step.command}: {text}") from None
 
 
 def _values(command: click.Command, step: Step) -> Iterator[Value]:
@@ -64,9 +69,11 @@ def _values(command: click.Command, step: Step) -> Iterator[Value]:
     parser = command.make_parser(ctx)
     texts, rest, order = parser.parse_args(list(step.words[1:]))
     if rest:
-        raise click.UsageError(f"{rest[0]} is one word too many")
-    if "output" in [param.name for param in order if order.count(param) > 1]:
-        raise click.UsageError("-o is given twice")
+        raise click.UsageError(f"{rest[0][:SHOWN]} is one word too many")
+    for param in order:
+        is_path = isinstance(param, click.Option) and isinstance(param.type, PathType)
+        if is_path and order.count(param) > 1 and not getattr(param, "multiple", False):
+            raise click.UsageError(f"{param.opts[0]} is given twice")
     for param in command.get_params(ctx):  # with --help
         given = texts.get(param.name or "")
         several = given if isinstance(given, (list, tuple)) else [given]
@@ -89,6 +96,6 @@ def _check(study: Study, step: Step, value: Value) -> None:
         return
     name = param.opts[-1] if isinstance(param, click.Option) else "the store"
     raise VitseeError(
-        f"{step.name}: {name} {text} is not in {study.folder}, where all that a study's file makes "
+        f"{step.name}: {name} {text[:SHOWN]} is not in {study.folder}, where all that a study's file makes "
         "is written"
     )

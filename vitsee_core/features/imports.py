@@ -12,7 +12,6 @@ The arrays come from files; what each is called, and the ids and labels beside t
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import math
 import os
@@ -32,7 +31,9 @@ from vitsee_core.images.sources.arrays import read_npz
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.progress import SILENT, Progress, counting
 from vitsee_core.runtime.versions import result_versions
+from vitsee_core.tables.delimited import as_numbers, read_cells
 from vitsee_core.tables.formats import ending_of, read_parquet
+from vitsee_core.types import pl
 from vitsee_stores import Store, StoreWriter, open_store
 from vitsee_stores.errors import VitseeError, reason
 from vitsee_stores.layout import SiteSpec, StorePlan, TokenLayout
@@ -45,6 +46,8 @@ T = TypeVar("T")
 ID, LABEL = "id", "label"
 # Columns that `vitsee export` writes beside the features.
 ABOUT = (ID, LABEL, "row", "index", "split")
+EXPECTED = "expected names of columns and numbers"
+NUMBERS = f"expected numbers in every column but {', '.join(ABOUT)}"
 SLAB = 256
 MEAN, GROUP = "mean", "blocks"  # so that analyses take imported sites by default
 LARGEST = {"float16": 65504.0, "float32": float(np.finfo(np.float32).max)}
@@ -142,17 +145,32 @@ def _safetensors(path: Path) -> Arrays:
 
 
 def _csv_columns(path: Path) -> dict[str, Sequence[Any]]:
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        rows = [row for row in csv.reader(file, delimiter=delimiter) if row]
-    if len(rows) < 2:
-        raise VitseeError(f"{path} has {len(rows)} rows; expected names of columns and numbers")
-    names, *body = rows
-    if uneven := [at for at, row in enumerate(body, 2) if len(row) != len(names)]:
-        raise VitseeError(
-            f"{path}: line {uneven[0]} has {len(body[uneven[0] - 2])} cells; expected {len(names)}"
-        )
-    return dict(zip(names, zip(*body, strict=True), strict=True))
+    """The columns of a delimited text: numbers where all cells are, else text."""
+    ending = path.suffix.lower()
+    frame, decimal_comma = read_cells(path, path.read_bytes(), ending, _is_text, EXPECTED)
+    if not len(frame):
+        raise VitseeError(f"{path} has {frame.width and 1} rows; {EXPECTED}")
+    columns = dict[str, Sequence[Any]]()
+    for column in frame.get_columns():
+        if not column.name:
+            raise VitseeError(
+                f"{path}: a column has no name, as that of row numbers which pandas writes "
+                "(to_csv(index=False) leaves it out); expected a name for each column"
+            )
+        numbers = None
+        if column.name not in ABOUT:
+            numbers = as_numbers(column, decimal_comma=decimal_comma)
+        if numbers is None:
+            columns[column.name] = column.fill_null("").to_list()
+            continue
+        if numbers.null_count():
+            raise VitseeError(f"{path}: column {column.name} holds ''; {NUMBERS}")
+        columns[column.name] = numbers.cast(pl.Float64).to_list()
+    return columns
+
+
+def _is_text(name: str) -> None:
+    """The type of a column before its cells are looked at: text."""
 
 
 def _parquet_columns(path: Path) -> dict[str, Sequence[Any]]:
@@ -173,10 +191,7 @@ def _of_columns(read: Callable[[Path], dict[str, Sequence[Any]]]) -> Callable[[P
             except (ValueError, TypeError):
                 words = (f"{str(cell)[:40]!r}" for cell in cells if not _is_number(cell))
                 found = next(words, "lists of different lengths")
-                raise VitseeError(
-                    f"{path}: column {name} holds {found}; expected numbers in every column "
-                    f"but {', '.join(ABOUT)}"
-                ) from None
+                raise VitseeError(f"{path}: column {name} holds {found}; {NUMBERS}") from None
         lists = {name: values for name, values in numbers.items() if values.ndim > 1}
         flat = {name: values for name, values in numbers.items() if values.ndim == 1}
         if flat:

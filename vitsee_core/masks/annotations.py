@@ -14,6 +14,7 @@ from typing import Any
 from vitsee_stores.errors import VitseeError, reason
 
 EXPECTED = "a COCO file with 'images' and 'annotations'"
+LONGEST_REASON = 200  # characters of an entry's error in a message
 MOST_PIXELS = 178_956_970  # of an image that Pillow opens
 
 
@@ -61,7 +62,8 @@ def entries_of(path: Path, annotations: str) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise VitseeError(
-            f"{path} has an entry that cannot be read ({type(error).__name__}: {error}); expected "
+            f"{path} has an entry that cannot be read "
+            f"({type(error).__name__}: {str(error)[:LONGEST_REASON]}); expected "
             f"{EXPECTED}, images with id, file_name, height and width, {annotations}"
         ) from None
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from vitsee_core.masks.annotations import (
     EXPECTED,
+    LONGEST_REASON,
     Annotated,
     category_names,
     category_of,
@@ -134,6 +135,7 @@ def unpack_counts(text: str | bytes) -> Iterator[int]:
         raise ValueError("its run lengths are cut short")
 
 
+FARTHEST_READ = 1e9  # pixels: larger numbers are refused where the mask is read
 LONGEST_ID = 40  # characters in a message
 SHORTEST_CODE = 12  # characters: run lengths of no pixel at all are fewer
 
@@ -163,7 +165,7 @@ def _encloses(outline: Any) -> bool:
         return True
     if 2 * len(corners) < FEWEST:
         return False
-    if not np.isfinite(corners).all():
+    if not (np.abs(corners) < FARTHEST_READ).all():  # NaN too
         return True
     from_first = corners - corners[0]
     lengths = np.hypot(from_first[:, 0], from_first[:, 1])
@@ -227,9 +229,11 @@ class CocoMasks(Annotated):
         try:
             return pixels_of(annotation["segmentation"], size)
         except Exception as error:  # compiled code raises what it likes
-            why = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+            text = str(error)[:LONGEST_REASON]
+            why = text if type(error) is ValueError else f"{type(error).__name__}: {text}"
             raise VitseeError(
-                f"cannot read the annotation {annotation.get('id')} of {self.where(i)}: {why}"
+                f"cannot read the annotation {str(annotation.get('id'))[:LONGEST_ID]} of "
+                f"{self.where(i)}: {why}"
             ) from None
 
 

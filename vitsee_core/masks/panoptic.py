@@ -141,7 +141,9 @@ def open_panoptic(path: Path, found: dict[str, Any] | None, folder: Path | None)
 
 def _check(annotation: dict[str, Any]) -> None:
     """Refuse a file that is not below the folder, and numbers that no colour has."""
-    name = Path(str(annotation["file_name"]))
+    if not isinstance(annotation["file_name"], str):
+        raise ValueError(f"the file {annotation['file_name']!r} has no name")
+    name = Path(annotation["file_name"])
     if name.is_absolute() or ".." in name.parts:
         raise ValueError(f"the file {name} is not below the folder of PNG files")
     seen = set()

@@ -3,6 +3,7 @@ that requests the same sizes again and again. Standard library only."""
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import re
@@ -105,6 +106,16 @@ def is_out_of_memory(error: BaseException) -> bool:
         or "can't allocate memory" in text
         or "CUDA error: out of memory" in text
     )
+
+
+def is_limited_memory(error: BaseException) -> bool:
+    """Whether a library could not be loaded, or a mapping made, as the process may take no more
+    memory (`ulimit -v`): the loader's words for it, or the system's."""
+    text = str(error)
+    of_a_library = isinstance(error, ImportError) and (
+        "failed to map segment" in text or "cannot allocate memory" in text.lower()
+    )
+    return of_a_library or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
 
 
 def is_out_of_threads(error: BaseException) -> bool:

@@ -51,6 +51,7 @@ from vitsee_stores.disk import read_regular
 from vitsee_stores.errors import VitseeError, reason
 from vitsee_stores.schema import checked
 
+LONGEST_ERROR = 500  # characters of what is wrong with a file in a message
 MAX_FILE_BYTES = 4 << 20
 # The parser's time grows with the square of a key's parts: 50,000 took a minute.
 MAX_KEY_PARTS = 64
@@ -205,7 +206,7 @@ def read_recipe(name: str) -> RecipeFile:
     try:
         return _recipe(name, checked(read_toml(place, name), _File))
     except ValueError as error:
-        raise RecipeError(f"{name}: {error}") from None
+        raise RecipeError(f"{name}: {str(error)[:LONGEST_ERROR]}") from None
 
 
 def read_toml(place: Any, name: str) -> dict[str, Any]:

@@ -26,6 +26,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from vitsee_core.tables.columns import declared_type, typed
+from vitsee_core.tables.delimited import (
+    SHOWN_CHARACTERS,
+    Cells,
+    as_numbers,
+    parse,
+    read_cells,
+)
 from vitsee_core.tables.files import MOST_BYTES, TABLE_ENDINGS
 from vitsee_core.tables.text import FORMULA, QUOTED, STEERING, spreadsheet_cell, visible
 from vitsee_core.types import pl
@@ -113,9 +120,8 @@ def read_table(
 ) -> pl.DataFrame:
     """The frame of a table's file; a name without a known ending is read as CSV.
 
-    A CSV of another program may begin with a byte-order mark, and have semicolons between cells,
-    with decimal commas. A column of which nobody says what it holds is integers or numbers where
-    all of its cells are, else text.
+    A CSV of another program is read as `vitsee_core.tables.delimited` says. A column of which
+    nobody says what it holds is integers or numbers where all of its cells are, else text.
 
     Args:
         path: named in messages.
@@ -130,20 +136,27 @@ def read_table(
     ending = next((e for e in TABLE_ENDINGS if path.name.lower().endswith(e)), ".csv")
     kind = "CSV text" if ending.startswith(".csv") else f"{ending} table"
     try:
+        decimal_comma = False
         if ending == ".parquet":
             frame = read_parquet(data)
         elif ending == ".json":
             frame = _from_records(data)
         else:
-            frame = _from_csv(path, data, ending, kinds, as_written)
+            frame, decimal_comma = _from_csv(path, data, ending, kinds, as_written)
     except (pl.exceptions.PolarsError, ValueError, OSError, EOFError, zlib.error):
         raise VitseeError(f"{path} is no {kind}; {WRITTEN}") from None
     if nested := [n for n, t in frame.schema.items() if t.is_nested() or t == pl.Binary]:
-        raise VitseeError(f"{path}: column {nested[0]} holds lists or bytes; {WRITTEN}")
+        raise VitseeError(
+            f"{path}: column {nested[0][:SHOWN_CHARACTERS]} holds lists or bytes; {WRITTEN}"
+        )
     if not len(frame):
         raise VitseeError(f"{path} has no rows; {WRITTEN}")
     quoted = ending == ".csv.gz" or (ending in (".csv", ".tsv") and b"'" in data)
-    return typed(frame.with_columns([_as(path, c, kinds, quoted) for c in frame.get_columns()]))
+    columns = [
+        _as(path, column, kinds, quoted=quoted, decimal_comma=decimal_comma)
+        for column in frame.get_columns()
+    ]
+    return typed(frame.with_columns(columns))
 
 
 def read_parquet(data: bytes) -> pl.DataFrame:
@@ -173,50 +186,26 @@ def _from_records(data: bytes) -> pl.DataFrame:
 
 def _from_csv(
     path: Path, data: bytes, ending: str, kinds: Mapping[str, str], as_written: bool
-) -> pl.DataFrame:
+) -> Cells:
     """The cells of a CSV, those of columns that are said to hold numbers already as such."""
     if ending == ".csv.gz":
         with gzip.open(io.BytesIO(data)) as file:
             data = file.read(MOST_BYTES)
         if len(data) == MOST_BYTES:
             raise ValueError(f"more than {MOST_BYTES} bytes")
-    data = data.removeprefix(b"\xef\xbb\xbf")
-    if not data.strip():
-        return pl.DataFrame()
-    first = data[: data.find(b"\n") + 1 or None].decode()
-    separator = "\t" if ending == ".tsv" else ";" if ";" in first and "," not in first else ","
-    header = next(csv.reader([first], delimiter=separator), [])
-    if twice := [name for name in header if header.count(name) > 1]:
-        raise VitseeError(f"{path} has several columns named {twice[0]!r}; {WRITTEN}")
+        ending = ".csv"
+
+    def number_type(name: str) -> Any:
+        kind = _type_of(name, kinds)
+        return kind if kind is not None and kind.is_numeric() else None
+
     if not as_written:
-        data = _without_blank_lines(data)
-        _check_lengths(path, data, header, separator)
-    known = {n: _type_of(n, kinds) for n in header} if as_written or separator != ";" else {}
-    types = {n: kind for n, kind in known.items() if kind is not None and kind.is_numeric()}
-    schema: dict[str, Any] = {name: types.get(name, pl.String) for name in header}
-    try:
-        return pl.read_csv(data, schema=schema, separator=separator, glob=False)
-    except pl.exceptions.ComputeError:  # text among numbers: the column is found by `_as`
-        return pl.read_csv(data, schema=dict.fromkeys(header, pl.String), separator=separator)
-
-
-def _without_blank_lines(data: bytes) -> bytes:
-    return re.sub(rb"(\r?\n)(?:[ \t]*\r?\n)+", rb"\1", data) if b'"' not in data else data
-
-
-def _check_lengths(path: Path, data: bytes, header: Sequence[str], separator: str) -> None:
-    """Refuse rows of another length than the header's. Polars refuses longer ones and fills shorter
-    ones up, so that the number of separators tells whether there are any."""
-    bare = re.sub(rb'"[^"]*"', b"", data) if b'"' in data else data
-    lines = bare.count(b"\n") + (not bare.endswith(b"\n"))
-    if bare.count(separator.encode()) == lines * (len(header) - 1):
-        return
-    text = io.TextIOWrapper(io.BytesIO(data), "utf-8", newline="")
-    for number, line in enumerate(csv.reader(text, delimiter=separator)):
-        if line and len(line) != len(header):
-            raise VitseeError(
-                f"{path}, row {number} has {len(line)} cells, its header {len(header)}; {WRITTEN}"
-            )
+        return read_cells(path, data, ending, number_type, WRITTEN)
+    separator = "\t" if ending == ".tsv" else ","
+    lines = io.TextIOWrapper(io.BytesIO(data), "utf-8", newline="")
+    names = next(csv.reader(lines, delimiter=separator), [])
+    frame = parse(data, names, separator, number_type) if names else pl.DataFrame()
+    return Cells(frame, decimal_comma=False)
 
 
 def _type_of(name: str, kinds: Mapping[str, str]) -> Any:
@@ -226,10 +215,19 @@ def _type_of(name: str, kinds: Mapping[str, str]) -> Any:
     return declared_type(name) if told is None else told()
 
 
-def _as(path: Path, column: pl.Series, kinds: Mapping[str, str], quoted: bool) -> pl.Series:
-    """A column as its type. quoted: text that a spreadsheet would run begins with a quote. Raises
-    VitseeError: text, times or truth values where numbers are expected."""
-    wanted, name = _type_of(column.name, kinds), column.name
+def _as(
+    path: Path,
+    column: pl.Series,
+    kinds: Mapping[str, str],
+    *,
+    quoted: bool,
+    decimal_comma: bool,
+) -> pl.Series:
+    """A column as its type. quoted: text that a spreadsheet would run begins with a quote;
+    decimal_comma: see `as_numbers`. Raises VitseeError: text, times or truth values where numbers
+    are expected."""
+    wanted = _type_of(column.name, kinds)
+    name = column.name[:SHOWN_CHARACTERS]
     if column.dtype == pl.Categorical and wanted is not None and wanted.is_numeric():
         column = column.cast(pl.String)
     if column.dtype != pl.String:  # of Parquet or JSON, perhaps by another program
@@ -249,14 +247,12 @@ def _as(path: Path, column: pl.Series, kinds: Mapping[str, str], quoted: bool) -
     given = column.set(column == "", None) if (column == "").any() else column
     n = given.null_count()
     if n == len(given):
-        return pl.repeat(None, n, dtype=wanted or pl.Null, eager=True).alias(name)
-    plain = given.str.replace(",", ".", literal=True)  # a decimal comma
-    for cells in (given, plain):
-        for kind in (pl.Int64, pl.Float64):
-            numbers = cells.cast(kind, strict=False)
-            if numbers.null_count() == n:
-                return numbers
+        return pl.repeat(None, n, dtype=wanted or pl.Null, eager=True).alias(column.name)
+    numbers = as_numbers(given, decimal_comma=decimal_comma)
+    if numbers is not None:
+        return numbers
     if wanted is None:
         return text
     odd = given.filter(given.cast(pl.Float64, strict=False).is_null() & given.is_not_null())
-    raise VitseeError(f"{path}: column {name} has the text {odd[0]!r}; expected numbers")
+    shown = odd[0][:SHOWN_CHARACTERS]
+    raise VitseeError(f"{path}: column {name} has the text {shown!r}; expected numbers")
