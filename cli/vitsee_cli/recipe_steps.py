@@ -96,6 +96,6 @@ def _check(study: Study, step: Step, value: Value) -> None:
         return
     name = param.opts[-1] if isinstance(param, click.Option) else "the store"
     raise VitseeError(
-        f"{step.name}: {name} {text[:SHOWN]} is not in {study.folder}, where all that a study's file makes "
-        "is written"
+        f"{step.name}: {name} {text[:SHOWN]} is not in {study.folder}, where all that a "
+        "study's file makes is written"
     )
