@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.special import stdtrit
 
-from vitsee_core.statistics.moments import Moments, t_quantile
+from vitsee_core.statistics.moments import Moments, mean_over_tokens, t_quantile
 
 
 def moments_of(*pieces: object) -> Moments:
@@ -101,3 +102,17 @@ def test_any_cut_gives_the_oracles_numbers(values: list[float], cuts: list[int])
         # squares below 1e-308 are 0
         close = max(1e-12 * scale, 1e-150)
         assert float(summary.std) == pytest.approx(statistics.stdev(present), abs=close)
+
+
+def test_the_mean_over_tokens_leaves_out_what_is_not_a_number() -> None:
+    values = np.random.default_rng(3).normal(size=(6, 5))
+    values[1, 2:4], values[4] = np.nan, np.nan
+    expected = []
+    for image in values:
+        numbers = [value for value in image if value == value]
+        expected.append(sum(numbers) / len(numbers) if numbers else np.nan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # numpy's nanmean warns of an image without a number
+        np.testing.assert_allclose(mean_over_tokens(values), expected, rtol=1e-15)
+    by_hand = mean_over_tokens([[1.0, np.nan, 3.0], [np.nan] * 3])
+    np.testing.assert_array_equal(by_hand, [2.0, np.nan])

@@ -146,7 +146,10 @@ def test_pages_can_run_one_after_another_in_one_folder() -> None:
             words = shlex.split(line, comments=True)
             for option, place in pairwise(words):
                 if option in ("-o", "--png", "--table") and not place.endswith(".zarr"):
-                    assert place not in written, f"{line}: {written[place]}"
+                    assert place not in written, (
+                        f"two pages write {place}, and all run in one folder; name it otherwise in "
+                        f"one of them: {line}; {written[place]}"
+                    )
                     written[place] = line
 
 

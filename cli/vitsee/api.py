@@ -30,7 +30,7 @@ from vitsee_core.runtime.options import (
 )
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.store_selection import select_each, sites_of
-from vitsee_core.statistics.moments import INTERVAL_METHOD, SlabMoments
+from vitsee_core.statistics.moments import INTERVAL_METHOD, SlabMoments, mean_over_tokens
 from vitsee_core.tables.columns import PAIR, SITE, VALUES, pair_columns, site_columns
 from vitsee_core.tables.headlines import Answer, by_store, first_and_last
 from vitsee_core.tables.results import Table
@@ -81,6 +81,7 @@ __all__ = [
     "first_and_last",
     "legend_below",
     "marker",
+    "mean_over_tokens",
     "metrics_option",
     "open_store",
     "pair_columns",

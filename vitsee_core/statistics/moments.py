@@ -41,6 +41,21 @@ class Summary:
         return cells | {"n_images": int(self.n[at])}
 
 
+def mean_over_tokens(values: ArrayLike) -> Float:
+    """(images,) each image's mean over its tokens; a token that is NaN is left out, and an image
+    of which all are has NaN, where `numpy.nanmean` warns. values: (images, tokens).
+
+    >>> mean_over_tokens([[1.0, float("nan"), 3.0], [float("nan")] * 3])
+    array([ 2., nan])
+    """
+    x = np.asarray(values, np.float64)
+    present = ~np.isnan(x)
+    n = present.sum(axis=1)
+    total = np.where(present, x, 0.0).sum(axis=1)
+    means: Float = np.where(n > 0, total / np.maximum(n, 1), np.nan)
+    return means
+
+
 class Moments:
     """Count, mean and sum of squared deviations of examples, entry by entry, in float64.
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -232,9 +230,17 @@ class _Planned:
 
 def _written(folder: Path, module: str) -> Step:
     def write() -> None:
-        made_by: Any = importlib.import_module(f"vitsee_core.demo.{module}")
-        writer: Callable[[Path], None] = vars(made_by)[f"write_{module}"]
-        writer(folder)
+        # Imported when a set is written: planning needs none of them.
+        from vitsee_core.demo import coco, davis, moving, revisited, spair
+
+        writers: dict[str, Callable[[Path], None]] = {
+            "coco": coco.write_coco,
+            "davis": davis.write_davis,
+            "moving": moving.write_moving,
+            "revisited": revisited.write_revisited,
+            "spair": spair.write_spair,
+        }
+        writers[module](folder)
 
     text = f"from vitsee_core.demo.{module} import write_{module}; "
     words = ("python", "-c", f"{text}write_{module}({str(folder)!r})")
