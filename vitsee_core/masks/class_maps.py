@@ -196,7 +196,7 @@ _CITYSCAPES_FILE = re.compile(r"_gt(Fine|Coarse)_labelIds\.png$")
 @dataclass(frozen=True)
 class PngMaps:
     """PNG files below a folder; see `ClassMaps`. files: paths below it. table: (256,) the class of
-    each value, `IGNORED` or `REFUSED`."""
+    each value, `IGNORED` or `REFUSED`. exif: see `oriented_as`."""
 
     name: str
     folder: str
@@ -205,6 +205,7 @@ class PngMaps:
     table: tuple[int, ...]
     classes: tuple[str, ...]
     layout: str
+    exif: bool = False
 
     @property
     def rules(self) -> dict[str, str]:
@@ -216,7 +217,7 @@ class PngMaps:
 
     def read(self, i: int) -> ClassMap:
         hint = " (a palette image as its authors distribute it, not its colours)"
-        values = read_numbers(self.folder, self.files[i], hint)
+        values = read_numbers(self.folder, self.files[i], hint, self.exif)
         if values.size and (int(values.max()) >= VALUES or int(values.min()) < 0):
             raise VitseeError(
                 f"{self.where(i)} has the value {int(values.max())}; expected classes up to "

@@ -18,6 +18,7 @@ from vitsee_core.images.folders import image_stem
 from vitsee_core.images.placement import Edges, box_pixels, cell_edges
 from vitsee_core.images.transform import Recipe, make_recipe
 from vitsee_core.masks.labels import FOREGROUND, VOID, Labels, MaskSource, PixelSource
+from vitsee_core.masks.orientation import oriented_as
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.progress import counting
 from vitsee_core.types import Mask
@@ -76,6 +77,7 @@ def ground_truth(
         raise MissingInput(f"{store.label} does not say how its images were resized; extract anew")
     ids = store.samples.file.tolist()
     wanted = int((rows.mask & store.valid).sum())
+    masks = oriented_as(store.manifest.transform, masks)
     matched, numbers = match_rows(store, masks, rows)
     sizes, boxes = store.sizes.tolist(), store.samples.box
     labels = {
@@ -181,9 +183,11 @@ def cut_to_image(
             raise VitseeError(f"{where}: {error}") from None
         mask = mask[top:bottom, left:right]
     if mask.shape != size:
+        sideways = mask.shape == size[::-1]
+        hint = " (one of both is turned by EXIF: see extract --exif)" if sideways else ""
         raise VitseeError(
             f"{where} is {mask.shape[1]} x {mask.shape[0]} pixels, its image {image} is "
-            f"{size[1]} x {size[0]}; expected masks of the original images' size"
+            f"{size[1]} x {size[0]}; expected masks of the original images' size{hint}"
         )
     return mask
 

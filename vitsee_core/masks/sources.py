@@ -93,11 +93,11 @@ def png_files(folder: Path, what: str) -> list[str]:
     return found
 
 
-def read_numbers(folder: str, name: str, hint: str = "") -> NDArray[Any]:
+def read_numbers(folder: str, name: str, hint: str = "", exif: bool = False) -> NDArray[Any]:
     """(height, width) of a file below a folder: of palette images their indices, of 1-bit images 0
-    and 1. hint: at the end of the error. Raises VitseeError: the file cannot be read, or holds
-    colours."""
-    image, _ = FileOpener(folder).load(name)
+    and 1. hint: at the end of the error; exif: whether the file is turned upright. Raises
+    VitseeError: the file cannot be read, or holds colours."""
+    image, _ = FileOpener(folder, exif=exif).load(name)
     if len(image.getbands()) > 1 or image.mode == "F":
         raise VitseeError(
             f"{Path(folder, name)} holds colours (mode {image.mode}); expected one channel of "
@@ -236,13 +236,15 @@ def _open(
 class MaskFolder:
     """PNG files below a folder; see `MaskSource`.
 
-    keys: paths below it. background, void_value: pixel values; every other is foreground.
+    keys: paths below it. background, void_value: pixel values; every other is foreground. exif: see
+    `oriented_as`.
     """
 
     name: str
     keys: list[str]
     background: tuple[int, ...]
     void_value: int | None
+    exif: bool = False
 
     @property
     def categories(self) -> list[str]:
@@ -265,7 +267,7 @@ class MaskFolder:
         return str(Path(self.name, self.keys[i]))
 
     def read(self, i: int) -> Labels:
-        values = read_numbers(self.name, self.keys[i])
+        values = read_numbers(self.name, self.keys[i], exif=self.exif)
         labels = np.where(np.isin(values, self.background), BACKGROUND, FOREGROUND)
         if self.void_value is not None:
             labels[values == self.void_value] = VOID
@@ -274,7 +276,7 @@ class MaskFolder:
     def segments(self, i: int) -> list[Segment]:
         """One segment for each value that is neither background nor void, called by it; see
         `MaskSource`."""
-        values = read_numbers(self.name, self.keys[i])
+        values = read_numbers(self.name, self.keys[i], exif=self.exif)
         left_out = (*self.background, self.void_value)
         found = [value for value in np.unique(values).tolist() if value not in left_out]
         return [Segment(str(int(value)), values == value) for value in found]

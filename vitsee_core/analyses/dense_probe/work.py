@@ -26,6 +26,7 @@ from vitsee_core.images.placement import place
 from vitsee_core.masks.class_maps import IGNORED, ClassMaps
 from vitsee_core.masks.depth_maps import DepthMaps
 from vitsee_core.masks.mask_truth import cut_to_image, match_rows
+from vitsee_core.masks.orientation import oriented_as
 from vitsee_core.runtime.lanes import n_lanes, one_blas_thread
 from vitsee_core.runtime.streaming import A, Rows
 from vitsee_core.types import Float32, Integers, Mask
@@ -104,6 +105,7 @@ class Truth:
                 f"{store.label} does not say how its images were resized; extract anew"
             )
         wanted = int((rows.mask & store.valid).sum())
+        maps = oriented_as(transform, maps)
         matched, numbers = match_rows(store, maps, rows)
         try:
             place(transform, store.sizes[matched[0]].tolist())

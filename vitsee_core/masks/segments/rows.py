@@ -17,6 +17,7 @@ from vitsee_core.images.placement import place
 from vitsee_core.labels.labelled_rows import LabelledRows, in_split
 from vitsee_core.masks import MaskSource, open_masks
 from vitsee_core.masks.mask_truth import cut_to_image, match_rows
+from vitsee_core.masks.orientation import oriented_as
 from vitsee_core.masks.segments.vectors import SegmentFeatures, Sparse, Weigher, Weights
 from vitsee_core.masks.sources import BACKGROUND_OPTION, PANOPTIC, SEGMENTS, VOID_OPTION
 from vitsee_core.runtime.machine import counted
@@ -222,6 +223,7 @@ def find_segments(
     mask = chosen.mask & store.valid
     if split is not None:
         mask &= in_split(store, split)
+    source = oriented_as(store.manifest.transform, source)
     matched, numbers = match_rows(store, source, Rows(mask, chosen.n_invalid, chosen.how))
     without = int(mask.sum()) - len(matched)
     how = chosen.how if split is None else f"{chosen.how}, of split {split}"
