@@ -250,3 +250,23 @@ def test_voc_s_other_folders(tmp_path: Path) -> None:
     assert open_masks(tmp_path / "SegmentationObject").read(0).tolist() == [
         [BACKGROUND, FOREGROUND, VOID]
     ]
+
+
+def test_cityscapes_train_ids(tmp_path: Path) -> None:
+    """What its scripts make; where the labels lie beside them, these are read."""
+    city = tmp_path / "gtFine" / "val" / "x"
+    city.mkdir(parents=True)
+    train_ids = np.array([[0, 18, 255]], np.uint8)
+    Image.fromarray(train_ids).save(city / "x_000_gtFine_labelTrainIds.png")
+    maps = open_class_maps(tmp_path)
+    assert maps.layout == "Cityscapes" and len(maps.classes) == 19
+    assert list(maps.keys) == ["val/x/x_000_leftImg8bit.png"]
+    assert maps.read(0).tolist() == [[0, 18, IGNORED]]
+    label_ids = np.array([[7, 33, 0]], np.uint8)
+    Image.fromarray(label_ids).save(city / "x_000_gtFine_labelIds.png")
+    assert open_class_maps(tmp_path).read(0).tolist() == maps.read(0).tolist()
+    assert open_class_maps(city).layout == "Cityscapes"
+    Image.fromarray(np.array([[19]], np.uint8)).save(city / "y_000_gtFine_labelTrainIds.png")
+    (city / "x_000_gtFine_labelIds.png").unlink()
+    with pytest.raises(VitseeError, match="has the value 19, which is no class of Cityscapes"):
+        open_class_maps(tmp_path).read(1)

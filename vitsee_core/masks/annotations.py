@@ -14,6 +14,7 @@ from typing import Any
 from vitsee_stores.errors import VitseeError, reason
 
 EXPECTED = "a COCO file with 'images' and 'annotations'"
+LONGEST_ID = 40  # characters of an id in a message
 LONGEST_REASON = 200  # characters of an entry's error in a message
 MOST_PIXELS = 178_956_970  # of an image that Pillow opens
 
@@ -148,6 +149,7 @@ def category_of(entry: Mapping[str, Any], names: Mapping[Any, str], where: str) 
     if isinstance(number, (int, str)) and number in names:
         return names[number]
     raise VitseeError(
-        f"{where}: the annotation {entry.get('id')} is of category {number}, which has no name "
+        f"{where}: the annotation {str(entry.get('id'))[:LONGEST_ID]} is of category "
+        f"{str(number)[:LONGEST_ID]}, which has no name "
         "among the file's categories"
     )

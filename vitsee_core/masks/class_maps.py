@@ -6,7 +6,8 @@ PNG files hold one map each, pixel by pixel as a number, in four published layou
 - ADE20K as SceneParsing distributes it: `annotations/{training,validation}/` beside
   `objectInfo150.txt`; 0 is no class, 1 to 150 are classes 0 to 149;
 - Cityscapes: `*_gtFine_labelIds.png`, of whose 34 numbers 19 are classes (the `trainId` of its
-  scripts); the image is the file with `leftImg8bit` in place of what follows the frame;
+  scripts), or `*_gtFine_labelTrainIds.png` where there are only these; the image is the file with
+  `leftImg8bit` in place of what follows the frame;
 - any other folder: values are classes.
 
 A value of 255 is never a class. COCO files give class maps from panoptic segments, stuff and
@@ -190,7 +191,6 @@ CITYSCAPES = {
 }  # fmt: skip
 CITYSCAPES_VALUES = 34
 ADE_NAMES = "objectInfo150.txt"
-_CITYSCAPES_FILE = re.compile(r"_gt(Fine|Coarse)_labelIds\.png$")
 
 
 @dataclass(frozen=True)
@@ -307,21 +307,27 @@ def _ade20k_names(path: Path) -> tuple[str, ...]:
 
 def _cityscapes(path: Path) -> PngMaps | None:
     folder = path / "gtFine" if (path / "gtFine").is_dir() else path
-    if not _any_labelled(folder):
-        return None
     order = {value: number for number, value in enumerate(CITYSCAPES)}
-    values = [order.get(value, IGNORED) for value in range(CITYSCAPES_VALUES)]
-    found = _maps(path, folder, values, tuple(CITYSCAPES.values()), "Cityscapes")
-    files = tuple(filter(_CITYSCAPES_FILE.search, found.files))
-    keys = tuple(_CITYSCAPES_FILE.sub("_leftImg8bit.png", name) for name in files)
-    return replace(found, files=files, keys=keys)
+    values_by_kind: dict[str, Sequence[int]] = {
+        "labelIds": [order.get(value, IGNORED) for value in range(CITYSCAPES_VALUES)],
+        "labelTrainIds": range(len(CITYSCAPES)),
+    }
+    for kind, values in values_by_kind.items():
+        file_name = re.compile(rf"_gt(Fine|Coarse)_{kind}\.png$")
+        if not _any_called(folder, file_name):
+            continue
+        maps = _maps(path, folder, values, tuple(CITYSCAPES.values()), "Cityscapes")
+        files = tuple(filter(file_name.search, maps.files))
+        keys = tuple(file_name.sub("_leftImg8bit.png", name) for name in files)
+        return replace(maps, files=files, keys=keys)
+    return None
 
 
-def _any_labelled(folder: Path) -> bool:
-    """Whether the first PNG files that are met are Cityscapes' (of a city all are alike)."""
+def _any_called(folder: Path, file_name: re.Pattern[str]) -> bool:
+    """Whether the first PNG files that are met have such names (of a city all are alike)."""
     for _, _, names in os.walk(folder):
         if any(name.lower().endswith(".png") for name in names):
-            return any(map(_CITYSCAPES_FILE.search, names))
+            return any(map(file_name.search, names))
     return False
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from vitsee_core.masks.annotations import (
     EXPECTED,
+    LONGEST_ID,
     LONGEST_REASON,
     Annotated,
     category_names,
@@ -136,7 +137,6 @@ def unpack_counts(text: str | bytes) -> Iterator[int]:
 
 
 FARTHEST_READ = 1e9  # pixels: larger numbers are refused where the mask is read
-LONGEST_ID = 40  # characters in a message
 SHORTEST_CODE = 12  # characters: run lengths of no pixel at all are fewer
 
 
