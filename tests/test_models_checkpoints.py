@@ -186,9 +186,7 @@ def test_the_key_may_be_named_and_is_said(tmp_path: Path) -> None:
     model = loaded(both, checkpoint_key="model_ema")
     assert holds(model, averaged) and model.weights["key"] == "model_ema"
     _, note = model.notes()  # the first is about normalisation
-    assert note == (
-        "both.pth: taken: model_ema; other weights in the file: model (--checkpoint-key)"
-    )
+    assert note == ("both.pth: taken: model_ema; other copies: model (--checkpoint-key model)")
     assert "taken: model;" in loaded(both).notes()[1]
     alone = loaded(saved(tmp_path / "alone.pth", {"state_dict_ema": averaged}))
     assert alone.notes()[1:] == ["alone.pth: taken: state_dict_ema"]

@@ -151,8 +151,8 @@ def no_way_out(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_weights_of_another_shape(tmp_path: Path) -> None:
     name = folder(tmp_path / "own")
     text = refusal(name, model_args={"depth": 3})
-    assert "do not fit depth=3: left over 36 (blocks.3." in text
-    assert "give --random-init SEED" in text and "Error(s)" not in text
+    assert "does not fit this model: left over: 36 (blocks.3." in text
+    assert "with depth=3" in text and "--random-init SEED" in text and "Error(s)" not in text
     text = refusal(name, model_args={"embed_dim": 48})
     assert "do not fit embed_dim=48: of another size" in text
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.models_helpers import refusal
+from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model
 
 transformers: Any = pytest.importorskip("transformers")
@@ -178,3 +180,284 @@ def test_one_copy_of_two_in_a_folder(tmp_path: Path) -> None:
 
     weights = load_model(rewritten(place, twice)).weights
     assert weights["sha256"] == expected and weights["other_keys"] == ["ema_model"]
+
+
+# ------------------------------------------------------------------------ files, folders of timm
+
+VIT = {"embed_dim": 24, "depth": 3, "num_heads": 3, "patch_size": 8}
+PLAIN = "vit_tiny_patch16_224"
+
+
+def trained(name: str = PLAIN, size: int | tuple[int, int] = 32, **args: Any) -> State:
+    """Weights drawn anew, so that no two tensors are equal."""
+    torch.manual_seed(4)
+    module = timm.create_model(name, img_size=size, **{**VIT, **args})
+    return {
+        key: torch.randn_like(x) * 0.1 if x.is_floating_point() else x
+        for key, x in module.state_dict().items()
+    }
+
+
+def opened(tmp_path: Path, content: Any, name: str = PLAIN, **options: Any) -> Any:
+    torch.save(content, tmp_path / "w.pth")
+    args = {**VIT, **options.pop("model_args", {})}
+    options = {"img_size": 32, **options}
+    return load_model(name, checkpoint=tmp_path / "w.pth", model_args=args, **options)
+
+
+def unfit(tmp_path: Path, content: Any, name: str = PLAIN, **options: Any) -> str:
+    with pytest.raises(ModelError) as error:
+        opened(tmp_path, content, name, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def holds(model: Any, state: State) -> bool:
+    own = model.module.state_dict()
+    return all(torch.equal(own[key], x) for key, x in state.items())
+
+
+def renamed(state: State, old: str, new: str) -> State:
+    return {name.replace(old, new): x for name, x in state.items()}
+
+
+EXTRA = [
+    "fc_norm.weight", "reg_token", "norm_pre.weight", "blocks.0.adapter.down.weight",
+    "rel_pos_bias.relative_position_bias_table", "blocks.0.ls1.gamma", "blocks.3.norm1.weight",
+    "adapter.weight", "patch_embed.norm.weight", "blocks.0.attn.q_norm.weight",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("extra", EXTRA)
+def test_what_a_file_has_and_the_model_lacks(extra: str, tmp_path: Path) -> None:
+    state = {**trained(), extra: torch.ones(24)}
+    for content in (state, {"model": under("module.")(state)}):
+        text = unfit(tmp_path, content)
+        assert f"left over: 1 ({extra})" in text
+
+
+def test_parts_beside_the_model_are_known_or_refused(tmp_path: Path) -> None:
+    state = under("backbone.")(trained())
+    known = {
+        "decode_head.conv.weight": torch.zeros(2), "neck.conv.weight": torch.zeros(2),
+        "projection_head.0.weight": torch.zeros(2), "mask_token": torch.zeros(1, 1, 24),
+    }  # fmt: skip
+    model = opened(tmp_path, state | known)
+    assert holds(model, trained()) and len(model.weights["unexpected"]) == 4
+    text = unfit(tmp_path, {**state, "adapter.weight": torch.zeros(2)})
+    assert "left over: 1 (adapter.weight)" in text
+    # Whoever names the part asks for it alone.
+    model = opened(tmp_path, {**state, "adapter.weight": torch.zeros(2)}, checkpoint_key="backbone")
+    assert holds(model, trained()) and model.weights["key"] == "backbone"
+
+
+NUMBERS = [torch.int8, torch.uint8, torch.int32, torch.bool, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_tensors_that_are_no_floats(dtype: torch.dtype, tmp_path: Path) -> None:
+    state = trained()
+    for name in ("blocks.1.mlp.fc1.weight", "pos_embed", "patch_embed.proj.weight"):
+        changed = {**state, name: (state[name] * 100).to(dtype)}
+        text = unfit(tmp_path, changed)
+        assert f"{name} is {str(dtype).removeprefix('torch.')} where the model has float32" in text
+    unfit(tmp_path, changed, img_size=48)  # resampled or not
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e5m2])
+def test_narrow_floats_of_a_file(dtype: torch.dtype, tmp_path: Path) -> None:
+    state = {key: x.to(dtype) for key, x in trained().items()}
+    assert holds(opened(tmp_path, state), {key: x.float() for key, x in state.items()})
+
+
+def test_patches_of_another_size_are_refused_unless_asked_for(tmp_path: Path) -> None:
+    state = trained(patch_size=4)
+    text = unfit(tmp_path, state)
+    assert "filters of 4 x 4 pixels, the model's have 8 x 8" in text
+    assert "--resample-patches" in text
+    model = opened(tmp_path, state, resample_patches=True)
+    assert any("patch_embed.proj.weight" in line for line in model.weights["resampled"])
+    assert model.weights["resample_patches"] is True
+
+
+def test_a_table_of_another_grid_with_as_many_positions(tmp_path: Path) -> None:
+    """4 x 4 positions for 2 x 8 patches: an interpolation by torch as oracle."""
+    state = trained()
+    model = opened(tmp_path, state, img_size=(16, 64))
+    table = state["pos_embed"]
+    square = table[:, 1:].reshape(1, 4, 4, -1).permute(0, 3, 1, 2)
+    wide = torch.nn.functional.interpolate(square, (2, 8), mode="bicubic", antialias=True)
+    expected = torch.cat([table[:, :1], wide.flatten(2).transpose(1, 2)], 1)
+    torch.testing.assert_close(model.module.state_dict()["pos_embed"], expected)
+    assert model.weights["resampled"] == ["pos_embed 4 x 4 to 2 x 8"]
+    assert any("assumed is 4 x 4" in line for line in model.notes())
+    own = trained(size=(16, 64))
+    model = opened(tmp_path, own, img_size=(16, 64), weights_size=(16, 64))
+    assert holds(model, own) and "resampled" not in model.weights
+    model = opened(tmp_path, own, img_size=32, weights_size=(16, 64))
+    assert model.weights["resampled"] == ["pos_embed 2 x 8 to 4 x 4"]
+    text = unfit(tmp_path, own, img_size=32, weights_size=(16, 16))
+    assert "has 16 positions, and images of --weights-size have 2 x 2 patches" in text
+
+
+COPIES = [
+    ("online_model.", "ema_model."), ("backbone.", "momentum."), ("net.", "ema."),
+    ("online_encoder.", "target_encoder."), ("encoder_q.", "encoder_k."), ("teacher.", "student."),
+    ("module.model.", "module.model_ema.module."), ("", "ema."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prefixes", COPIES)
+@pytest.mark.parametrize("flip", [False, True])
+def test_one_of_two_copies_is_taken_and_said(
+    prefixes: tuple[str, str], flip: bool, tmp_path: Path
+) -> None:
+    first, second = trained(), {key: x + 1 for key, x in trained().items()}
+    copies = [under(prefixes[0])(first), under(prefixes[1])(second)]
+    content = copies[1] | copies[0] if flip else copies[0] | copies[1]
+    model = opened(tmp_path, {"state_dict": content})
+    assert holds(model, first)
+    (other,) = model.weights["other_keys"]
+    assert any(f"(--checkpoint-key {other})" in line for line in model.notes())
+    assert holds(opened(tmp_path, {"state_dict": content}, checkpoint_key=other), second)
+    assert holds(opened(tmp_path, content, checkpoint_key=other), second)
+
+
+def test_a_head_s_own_state_dict_is_never_taken_first(tmp_path: Path) -> None:
+    state = trained()
+    head = {name: x for name, x in state.items() if name.startswith("head.")}
+    for key in ("model_state_dict", "net", "encoder"):
+        model = opened(tmp_path, {"head_state_dict": head, key: state})
+        assert holds(model, state) and model.weights["key"] == key
+    nested = opened(tmp_path, {"state": {"model": state}, "epoch": 3})
+    assert holds(nested, state) and nested.weights["key"] == "state.model"
+
+
+INNER = [
+    ("blocks.", "blocks._orig_mod."), (".attn.", "._fsdp_wrapped_module.attn."),
+    ("blocks.0.", "blocks.0._orig_mod."), (".mlp.", "._checkpoint_wrapped_module.mlp."),
+    ("blocks.1.", "_fsdp_wrapped_module.blocks.1._fsdp_wrapped_module._orig_mod."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", INNER)
+def test_words_of_wrappers_inside_names(words: tuple[str, str], tmp_path: Path) -> None:
+    state = trained()
+    for prefix in ("", "module.", "_fsdp_wrapped_module."):
+        assert holds(opened(tmp_path, under(prefix)(renamed(state, *words))), state)
+
+
+def test_training_files_of_dinov2(tmp_path: Path) -> None:
+    """The teacher's and the student's encoder in chunks of blocks, heads beside them."""
+    name = "vit_small_patch14_dinov2"
+    state = trained(name)
+    headless = {key: x for key, x in state.items() if not key.startswith("head.")}
+    chunks = {
+        key.replace(f"blocks.{n}.", f"blocks.{n // 2}.{n}.")
+        : x for n in range(3) for key, x in headless.items() if f"blocks.{n}." in key
+    }  # fmt: skip
+    chunks |= {key: x for key, x in headless.items() if "blocks." not in key}
+    chunks |= {"mask_token": torch.zeros(1, 24)}
+    heads = {"dino_head.mlp.0.weight": torch.zeros(2), "ibot_head.last_layer.weight": torch.ones(2)}
+    teacher = under("backbone.")(chunks) | heads
+    student = under("backbone.")({key: x + 1 for key, x in chunks.items()}) | heads
+    for content in ({"teacher": teacher}, {"teacher": teacher, "student": student}):
+        model = opened(tmp_path, content, name)
+        assert holds(model, headless) and model.weights["key"] == "teacher"
+    flat = under("teacher.")(teacher) | under("student.")(student)
+    assert holds(opened(tmp_path, {"model": flat}, name), headless)
+
+
+def test_dinov2_with_registers_is_said_as_it_is_read(tmp_path: Path) -> None:
+    """Its class token takes its row of the position table: nothing is resampled or left over."""
+    name = "vit_small_patch14_reg4_dinov2"
+    state = trained(name)
+    state = {key: x for key, x in state.items() if not key.startswith("head.")}
+    place = torch.full((1, 1, 24), 0.25)
+    raw = dict(state)
+    raw["register_tokens"] = raw.pop("reg_token")
+    raw["pos_embed"] = torch.cat([place, raw["pos_embed"]], 1)
+    raw["cls_token"] = raw["cls_token"] - place
+    model = opened(tmp_path, {**raw, "mask_token": torch.zeros(1, 24)}, name)
+    assert "resampled" not in model.weights and model.weights["unexpected"] == ["mask_token"]
+    torch.testing.assert_close(model.module.state_dict()["pos_embed"], state["pos_embed"])
+    assert not any("resampled" in line or "register_tokens" in line for line in model.notes())
+
+
+# --------------------------------------------------------------------------------- other sources
+
+
+def timm_folder(place: Path, state: State, args: dict[str, Any] | None = None) -> str:
+    place.mkdir(exist_ok=True)
+    config: dict[str, Any] = {
+        "architecture": PLAIN,
+        "num_classes": 1000,
+        "model_args": {**VIT, **(args or {})},
+    }
+    config["model_args"].setdefault("img_size", 32)
+    config["pretrained_cfg"] = {"input_size": [3, 32, 32], "num_classes": 1000}
+    config["pretrained_cfg"] |= {"first_conv": "patch_embed.proj", "classifier": "head"}
+    (place / "config.json").write_text(json.dumps(config))
+    save_file({name: x.contiguous() for name, x in state.items()}, place / "model.safetensors")
+    return f"local-dir:{place}"
+
+
+def test_a_folder_of_timm_s_goes_by_the_same_rule(tmp_path: Path) -> None:
+    state = trained()
+    for change in (under("module."), under("net."), under("module._orig_mod.backbone.")):
+        assert holds(load_model(timm_folder(tmp_path / "m", change(state))), state)
+    inner = renamed(state, "blocks.0.", "blocks.0._orig_mod.")
+    assert holds(load_model(timm_folder(tmp_path / "m", inner)), state)
+    twice = under("ema.")({key: x + 1 for key, x in state.items()}) | under("net.")(state)
+    model = load_model(timm_folder(tmp_path / "m", twice))
+    assert holds(model, state) and model.weights["other_keys"] == ["ema"]
+    short = {key: x for key, x in state.items() if not key.startswith("blocks.1.")}
+    assert "not in them 12" in refusal(timm_folder(tmp_path / "m", short))
+    more = {**state, "reg_token": torch.zeros(1, 4, 24)}
+    assert "left over: 1 (reg_token)" in refusal(timm_folder(tmp_path / "m", more))
+    whole = {**state, "pos_embed": (state["pos_embed"] * 100).to(torch.int8)}
+    assert "pos_embed is int8" in refusal(timm_folder(tmp_path / "m", whole))
+    name = timm_folder(tmp_path / "m", {**state, "mask_token": torch.zeros(1, 1, 24)})
+    assert holds(load_model(name), state)
+
+
+def test_a_folder_of_timm_s_says_its_grid(tmp_path: Path) -> None:
+    wide = trained(size=(16, 64))
+    name = timm_folder(tmp_path / "wide", wide, {"img_size": [16, 64]})
+    assert holds(load_model(name, img_size=(16, 64)), wide)
+    model = load_model(timm_folder(tmp_path / "square", trained()), img_size=(16, 64))
+    assert any("pos_embed" in line for line in model.weights["resampled"])
+    assert not torch.equal(model.module.state_dict()["pos_embed"], trained()["pos_embed"])
+
+
+FILE = """
+import timm, torch
+def build(how="right"):
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=24, depth=2,
+                              num_heads=3, patch_size=8)
+    state = {key: torch.randn_like(x) for key, x in model.state_dict().items()}
+    if how == "prefix":
+        state = {f"module.{key}": x for key, x in state.items()}
+    if how == "short":
+        state = {key: x for key, x in state.items() if "blocks.1" not in key}
+    if how == "headless":
+        state = {key: x for key, x in state.items() if "head" not in key}
+    if how == "integers":
+        state["norm.weight"] = torch.ones(24, dtype=torch.int8)
+    table = state.pop("pos_embed") if how == "by hand" else None
+    model.load_state_dict(state, strict=False)
+    if table is not None:
+        model.pos_embed.data.copy_(table)
+    return model, {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+"""
+
+
+def test_a_file_that_leaves_its_model_random(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(FILE)
+    name = f"{tmp_path}/m.py:build"
+    for how in ("right", "headless", "by hand"):
+        assert load_model(name, model_args={"how": how}).weights["source"] == "file"
+    for how, phrase in (("prefix", "missing: 30"), ("short", "missing: 12"), ("integers", "int8")):
+        assert phrase in refusal(name, model_args={"how": how})
+    random = load_model(name, random_init=0, model_args={"how": "prefix"})
+    assert random.weights["source"] == "random"

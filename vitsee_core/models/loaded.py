@@ -11,6 +11,7 @@ from torch import nn
 
 from vitsee_core.models.intervention_spec import Intervention
 from vitsee_core.models.survey.geometry import Geometry
+from vitsee_core.models.weights.names import is_averaged
 from vitsee_stores.manifest import few
 from vitsee_stores.plan import Canvas
 
@@ -58,10 +59,14 @@ class LoadedModel:
         left random, resampled or without use; what its source remarks."""
         weights, parts = self.weights, []
         others, key = weights.get("other_keys"), weights.get("key", "")
-        if others or "ema" in key.lower():
-            parts.append(f"taken: {key}")
+        prefix = weights.get("prefix", "").strip(".")
+        if others or is_averaged(key):
+            taken = ".".join(word for word in (key, prefix) if word)
+            parts.append(f"taken: {taken or 'names without a prefix'}")
         if others:
-            parts.append(f"other weights in the file: {few(others)} (--checkpoint-key)")
+            file = "" if "file" in weights else "--checkpoint FILE "
+            option = f"{file}--checkpoint-key {others[0]}"
+            parts.append(f"other copies: {few(others)} ({option})")
         if missing := weights.get("missing"):
             parts.append(f"not in these weights, so random: {few(missing)}")
         if resampled := weights.get("resampled"):

@@ -26,6 +26,7 @@ from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.sources.base import Choices, Source, drawn, one_line
 from vitsee_core.models.sources.several_modules import choose, sort_out
 from vitsee_core.models.sources.transforms import ASSUMED, changed, pair, stated
+from vitsee_core.models.weights.watching import watched_loads
 
 SIZES = ("img_size", "image_size", "input_size")  # names of a size among a builder's parameters
 WEIGHTS = "pretrained"  # the name of a switch for a model's own weights among them
@@ -101,7 +102,10 @@ class FileSource(Source):
             self.which = chosen.remark
             return chosen.network
 
-        module = drawn(seed, made, self.name)
+        with watched_loads(self.name) as loads:
+            module = drawn(seed, made, self.name)
+        if pretrained and not _is_meta(module):
+            loads.require_all(module, self.name)
         if _is_meta(module) and torch.get_default_device().type != "meta":
             raise ModelError(
                 f"{self.name} gives parameters on the meta device, which have no values; expected "

@@ -23,6 +23,7 @@ from vitsee_core.models.sources.base import (
     quiet,
 )
 from vitsee_core.models.sources.transforms import DEFAULT, changed, pair, stated
+from vitsee_core.models.weights.watching import watched_loads
 
 
 class TaggedSource(Source):
@@ -120,7 +121,10 @@ class OpenClipSource(TaggedSource):
                 return library().create_model(architecture, pretrained=weights, **given).visual
 
         try:
-            return drawn(seed, made, self.name)
+            with watched_loads(self.name) as loads:
+                module = drawn(seed, made, self.name)
+            loads.require_all(module, self.name)
+            return module
         except ModelError as error:
             if pretrained and isinstance(error.__cause__, OSError | RuntimeError):
                 raise self.not_fetched(error.__cause__) from error
@@ -199,7 +203,10 @@ class TorchvisionSource(TaggedSource):
 
         for sized in _ways_of_size(size):
             try:
-                return drawn(seed, partial(build, sized), self.name)
+                with watched_loads(self.name) as loads:
+                    module = drawn(seed, partial(build, sized), self.name)
+                loads.require_all(module, self.name)
+                return module
             except ModelError as error:
                 if not any(f"argument '{key}'" in str(error) for key in sized):
                     raise

@@ -23,6 +23,7 @@ from vitsee_core.models.sources.timm_create import (
     refuse_loading,
 )
 from vitsee_core.models.sources.transforms import input_transform, label_names
+from vitsee_core.models.weights.fitting import Fit
 
 # What a store may ask for without --trust-store: sizes, counts and switches of layers.
 _NAMES = """
@@ -51,7 +52,12 @@ _WORD = re.compile(r"[\w.+-]{0,64}")
 
 
 class TimmSource(Source):
-    """A name that timm's create_model takes: `full`."""
+    """A name that timm's create_model takes: `full`.
+
+    fit: how the weights of the model that was made were fitted; None before, and for random ones.
+    """
+
+    fit: Fit | None = None
 
     @property
     def full(self) -> str:
@@ -121,8 +127,16 @@ class TimmSource(Source):
     def make(
         self, *, pretrained: bool, seed: int, wanted: dict[str, Any], foreign: bool = False
     ) -> nn.Module:
-        given: dict[str, Any] = {"seed": seed, "wanted": wanted, "foreign": foreign}
-        return create_model(self.full, self.name, pretrained=pretrained, **given)
+        module, self.fit = create_model(
+            self.full,
+            self.name,
+            pretrained=pretrained,
+            seed=seed,
+            wanted=wanted,
+            foreign=foreign,
+            resampling=self.resampling,
+        )
+        return module
 
     def transform(
         self, module: nn.Module, img_size: tuple[int, int] | None, given: Mapping[str, Any]
@@ -140,7 +154,10 @@ class TimmSource(Source):
         record = _record(module, self.full)
         if self.name.startswith(FOLDER):
             record["folder"] = Path(self.name.removeprefix(FOLDER)).expanduser().resolve().name
-        return {**record, **not_as_pretrained(module, self.full, wanted)}
+        record = {**record, **not_as_pretrained(module, self.full, wanted)}
+        if self.fit is None:
+            return record
+        return {**record, **_fit_record(self.fit, record)}
 
     def assumed(self, module: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
         """`num_heads` where no shape shows it."""
@@ -163,6 +180,19 @@ def _record(module: nn.Module, full: str) -> dict[str, Any]:
         advice = [note for note in advice if "QuickGELU" not in note]
     record = {"source": "pretrained", "pretrained": ".".join(named) or full}
     return {**record, **({"notes": advice} if advice else {})}
+
+
+def _fit_record(fit: Fit, record: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a record that say how weights were fitted, beside those that it has."""
+    said = [text.split(" ")[0] for text in record.get("resampled", ())]
+    more = [text for text in fit.resampled if text.split(" ")[0] not in said]
+    entries = {
+        "resampled": [*record.get("resampled", ()), *more],
+        "unexpected": fit.left_over,
+        "other_keys": fit.copies,
+        "notes": [*record.get("notes", ()), *fit.notes],
+    }
+    return {key: values for key, values in entries.items() if values}
 
 
 class DemoSource(TimmSource):

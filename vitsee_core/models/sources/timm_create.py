@@ -22,8 +22,11 @@ from torch import nn
 from vitsee_core.models.hook_points import ModelError, some
 from vitsee_core.models.sources.base import Unfilled, near_names, one_line
 from vitsee_core.models.sources.meta_device import meta_device
+from vitsee_core.models.sources.timm_weights import by_the_rule
 from vitsee_core.models.sources.transforms import checked_size
 from vitsee_core.models.survey.structure import classifier_prefixes
+from vitsee_core.models.weights.fitting import Fit
+from vitsee_core.models.weights.positions import Resampling
 from vitsee_core.runtime.machine import human_bytes, memory_bytes
 from vitsee_stores.metadata import ZARR_JSON
 
@@ -68,9 +71,10 @@ def create_model(
     seed: int,
     wanted: dict[str, Any],
     foreign: bool = False,
-) -> nn.Module:
-    """The module as in `Source.make`. full: the name as timm knows it; name: as the user knows it,
-    for messages."""
+    resampling: Resampling | None = None,
+) -> tuple[nn.Module, Fit | None]:
+    """The module as in `Source.make`, and how its weights were fitted, where it has trained ones.
+    full: the name as timm knows it; name: as the user knows it, for messages."""
     check_known(full, name)
     unreachable = None
     if foreign:
@@ -80,9 +84,28 @@ def create_model(
     with local_only() if unreachable else nullcontext():
         try:
             wanted = _accepted(full, wanted)
-            return _build(full, pretrained, seed, wanted)
+            arguments = ", ".join(f"{key}={value}" for key, value in wanted.items())
+            who = f"{name} with {arguments}" if wanted else name
+            fitting = by_the_rule(who, resampling or Resampling(), _size_in(full, name))
+            with fitting as fits:
+                module = _build(full, pretrained, seed, wanted)
+            return module, fits[0] if fits else None
         except Exception as error:
             raise _explained(error, name, pretrained, wanted, unreachable) from error
+
+
+def _size_in(full: str, name: str) -> tuple[int, int] | None:
+    """Rows and columns of the images that a folder's weights are for, as its config.json says."""
+    if not full.startswith(FOLDER):
+        return None
+    config = read_config(Path(full.removeprefix(FOLDER)), name)
+    args = config.get("model_args")
+    size = args.get("img_size") if isinstance(args, dict) else None
+    if isinstance(size, int):
+        return size, size
+    if isinstance(size, list) and len(size) == 2 and all(isinstance(n, int) for n in size):
+        return size[0], size[1]
+    return None
 
 
 def on_meta(full: str, wanted: dict[str, Any]) -> nn.Module:

@@ -173,6 +173,15 @@ def _state_dict(content: Any, wanted: str | None, path: Path) -> _Chosen:
     )
 
 
+def preferred_state(content: Any, who: str) -> State:
+    """The tensors of the state dict that is taken of a file's content.
+
+    Raises:
+        ModelError: about `who`: there is none.
+    """
+    return _state_dict(content, None, Path(who)).state
+
+
 def _state_dicts(content: Mapping[Any, Any], above: str = "", depth: int = 2) -> dict[str, State]:
     """Key -> tensors of each state dict in a file; "a.b" of one within another dict."""
     states: dict[str, State] = {}

@@ -195,7 +195,7 @@ def fit(
         stored = {source: kept[source] for source in sources[name]}
         require_numbers(who, stored, dict.fromkeys(stored, own[name]))
     conversion = Conversion(kept, tensors, sources, origins)
-    tables, notes = fit_positions(model, conversion, resampling.size, who)
+    tables, notes = fit_positions(model, conversion, resampling, who)
     used = frozenset().union(*sources.values())
     unused = [name for name in kept if name not in used]
     result = Fit(tensors, group.prefix, [other.label or "(no prefix)" for other in others])
@@ -206,9 +206,9 @@ def fit(
         require_fit(who, left_over=[] if not group.prefix else unknown(beside, copies))
     tops = Counter(_top(name) for name in beside)
     result.left_over += [f"{top}.* ({n})" for top, n in tops.items()]
-    said = tuple(f"{text.split(' ')[0]} " for text in tables)
     sizes = resized(conversion, patches=resampling.patches, who=who)
-    result.resampled = tables + [text for text in sizes if not said or not text.startswith(said)]
+    said = {text.split(" ")[0] for text in sizes}
+    result.resampled = sizes + [text for text in tables if text.split(" ")[0] not in said]
     return result
 
 
@@ -276,7 +276,7 @@ def _foreign_groups(
         else:
             part = {clean: state[name] for clean, name in inside.items()}
             try:
-                converted = convert(part, model, **_options(convert, part))
+                converted = _call(convert, part, model)
             except Exception:  # not this layout; whatever is wrong shows with the chosen prefix
                 converted = {}
             hits = sum(name in own for name in converted)
@@ -292,10 +292,18 @@ def _foreign_groups(
     return shortest
 
 
-def _options(convert: Convert, state: Mapping[str, Any]) -> dict[str, Any]:
-    if "adapt_layer_scale" not in inspect.signature(convert).parameters:
-        return {}
-    return {"adapt_layer_scale": any("gamma_1" in name for name in state)}
+def _call(convert: Convert, state: State, model: nn.Module) -> State:
+    """The converted state dict; some of timm's conversions take no model."""
+    parameters = inspect.signature(convert).parameters
+    converted: State
+    if len(parameters) == 1:
+        converted = convert(dict(state))
+    elif "adapt_layer_scale" in parameters:
+        older = any("gamma_1" in name for name in state)
+        converted = convert(dict(state), model, adapt_layer_scale=older)
+    else:
+        converted = convert(dict(state), model)
+    return converted
 
 
 def _converted(
@@ -307,10 +315,11 @@ def _converted(
         for name, x in kept.items():
             narrow = x.dtype in _FLOATS and x.element_size() < 4
             wide[name] = x.float() if narrow else x
+        origins.add_inputs(wide)
         if convert is None:
             return wide
         try:
-            converted = convert(dict(wide), model, **_options(convert, wide))
+            converted = _call(convert, wide, model)
         except ModelError:
             raise
         except Exception as error:
@@ -360,7 +369,7 @@ def _judge(
         )
     else:
         require_fit(who, left_over=strange)
-    for name in sizes:
+    for name in sizes if whole else ():
         if name.startswith(heads):
             del result.tensors[name]
     result.missing = [n for n in own if n in absent or (n in sizes and n.startswith(heads))]

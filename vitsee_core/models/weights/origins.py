@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -26,6 +27,20 @@ class Origins(TorchFunctionMode):
         self._names = {id(x): frozenset({name}) for name, x in state.items()}
         self._interpolated: set[int] = set()
         self._alive: list[Tensor] = list(state.values())  # an id must not be given away again
+        self._storages: set[int] = set()
+        self.add_inputs(state)
+
+    def add_inputs(self, state: Mapping[str, Tensor]) -> None:
+        """Take tensors for the state dict's own: parts of them are no new values."""
+        for name, x in state.items():
+            self._names.setdefault(id(x), frozenset({name}))
+            self._alive.append(x)
+            if x.layout == torch.strided and x.numel():
+                self._storages.add(x.untyped_storage().data_ptr())
+
+    def is_part(self, tensor: Tensor) -> bool:
+        """Whether a tensor's values are a part of one of the state dict's, as they are there."""
+        return tensor.untyped_storage().data_ptr() in self._storages
 
     def of(self, tensor: Tensor) -> frozenset[str]:
         """The names of the tensors that one is made of."""

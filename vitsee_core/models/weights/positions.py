@@ -28,11 +28,13 @@ class Resampling:
 
     patches: whether filters of the patch embedding may be resampled to another patch size. size:
     rows and columns in pixels of the images that the weights' position table is for, where the user
-    says them.
+    says them. stated_size: the same where a configuration beside the weights says it, which is
+    believed as far as the number of positions agrees.
     """
 
     patches: bool = False
     size: tuple[int, int] | None = None
+    stated_size: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,16 @@ class Conversion:
 
 
 def fit_positions(
-    model: nn.Module, conversion: Conversion, size: tuple[int, int] | None, who: str
+    model: nn.Module, conversion: Conversion, resampling: Resampling, who: str
 ) -> tuple[list[str], list[str]]:
     """Resample the position tables of a conversion whose grid differs from the model's, in place;
     what was resampled, "NAME ROWS x COLS to ROWS x COLS", and what was assumed.
 
-    size: rows and columns in pixels of the images that the tables are for, None if unknown.
-
     Raises:
-        ModelError: a table has another number of positions than images of this size have patches.
+        ModelError: a table has another number of positions than images of the size that the user
+            says have patches.
     """
+    size = resampling.size
     resampled: list[str] = []
     notes: list[str] = []
     grid = _grid_of(model)
@@ -91,13 +93,15 @@ def fit_positions(
         else:
             n_positions = table.shape[-2] - n_prefix
             if interpolated or grid[0] == grid[1] or n_positions != math.prod(grid):
+                if interpolated:  # by the library's own conversion
+                    resampled.append(f"{name} to {grid[0]} x {grid[1]}")
                 continue
-            side = math.isqrt(n_positions)
-            stored_grid = (side, side) if side * side == n_positions else grid
-            notes.append(
-                f"{name} does not say its grid, assumed is {stored_grid[0]} x {stored_grid[1]} "
-                "(for others: --weights-size)"
-            )
+            stored_grid = _likely_grid(model, conversion, resampling.stated_size, grid)
+            if resampling.stated_size is None:
+                notes.append(
+                    f"{name} does not say its grid, assumed is {stored_grid[0]} x {stored_grid[1]} "
+                    "(for others: --weights-size)"
+                )
         conversion.tensors[name] = table
         if stored_grid != grid:
             conversion.tensors[name] = _resampled_table(table, stored_grid, grid, n_prefix)
@@ -140,6 +144,22 @@ def _grid_of(model: nn.Module) -> tuple[int, int] | None:
     return None
 
 
+def _likely_grid(
+    model: nn.Module,
+    conversion: Conversion,
+    stated_size: tuple[int, int] | None,
+    grid: tuple[int, int],
+) -> tuple[int, int]:
+    """The grid of a table with as many positions as the model's grid has."""
+    n_positions = math.prod(grid)
+    if stated_size is not None:
+        stated_grid = _stated_grid(model, conversion, stated_size)
+        if math.prod(stated_grid) == n_positions:
+            return stated_grid
+    side = math.isqrt(n_positions)
+    return (side, side) if side * side == n_positions else grid
+
+
 def _stated_grid(
     model: nn.Module, conversion: Conversion, size: tuple[int, int]
 ) -> tuple[int, int]:
@@ -163,7 +183,7 @@ def resized(conversion: Conversion, *, patches: bool, who: str) -> list[str]:
     texts = []
     for name, x in conversion.tensors.items():
         stored = conversion.only_source(name)
-        if stored is None or stored.numel() == x.numel():
+        if stored is None or stored.numel() == x.numel() or conversion.origins.is_part(x):
             continue
         before, after = tuple(stored.shape), tuple(x.shape)
         filters = len(before) == len(after) == 4 and before[:2] == after[:2]
