@@ -33,8 +33,8 @@ from vitsee_core.tables.results import Table
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "docs" / "site"
 GUIDES = (
-    "explore", "study", "training", "training-vit", "extraction", "interventions", "two-libraries",
-    "vision-language", "data", "clips",
+    "explore", "study", "training", "training-vit", "extraction", "checkpoints", "interventions",
+    "two-libraries", "vision-language", "data", "clips",
     "tables", "intervals", "notebook", "guests", "export", "cluster", "dask", "bucket", "faults",
     "papers", "real-vit", "stability",
 )  # fmt: skip
