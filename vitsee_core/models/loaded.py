@@ -11,7 +11,6 @@ from torch import nn
 
 from vitsee_core.models.intervention_spec import Intervention
 from vitsee_core.models.survey.geometry import Geometry
-from vitsee_core.models.weights.names import is_averaged
 from vitsee_stores.manifest import few
 from vitsee_stores.plan import Canvas
 
@@ -60,7 +59,7 @@ class LoadedModel:
         weights, parts = self.weights, []
         others, key = weights.get("other_keys"), weights.get("key", "")
         prefix = weights.get("prefix", "").strip(".")
-        if others or is_averaged(key):
+        if others or "ema" in key.lower():
             taken = ".".join(word for word in (key, prefix) if word)
             parts.append(f"taken: {taken or 'names without a prefix'}")
         if others:
