@@ -461,3 +461,64 @@ def test_a_file_that_leaves_its_model_random(tmp_path: Path) -> None:
         assert phrase in refusal(name, model_args={"how": how})
     random = load_model(name, random_init=0, model_args={"how": "prefix"})
     assert random.weights["source"] == "random"
+
+
+def test_a_tower_goes_by_the_same_rule(tmp_path: Path) -> None:
+    text = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "vocab_size": 9}
+    config = transformers.CLIPConfig(vision_config=TINY, text_config=text, projection_dim=12)
+    torch.manual_seed(1)
+    transformers.CLIPModel(config).save_pretrained(tmp_path)
+    original = load_file(tmp_path / "model.safetensors")
+    names = [f"transformers:{tmp_path}", f"transformers:{tmp_path}#vision_model"]
+    expected = [load_model(name).weights["sha256"] for name in names]
+    layer = "vision_model.encoder.layers.1."
+    for change in (under("module."), under("_orig_mod."), under("net.")):
+        save_file(change(original), tmp_path / "model.safetensors", {"format": "pt"})
+        assert [load_model(name).weights["sha256"] for name in names] == expected
+    for change, phrase in (
+        (without(layer), "missing: 16"),
+        (lambda state: {**state, f"{layer}adapter.weight": torch.ones(2)}, "left over: 1"),
+        (lambda state: {**state, f"{layer}mlp.fc1.weight": torch.ones(48, 24).char()}, "nt8"),
+        (lambda state: {**state, f"{layer}mlp.fc1.bias": torch.ones(1)}, "of another size: 1"),
+    ):
+        save_file(change(original), tmp_path / "model.safetensors", {"format": "pt"})
+        for name in names:
+            assert phrase.lower() in refusal(name).lower().replace("is i8", "is int8")
+
+
+def test_torch_files_in_a_folder_of_transformers(tmp_path: Path) -> None:
+    place = saved(tmp_path / "m")
+    expected = load_model(f"transformers:{place}").weights["sha256"]
+    state = load_file(place / "model.safetensors")
+    (place / "model.safetensors").unlink()
+    for change in (dict, under("module."), inside):
+        torch.save(change(state), place / "pytorch_model.bin")
+        assert load_model(f"transformers:{place}").weights["sha256"] == expected
+    torch.save({key: x.to(torch.int8) for key, x in state.items()}, place / "pytorch_model.bin")
+    assert "is int8" in refusal(f"transformers:{place}")
+
+
+def test_a_copy_without_a_prefix_in_a_folder(tmp_path: Path) -> None:
+    place = saved(tmp_path / "m")
+    expected = load_model(f"transformers:{place}").weights["sha256"]
+    name = rewritten(place, lambda s: {**s, **{f"ema.{key}": x + 1 for key, x in s.items()}})
+    weights = load_model(name).weights
+    assert weights["sha256"] == expected and weights["other_keys"] == ["ema"]
+    place = saved(tmp_path / "n")
+    name = rewritten(place, lambda s: {**under("net.")(s), "adapter.weight": torch.ones(2)})
+    assert "left over: 1 (adapter.weight)" in refusal(name)
+
+
+def test_moco_s_other_copy_keeps_its_layout(tmp_path: Path) -> None:
+    """The number of heads that no shape shows belongs to both."""
+    args = {"embed_dim": 384, "depth": 2, "num_heads": 12, "patch_size": 8}
+    state = trained("vit_small_patch16_224", **args)
+    both = under("module.base_encoder.")(state) | under("module.momentum_encoder.")(state)
+    torch.save({"state_dict": {**both, "module.predictor.x": torch.ones(2)}}, tmp_path / "w.pth")
+    del args["num_heads"]
+    for key in (None, "momentum_encoder", "state_dict.momentum_encoder"):
+        model = load_model(
+            "vit_small_patch16_224", checkpoint=tmp_path / "w.pth", checkpoint_key=key,
+            img_size=32, model_args=args,
+        )  # fmt: skip
+        assert model.weights["layout"] == "MoCo v3" and model.model_args["num_heads"] == 12

@@ -379,7 +379,7 @@ def weights_name(model: Mapping[str, Any]) -> str:
     if source == "random":
         name = f"random {weights.get('seed', '')}".rstrip()
     elif source == "checkpoint":
-        key = f"#{weights.get('key')}" if weights.get("other_keys") else ""
+        key = f"#{weights['key']}" if weights.get("other_keys") and weights.get("key") else ""
         name = f"{weights.get('file') or 'checkpoint'}{key}"
     elif source in ("pretrained", "local-dir"):
         name = str(weights.get("folder") or "") or _tag(weights.get("pretrained"))

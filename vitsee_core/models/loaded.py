@@ -60,7 +60,8 @@ class LoadedModel:
         others, key = weights.get("other_keys"), weights.get("key", "")
         prefix = weights.get("prefix", "").strip(".")
         if others or "ema" in key.lower():
-            taken = ".".join(word for word in (key, prefix) if word)
+            same = not prefix or (key and (prefix.endswith(key) or key.endswith(prefix)))
+            taken = key if same else ".".join(word for word in (key, prefix) if word)
             parts.append(f"taken: {taken or 'names without a prefix'}")
         if others:
             file = "" if "file" in weights else "--checkpoint FILE "

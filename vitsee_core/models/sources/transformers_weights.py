@@ -12,13 +12,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.sources.base import quiet
 from vitsee_core.models.weights.checkpoint_files import read_file
 from vitsee_core.models.weights.fitting import classifier_names, require_fit, stored_type_problem
-from vitsee_core.models.weights.left_over import FIXED_TABLES, is_known, is_known_beside
+from vitsee_core.models.weights.left_over import FIXED_TABLES, is_known, is_known_beside, unknown
 from vitsee_core.models.weights.names import (
     COPY_SHARE,
     Group,
@@ -34,8 +35,7 @@ EXPECTED = (
     "expected a folder or repository whose config.json and weights belong together, all but the "
     "classifier (random weights are --random-init SEED)"
 )
-# Types of safetensors that hold no values of float weights.
-_NO_FLOATS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL", "C64", "F4"})
+_FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")  # of safetensors
 
 
 def weight_files(file_of: FileOf) -> list[str]:
@@ -53,8 +53,8 @@ def weight_files(file_of: FileOf) -> list[str]:
 
 
 def stored_types(paths: Sequence[str]) -> dict[str, str]:
-    """Name -> the type in which a checkpoint's tensors are stored, as safetensors call it; without
-    those of other files."""
+    """Name -> the type in which a checkpoint's tensors are stored, as safetensors call it, of those
+    that hold no floats; files that cannot be read are left to their loading."""
     from safetensors import safe_open
 
     types: dict[str, str] = {}
@@ -63,7 +63,19 @@ def stored_types(paths: Sequence[str]) -> dict[str, str]:
             with safe_open(path, "pt") as tensors:
                 names = list(tensors.keys())
                 types |= {name: str(tensors.get_slice(name).get_dtype()) for name in names}
-    return types
+            continue
+        try:
+            content = torch.load(path, map_location="meta", weights_only=True)  # no values read
+        except Exception:
+            continue
+        if isinstance(content, Mapping):
+            tensors_of_file = {n: x for n, x in content.items() if isinstance(x, Tensor)}
+            types |= {
+                str(name): str(x.dtype).removeprefix("torch.")
+                for name, x in tensors_of_file.items()
+                if x.is_quantized or not x.is_floating_point()
+            }
+    return {name: kind for name, kind in types.items() if not kind.startswith(_FLOATS)}
 
 
 def load_whole(
@@ -94,7 +106,7 @@ def load_whole(
         module, info = load(None)
     copies: list[str] = []
     if _lacks(module, info, part):
-        state, copies = _cut(module, paths, who)
+        state, copies = _cut(module, paths, who, base_names)
         if state is not None:
             with quiet():
                 module, info = load(state)
@@ -103,14 +115,14 @@ def load_whole(
 
 
 def require_floats(types: Mapping[str, str], who: str) -> None:
-    """Refuse integers and complex numbers in place of float weights.
+    """Refuse integers and complex numbers in place of float weights. types: of `stored_types`.
 
     Raises:
         ModelError: names the first.
     """
     for name, kind in types.items():
         fixed = name.split(".")[-1] in FIXED_TABLES or is_known(name)
-        if kind in _NO_FLOATS and not fixed:
+        if not fixed:
             raise ModelError(stored_type_problem(who, name, kind))
 
 
@@ -179,17 +191,25 @@ def _may_be_left(name: str, module: nn.Module, heads: tuple[str, ...]) -> bool:
 
 
 def _lacks(module: nn.Module, info: Mapping[str, Any], part: str) -> bool:
+    """Whether names of the checkpoint may have to be cut: something is missing or strange."""
     missing, _, left_over = _reported(module, info, part)
     heads = classifier_names(module)
-    inside = any(without_wrappers(name.split(".")) != name.split(".") for name in left_over)
-    return inside or any(not name.startswith(heads) for name in missing)
+    strange = any(not _may_be_left(name, module, heads) for name in left_over)
+    return strange or any(not name.startswith(heads) for name in missing)
 
 
 def _cut(
-    module: nn.Module, paths: Sequence[str], who: str
+    module: nn.Module,
+    paths: Sequence[str],
+    who: str,
+    base_names: Callable[[], Collection[str]] | None,
 ) -> tuple[dict[str, Tensor] | None, list[str]]:
     """The checkpoint's tensors without wrappers' words and without what stands before the model's
-    names, and other copies of the model in it; None where nothing can be cut."""
+    names, and other copies of the model in it; None where nothing can be cut.
+
+    Raises:
+        ModelError: beside the model there are tensors that may not be left over.
+    """
     state: dict[str, Tensor] = {}
     for path in paths:
         content = read_file(Path(path))
@@ -201,10 +221,19 @@ def _cut(
     most = len(groups[0].names)
     copies = [group for group in groups if len(group.names) >= COPY_SHARE * most]
     chosen = min(copies, key=lambda group: (copy_rank(group.prefix), len(group.prefix)))
-    others = [group.label for group in copies if group is not chosen]
-    if chosen.names.items() == {name: name for name in state}.items():
-        return None, others
-    return {name: state[stored] for name, stored in chosen.names.items()}, others
+    others = [group for group in copies if group is not chosen]
+    names = chosen.names
+    labels = [other.label or "(no prefix)" for other in others]
+    if all(cut == name for cut, name in names.items()) and len(names) == len(state):
+        return None, labels
+    beside = state.keys() - set(names.values())
+    strange = unknown(sorted(beside), [chosen.label, *(other.label for other in others)])
+    if strange and base_names is not None:
+        of_task = base_names()
+        cut_names = {name: ".".join(without_wrappers(name.split("."))) for name in strange}
+        strange = [name for name in strange if cut_names[name] not in of_task]
+    require_fit(who, left_over=strange, expected=EXPECTED)
+    return {cut: state[name] for cut, name in names.items()}, labels
 
 
 def _groups(module: nn.Module, state: Mapping[str, Tensor]) -> list[Group]:
@@ -216,13 +245,18 @@ def _groups(module: nn.Module, state: Mapping[str, Tensor]) -> list[Group]:
     renamed = unchunked(list(state), own)
     back = {new: old for old, new in renamed.items()}
     found = groups_of(list(back), own)
-    prefixes = {group.label: group.prefix for group in found}
+    likely = [group for group in found if len(group.names) >= COPY_SHARE * len(found[0].names)]
+    labels = {group.label: group.prefix for group in likely}
     complete: list[Group] = []
-    for label, raw in prefixes.items():
+    for label, raw in labels.items():
         words = label.split(".") if label else []
         names: dict[str, str] = {}
         for name in back:
             cut = without_wrappers(name.split("."))
+            # `ema.x` is below no prefix, too, but another copy's.
+            longer = (other.split(".") for other in labels if len(other) > len(label))
+            if any(cut[: len(other)] == other for other in longer):
+                continue
             if cut[: len(words)] == words and len(cut) > len(words):
                 names[".".join(cut[len(words) :])] = back[name]
         complete.append(Group(raw, names))

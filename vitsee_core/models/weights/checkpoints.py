@@ -13,6 +13,7 @@ assumed, which is said and recorded.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -70,8 +71,16 @@ class Checkpoint:
         content = read_file(path)
         chosen = _state_dict(content, key if key is not None else in_name, path)
         whole = {str(name): x for name, x in content.items()}
-        layout = recognise(whole, chosen.key, chosen.state)
-        return cls(path, layout=layout, **vars(chosen))
+        layout = recognise(whole, chosen.key, chosen.uncut or chosen.state)
+        return cls(
+            path,
+            chosen.key,
+            chosen.state,
+            chosen.others,
+            layout,
+            is_part=chosen.is_part,
+            cut=chosen.cut,
+        )
 
     def put_into(
         self,
@@ -99,9 +108,10 @@ class Checkpoint:
             resampling=resampling,
         )
         model.load_state_dict(taken.tensors, strict=False)
+        label = ".".join(without_wrappers(taken.prefix.split(".")))
         record: dict[str, Any] = {
             "file": self.path.name,
-            "key": self.key,
+            "key": self.key or (label if taken.copies else ""),
             "other_keys": [*self.others, *taken.copies],
             "prefix": self.cut + taken.prefix,
             "missing": taken.missing,
@@ -116,13 +126,14 @@ class Checkpoint:
 
 @dataclass
 class _Chosen:
-    """See the attributes of `Checkpoint`."""
+    """A state dict of a file, as in `Checkpoint`. uncut: the one that a part is of."""
 
     key: str
     state: State
     others: list[str]
     is_part: bool = False
     cut: str = ""
+    uncut: State | None = None
 
 
 def _is_state(value: Any) -> bool:
@@ -204,6 +215,7 @@ def _below_prefix(state: State, key: str, wanted: str) -> _Chosen | None:
     prefix = wanted.removeprefix(f"{key}.") if key else wanted
     words = without_wrappers(prefix.split(".")) or [prefix]
     part: State = {}
+    taken: set[str] = set()
     cut = ""
     for name, x in state.items():
         own = name.split(".")
@@ -214,8 +226,14 @@ def _below_prefix(state: State, key: str, wanted: str) -> _Chosen | None:
             n = n + 1 if n < len(own) and own[n] == word else len(own) + 1
         if n < len(own):
             part[".".join(own[n:])] = x
+            taken.add(name)
             cut = ".".join(own[:n]) + "."
-    return _Chosen(wanted, part, [], is_part=True, cut=cut) if part else None
+    if not part:
+        return None
+    beside = [name for name in state if name not in taken]
+    tops = Counter((without_wrappers(name.split(".")) or [name])[0] for name in beside)
+    others = [top for top, n in tops.items() if n >= len(part) / 2]
+    return _Chosen(wanted, part, others, is_part=True, cut=cut, uncut=state)
 
 
 def _place(name: str) -> int:

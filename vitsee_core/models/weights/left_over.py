@@ -56,7 +56,7 @@ _TEXT_BESIDE_VISUAL = frozenset({"transformer", "positional_embedding"})
 def is_known(name: str) -> bool:
     """Whether a tensor that the model has no use for may be left over. name: as below the model's
     own prefix."""
-    words = without_wrappers(name.split("."))
+    words = without_wrappers(name.split(".")) or [name]
     first, last = words[0], words[-1]
     if last in FIXED_TABLES:
         return True
@@ -79,7 +79,7 @@ def is_known_beside(name: str, prefixes: Sequence[str]) -> bool:
 
     `module.head.0.weight` is `head.0.weight` beside the copy `module.backbone.`.
     """
-    words = without_wrappers(name.split("."))
+    words = without_wrappers(name.split(".")) or [name]
     shared = 0
     for prefix in prefixes:
         copy = prefix.split(".") if prefix else []

@@ -90,10 +90,8 @@ def unchunked(names: Sequence[str], own_names: Collection[str]) -> dict[str, str
 
 def groups_of(names: Sequence[str], own_names: Collection[str]) -> list[Group]:
     """The groups of names below whose prefix names of the model are found, with how many of these,
-    the fullest first. Names in no group have no such ending.
-
-    Raises:
-        ValueError: two tensors of one group have the same name without wrappers' words.
+    the fullest first. Names in no group have no such ending. Of two tensors whose names differ by
+    wrappers' words alone one is in a group of its own.
     """
     own_words = {word for name in own_names for word in name.split(".")}
     hits: dict[str, dict[str, str]] = defaultdict(dict)
