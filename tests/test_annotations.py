@@ -165,6 +165,8 @@ def test_objects_without_a_mask_are_counted_and_named(
     assert masks.rules["annotations without a mask"] == "1 of 2"
     caplog.clear()
     assert "expected" in refused(written(tmp_path, entry))
+    nameless = written(tmp_path, annotation(5), entry | {"id": [7]})
+    assert open_masks(nameless).rules["annotations without a mask"] == "1 of 2"
     boxes = {key: value for key, value in entry.items() if key != "segmentation"}
     assert "no segmentation in any annotation" in refused(written(tmp_path, boxes))
 

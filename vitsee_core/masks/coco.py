@@ -302,4 +302,5 @@ def open_coco(path: Path, found: dict[str, Any] | None = None) -> CocoMasks:
 
 def _few_ids(ids: Iterable[Any]) -> str:
     """The first of these ids as JSON has them, which tells `"7"` from `7`."""
-    return few([json.dumps(number, default=str)[:LONGEST_ID] for number in dict.fromkeys(ids)])
+    texts = [json.dumps(number, default=str)[:LONGEST_ID] for number in ids]
+    return few([*dict.fromkeys(texts)])
