@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import queue
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,7 @@ from vitsee_core.extraction.buffers import SlabBuffers, to_store
 from vitsee_core.extraction.by_frame import FrameObserver
 from vitsee_core.extraction.erf import ErfSums
 from vitsee_core.extraction.native import NativeCapture, NativeObserver
+from vitsee_core.extraction.not_finite import FiniteWatch, without_broken
 from vitsee_core.extraction.outcome import Clock, StopRequest
 from vitsee_core.extraction.plan import hook_points
 from vitsee_core.extraction.prepare import Prepared
@@ -31,9 +33,10 @@ from vitsee_core.extraction.tiles import TiledObserver
 from vitsee_core.extraction.transfer import PixelFeed
 from vitsee_core.images import Batch, normalise
 from vitsee_core.models.capture import Capture
+from vitsee_core.models.selfcheck import NotFinite
 from vitsee_core.runtime.device import precision_context
 from vitsee_core.runtime.machine import counted, freed_memory_kept, is_out_of_memory
-from vitsee_core.runtime.progress import Progress
+from vitsee_core.runtime.progress import SILENT, Progress
 from vitsee_stores import StoreWriter
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import StorePlan
@@ -42,8 +45,11 @@ T = TypeVar("T")
 
 
 class SlabLoop:
-    """Makes and commits slabs. Results: `written`, `clock`, `unreadable`, `remarks` and `overtaken`
-    (slabs that another process committed meanwhile)."""
+    """Makes and commits slabs. Results: `written`, `clock`, `unreadable`, `not_finite` (images that
+    break the model), `remarks` and `overtaken` (slabs that another process committed meanwhile).
+
+    reload: loads the batches of a slab anew, for those that one image has made NaN.
+    """
 
     def __init__(
         self,
@@ -52,6 +58,8 @@ class SlabLoop:
         provenance: dict[str, Any],
         strategy: GramStrategy,
         erf: ErfSums | None = None,
+        reload: Callable[[int], Generator[Batch]] | None = None,
+        on_error: str = "nan",
     ):
         self.prepared, self.writer, self.strategy, self.erf = prepared, writer, strategy, erf
         self.provenance, self.clock = provenance, Clock()
@@ -59,6 +67,9 @@ class SlabLoop:
         self.overtaken: list[int] = []
         self.unreadable: list[tuple[int, str, str]] = []
         self.remarks = Counter[str]()
+        self.not_finite: list[tuple[int, str, str]] = []
+        self._reload, self._fails = reload, on_error == "fail"
+        self._broken: dict[int, NotFinite] = {}
         self._free: queue.SimpleQueue[SlabBuffers] = queue.SimpleQueue()
         self._pending: list[Future[None]] = []
 
@@ -87,22 +98,93 @@ class SlabLoop:
             capture,
         ):
             for k in todo:
-                with self.clock("waiting for the writer"):
-                    buffers = self._take(self._free)
-                    grams.reserve(buffers, self._take)
-                if not self._forward(k, buffers, observer, capture, feed, stop):
+                if not self._make(k, observer, capture, grams, feed, stop, pool):
                     break
-                with self.clock("reductions"):
-                    observer.finish()
-                fields: dict[str, NDArray[Any]] = {}
-                if self.erf is not None and k < plan.n_erf_slabs:
-                    with self.clock("erf"):
-                        fields = self.erf.finish(f"slab {k}")
-                self._pending.append(pool.submit(self._write, k, buffers, grams, fields))
-            with self.clock("waiting for the writer"):
-                wait(self._pending)
+            self._wait()
+            if self._broken:
+                self._make_again(observer, capture, grams, stop, pool)
         for future in self._pending:
             future.result()
+
+    def _wait(self) -> None:
+        with self.clock("waiting for the writer"):
+            wait(self._pending)
+
+    def _make(
+        self,
+        k: int,
+        observer: SlabObserver,
+        capture: Capture | NativeCapture,
+        grams: SlabGrams,
+        feed: PixelFeed,
+        stop: StopRequest,
+        pool: ThreadPoolExecutor,
+    ) -> bool:
+        """One slab through the model, handed to the writer; False if a signal came before."""
+        plan = self.prepared.plan
+        with self.clock("waiting for the writer"):
+            buffers = self._take(self._free)
+            grams.reserve(buffers, self._take)
+        if not self._forward(k, buffers, observer, capture, feed, stop):
+            return False
+        with self.clock("reductions"):
+            observer.finish()
+        fields: dict[str, NDArray[Any]] = {}
+        if self.erf is not None and k < plan.n_erf_slabs:
+            with self.clock("erf"):
+                fields = self.erf.finish(f"slab {k}")
+        self._pending.append(pool.submit(self._write, k, buffers, grams, fields))
+        return True
+
+    def _make_again(
+        self,
+        observer: SlabObserver,
+        capture: Capture | NativeCapture,
+        grams: SlabGrams,
+        stop: StopRequest,
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        """Make the slabs that came out NaN once more, without the images that did it. Raises
+        NotFinite: as `without_broken`."""
+        prepared = self.prepared
+        self.progress = SILENT
+        failures, self._broken = self._broken, {}
+        for k, failure in sorted(failures.items()):
+            if self._reload is None or not isinstance(capture, Capture):
+                raise failure
+            if isinstance(observer, TiledObserver):
+                raise failure
+            ids = prepared.selection.samples.ids
+            with closing(self._reload(k)) as loading, self.clock("model"):
+                look = partial(self._look, k, observer, capture)
+                batches, left_out = without_broken(loading, look, ids, failure, self._fails)
+            n_unreadable, remarks = len(self.unreadable), self.remarks.copy()
+            feed = PixelFeed(iter(batches), prepared.device)
+            if not self._make(k, observer, capture, grams, feed, stop, pool):
+                return
+            # Both have been counted the first time.
+            del self.unreadable[n_unreadable:]
+            self.remarks = remarks
+            self.not_finite += [(image.row, image.name, image.reason) for image in left_out]
+            self._wait()
+            if k in self._broken:
+                raise self._broken[k]
+
+    def _look(self, k: int, observer: SlabObserver, capture: Capture, batch: Batch) -> FiniteWatch:
+        """The images of a batch of slab `k` whose activations are not finite."""
+        prepared, watch = self.prepared, FiniteWatch()
+        if prepared.changes is not None:
+            prepared.changes.begin(prepared.plan.rows(k))
+            prepared.changes.at(batch.rows)
+        given = batch.pixels.to(prepared.device)
+        pixels = normalise(given, prepared.model.transform, prepared.device)
+        for part in self._parts(pixels, batch, observer):
+            capture.run(part, watch)
+        if isinstance(observer, FrameObserver):
+            frames = len(pixels[0])
+            sites = dict(reversed(watch.first_sites.items()))
+            watch.first_sites = {row // frames: site for row, site in sites.items()}
+        return watch
 
     @contextmanager
     def _memory(self, plan: StorePlan, sets: int) -> Iterator[tuple[SlabGrams, SlabObserver]]:
@@ -226,7 +308,12 @@ class SlabLoop:
         buffers.wait()
         precision = self.prepared.precision
         with self.clock("writing"):
-            check_peaks(buffers.peaks, plan.stored, where, grams.kept, precision)
+            try:
+                check_peaks(buffers.peaks, plan.stored, where, grams.kept, precision)
+            except NotFinite as error:
+                self._broken[k] = error
+                self._free.put(buffers)
+                return
             sums = {**buffers.sums, **grams.on_host(buffers, n)}
             slab = to_store(buffers, sums, n, plan) | fields
             if (known := self.prepared.known) is not None:

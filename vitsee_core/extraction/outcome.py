@@ -41,6 +41,7 @@ class Outcome:
     unreadable: list[tuple[int, str, str]] = field(default_factory=list)
     examples: str = "images"
     remarks: Counter[str] = field(default_factory=Counter)
+    not_finite: list[tuple[int, str, str]] = field(default_factory=list)
 
     def add(self, other: Outcome) -> None:
         """Add the results of another round."""
@@ -52,6 +53,7 @@ class Outcome:
                 own[stage] = own.get(stage, 0.0) + seconds
         self.unreadable += other.unreadable
         self.remarks.update(other.remarks)
+        self.not_finite += other.not_finite
 
     def stages(self) -> str:
         """The time by stage, in words."""
@@ -65,15 +67,21 @@ class Outcome:
         return f"{line}; beside these {listed(self.beside)}" if self.beside else line
 
     def unreadable_line(self) -> str:
-        """Which images could not be read, and why; "" if none."""
-        if not self.unreadable:
-            return ""
-        named = "; ".join(f"{name} ({reason})" for _, name, reason in self.unreadable[:10])
-        more = f"; and {len(self.unreadable) - 10} more" if len(self.unreadable) > 10 else ""
-        return (
-            f"{len(self.unreadable)} of {counted(self.n_images, self.examples)} could not be read: "
-            f"{named}{more}; their rows are NaN with valid = 0"
-        )
+        """Which images could not be read, or break the model, and why; "" if none."""
+        lines = []
+        for images, deed in (
+            (self.unreadable, "could not be read"),
+            (self.not_finite, "make the model give NaN or inf"),
+        ):
+            if not images:
+                continue
+            named = "; ".join(f"{name} ({reason})" for _, name, reason in images[:10])
+            more = f"; and {len(images) - 10} more" if len(images) > 10 else ""
+            lines.append(
+                f"{len(images)} of {counted(self.n_images, self.examples)} {deed}: {named}{more}; "
+                "their rows are NaN with valid = 0"
+            )
+        return "; ".join(lines)
 
     def remark_lines(self) -> list[str]:
         """What was done to images that are not plain RGB, a line each."""

@@ -62,6 +62,7 @@ def choose(
     left_out: dict[str, str] = {}
     patterns = keep.sites if keep.sites is not None else stored.get("sites")
     if patterns is None:
+        require_blocks(table)
         there = {group for site in table.sites for group in site.groups}
         patterns = [group for group in DEFAULT_SITES if group in there] or DEFAULT_SITES
         reason = "the model has none of these sites"
@@ -119,6 +120,34 @@ def choose(
             "dtype": {"default": dtype_default, **dtype_by},
         },
     )
+
+
+# Fewer modules that run several times are the activations and poolings of a sound network.
+MIN_HIDDEN = 4
+
+
+def require_blocks(table: SiteTable) -> None:
+    """Refuse a model whose blocks no default store would have, since they run several times in one
+    pass, or on several views of an image in one batch.
+
+    Raises:
+        VitseeError: says how often, or how many; names a module.
+    """
+    if any(site.block is not None and "modules" in site.groups for site in table.sites):
+        return
+    causes = {
+        "called ": "one block shared by all depths, or several passes for one image",
+        "its first dimension ": "images doubled, flipped or cropped inside the model",
+    }
+    for beginning, cause in causes.items():
+        hidden = [name for name, why in table.left_out.items() if why.startswith(beginning)]
+        if len(hidden) >= MIN_HIDDEN:
+            names = f"{hidden[0]} and {len(hidden) - 1} more"
+            raise VitseeError(
+                f"the model's blocks cannot be captured, {names}: {table.left_out[hidden[0]]} "
+                f"({cause}); expected a model that runs each block once, on the images alone "
+                "(--sites takes what is left: vitsee sites MODEL)"
+            )
 
 
 def choose_erf(

@@ -23,11 +23,14 @@ from vitsee_core.extraction.identity import (
     given_identity,
 )
 from vitsee_core.extraction.image_layout import ImageLayout, lay_out
+from vitsee_core.extraction.not_finite import FiniteWatch
 from vitsee_core.extraction.options import DataOptions, KeepOptions, ModelOptions, Request
 from vitsee_core.extraction.plan import Choices, build_plan, choose, fit_slab, hook_points
 from vitsee_core.extraction.slab_grams import gram_notes
 from vitsee_core.images import DataError, ImageSource, Selection, normalise, open_source, select
 from vitsee_core.images.clips import has_clips
+from vitsee_core.models.capture import Capture
+from vitsee_core.models.hook_points import first_tensor
 from vitsee_core.models.intervention_spec import ZERO
 from vitsee_core.models.interventions.changes import Changes, prove
 from vitsee_core.models.interventions.switching import Switch
@@ -359,13 +362,16 @@ def run_self_check(
         torch.inference_mode(),
         precision_context(device, precision),
     ):
-        check = self_check(
-            model,
-            table,
-            normalise(pixels, model.transform, device),
-            dtypes={site.name: site.dtype for site in plan.sites},
-            **hook_points(table, plan),
-        )
+        images = normalise(pixels, model.transform, device)
+        dtypes = {site.name: site.dtype for site in plan.sites}
+        check = self_check(model, table, images, dtypes=dtypes, **hook_points(table, plan))
+        if not check.finite:
+            # The loop names the images that break a sound model.
+            sound = finite_images(model, table, plan, images)
+            if 0 < len(sound) < len(images):
+                pixels = pixels[sound]
+                images = images[sound]
+                check = self_check(model, table, images, dtypes=dtypes, **hook_points(table, plan))
     lacking = sorted(check.left_out.keys() & {name for name, _ in plan.sublayers})
     if lacking and fixed:
         name = lacking[0]
@@ -378,6 +384,16 @@ def run_self_check(
         with precision_context(device, precision):
             prove(model, table, changes, normalise(pixels, model.transform, device))
     return check
+
+
+def finite_images(
+    model: LoadedModel, table: SiteTable, plan: StorePlan, images: torch.Tensor
+) -> list[int]:
+    """Those of the images whose activations and output are finite."""
+    watch = FiniteWatch()
+    with Capture(model, table, **hook_points(table, plan)) as capture:
+        watch.note("the output", first_tensor(capture.run(images, watch)))
+    return [row for row in range(len(images)) if row not in watch.first_sites]
 
 
 def changes_of(layout: ImageLayout, keep: KeepOptions, selection: Selection, seed: int) -> Changes:

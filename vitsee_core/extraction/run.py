@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from vitsee_core.extraction.prepare import Prepared, check_output, join_store, p
 from vitsee_core.extraction.sharding import Shard, claimed_rounds, locked
 from vitsee_core.extraction.slab_grams import GramStrategy, choose_strategy
 from vitsee_core.extraction.tiles import n_tiles
-from vitsee_core.images import batches
+from vitsee_core.images import Batch, batches
 from vitsee_core.models.same_origin import check_same_images
 from vitsee_core.runtime.device import device_name
 from vitsee_core.runtime.machine import (
@@ -248,18 +248,28 @@ def fill(
         "versions": store_versions(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    job = SlabLoop(prepared, writer, provenance, strategy, erf)
     at_once = batch_size  # with tiles, about as many images as give a batch of tiles
     if plan.canvas is not None and plan.canvas.tiles is not None:
         at_once = max(1, batch_size // n_tiles(plan.canvas.size, plan.canvas.tiles))
-    ranges = [
-        slice(first, min(first + at_once, span.stop))
-        for span in spans
-        for first in range(span.start, span.stop, at_once)
-    ]
-    loading = batches(
-        prepared.selection, prepared.model.transform, ranges, workers=workers, on_error=run.on_error
+
+    def load(slabs: Sequence[slice]) -> Generator[Batch]:
+        ranges = [
+            slice(first, min(first + at_once, span.stop))
+            for span in slabs
+            for first in range(span.start, span.stop, at_once)
+        ]
+        transform = prepared.model.transform
+        return batches(
+            prepared.selection, transform, ranges, workers=workers, on_error=run.on_error
+        )
+
+    def reload(k: int) -> Generator[Batch]:
+        return load([plan.rows(k)])
+
+    job = SlabLoop(
+        prepared, writer, provenance, strategy, erf=erf, reload=reload, on_error=run.on_error
     )
+    loading = load(spans)
     started = time.perf_counter()
     # Claims and workers make several rounds of one phase, which their caller counts.
     phase = (
@@ -287,6 +297,7 @@ def fill(
         unreadable=job.unreadable,
         examples=plan.examples,
         remarks=job.remarks,
+        not_finite=job.not_finite,
     )
 
 

@@ -1,0 +1,107 @@
+"""Images of which a sound model gives NaN or inf: found one by one once a slab has failed, and left
+out as unreadable images are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitsee_core.images import Batch
+from vitsee_core.models.attention_watch import AttentionCall
+from vitsee_core.models.capture import Observer
+from vitsee_core.models.selfcheck import NotFinite
+from vitsee_core.models.sites import AttentionBlock
+from vitsee_stores.layout import SiteSpec
+
+
+class FiniteWatch(Observer):
+    """An observer that finds the images whose activations are NaN or inf.
+
+    first_sites: row of an image in the pass -> the first site, or block with attention, that is.
+    """
+
+    def __init__(self) -> None:
+        self.first_sites: dict[int, str] = {}
+
+    def note(self, name: str, x: Tensor | None) -> None:
+        """Look at a tensor (images, ...)."""
+        if x is None or not x.numel():
+            return
+        finite = x.flatten(1).isfinite().all(1)
+        for row in (~finite).nonzero().flatten().tolist():
+            self.first_sites.setdefault(row, name)
+
+    def site(self, site: SiteSpec, prefix: Tensor | None, body: Tensor) -> None:
+        """Look at a site's tokens."""
+        self.note(site.name, prefix)
+        self.note(site.name, body)
+
+    def attention(self, block: AttentionBlock, call: AttentionCall) -> None:
+        """Look at the heads' outputs of a block."""
+        self.note(f"{block.name} attention", call.output)
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """An image that is left out: its row in the store, its id, and where it is NaN or inf."""
+
+    row: int
+    name: str
+    site: str
+
+    @property
+    def reason(self) -> str:
+        return f"NaN or inf at {self.site}"
+
+
+def without_broken(
+    batches: Iterator[Batch],
+    look: Callable[[Batch], FiniteWatch],
+    ids: Sequence[str],
+    failure: NotFinite,
+    fail: bool,
+) -> tuple[list[Batch], list[LeftOut]]:
+    """The batches of a slab, the images that break the model invalid in them, and those images.
+
+    In place of their pixels come those of an image that does not, so that sums over a slab stay
+    finite; their hashes stay, as their files are readable.
+
+    Args:
+        batches: of the slab, loaded anew.
+        look: runs the model on a batch.
+        ids: of all rows.
+        failure: what was raised for the slab.
+        fail: whether one such image is to end the run.
+
+    Raises:
+        NotFinite: with `fail`, names the first; without, the given one, where all images of the
+            slab break the model, or none does by itself.
+    """
+    loaded: list[tuple[Batch, NDArray[np.bool_]]] = []
+    left_out: list[LeftOut] = []
+    sound_pixels: Tensor | None = None
+    for batch in batches:
+        watch = look(batch)
+        broken = np.zeros(len(batch.valid), np.bool_)
+        broken[list(watch.first_sites)] = True
+        loaded.append((batch, broken))
+        for row in np.flatnonzero(broken & batch.valid).tolist():
+            place = batch.rows.start + row
+            left_out.append(LeftOut(place, ids[place], watch.first_sites[row]))
+        if left_out and fail:
+            first = left_out[0]
+            raise NotFinite(f"{first.name}: {first.reason} ({failure})")
+        if sound_pixels is None and not broken.all():
+            sound_pixels = batch.pixels[int(np.flatnonzero(~broken)[0])].clone()
+    if sound_pixels is None or not left_out:
+        raise failure
+    for batch, broken in loaded:
+        # Of an unreadable image the zeros may break the model, too.
+        batch.pixels[torch.from_numpy(broken)] = sound_pixels
+        batch.valid[broken] = False
+    return [batch for batch, _ in loaded], left_out
