@@ -33,7 +33,7 @@ from vitsee_core.images.picture_remarks import (
     keep_remarks,
     orientation_of,
     remarks_on,
-    size_upright,
+    size_when_loaded,
     turned_upright,
     warned,
 )
@@ -334,8 +334,7 @@ def header_size(name: str, file: IO[bytes], exif: bool = False) -> Size:
     """(height, width) of what `decode` gives, according to an image's header. Raises ImageError:
     not an image, or too large to be one."""
     with heard_warnings(), _pillow(name), _opened(name, file) as image:
-        size = image.height, image.width
-        return size_upright(size, orientation_of(image)) if exif else size
+        return size_when_loaded(image, exif)
 
 
 def _opened(name: str, file: IO[bytes]) -> Image.Image:

@@ -10,7 +10,8 @@ from PIL import Image
 
 from vitsee_stores.plan import Size
 
-_ORIENTATION = 0x0112  # the EXIF tag
+_ORIENTATION = 0x0112  # tags of EXIF, and of TIFF
+_WIDTH, _LENGTH = 0x0100, 0x0101
 # The turn that brings a picture of each orientation upright; of 1 none.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -61,8 +62,19 @@ def turned_upright(image: Image.Image, orientation: int) -> Image.Image:
     return turned
 
 
-def size_upright(size: Size, orientation: int) -> Size:
-    """(height, width) of `turned_upright`."""
+def size_when_loaded(image: Image.Image, exif: bool) -> Size:
+    """(height, width) that an image, opened and not yet loaded, will have; exif: whether it is
+    turned upright then."""
+    if image.format == "TIFF":
+        # Always turned by Pillow, whose older versions have the other size until they load it.
+        tags = image.tag_v2  # type: ignore[attr-defined]
+        size = int(tags[_LENGTH]), int(tags[_WIDTH])
+        return _size_upright(size, tags.get(_ORIENTATION, 1))
+    size = image.height, image.width
+    return _size_upright(size, orientation_of(image)) if exif else size
+
+
+def _size_upright(size: Size, orientation: int) -> Size:
     height, width = size
     return (width, height) if orientation in _SIDEWAYS else (height, width)
 
