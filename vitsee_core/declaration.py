@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 from vitsee_core.runtime.options import (
     EXECUTION_OPTIONS,
     QUESTIONS,
+    Fields,
     Gather,
     Offers,
     Option,
@@ -306,7 +307,13 @@ def _mistakes_of_parameter(
             yield place, "has no Offers", 'Annotated[Execution, Offers("images seed")]'
         else:
             yield from _unknown_words(f"{place}, Offers", about.fields.split(), EXECUTION_OPTIONS)
-    elif parameter.takes_stores or isinstance(about, (Gather, PythonOnly)):
+    elif isinstance(about, (Gather, Fields)):
+        kind = about.kind if isinstance(about, Gather) else parameter.annotation
+        for name, field_of_it in parameters_of(kind).items():
+            yield from _mistakes_of_parameter(
+                f"{function}, {parameter.name}", field_of_it, {**options, name: field_of_it}
+            )
+    elif parameter.takes_stores or isinstance(about, PythonOnly):
         return
     elif not isinstance(about, Option):
         yield (

@@ -7,15 +7,20 @@ import difflib
 import inspect
 import os
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, overload
 
 from vitsee_core.runtime import registry
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.options import Gather, Option
-from vitsee_core.runtime.parameters import DeclarationError, DeclaredParameter, parameters_of
+from vitsee_core.runtime.options import Fields, Gather, Option
+from vitsee_core.runtime.parameters import (
+    DeclarationError,
+    DeclaredParameter,
+    keywords_of,
+    parameters_of,
+)
 from vitsee_core.runtime.progress import OfClips
 from vitsee_stores.errors import MissingInput, VitseeError
 from vitsee_stores.plan import CLIPS
@@ -60,10 +65,11 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
     """
     signature = inspect.signature(run)
     parameters = parameters_of(run)
+    keywords = keywords_of(run)
     framed = "execution" in parameters
-    takes_stores = {name: own.takes_stores for name, own in parameters.items()}
+    takes_stores = {name: keyword.takes_stores for name, keyword in keywords.items()}
     takes_texts = {
-        name: own.is_sequence and own.types == (str,) for name, own in parameters.items()
+        name: keyword.is_sequence and keyword.types == (str,) for name, keyword in keywords.items()
     }
 
     @wraps(run)
@@ -73,20 +79,24 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
         own = {name: kwargs.pop(name) for name in FIELDS if framed and name in kwargs}
         if own:
             kwargs["execution"] = replace(kwargs.get("execution", DEFAULT), **own)
-        if unknown := [name for name in kwargs if name not in parameters]:
-            known = [*parameters, *(FIELDS if framed else ())]
+        if unknown := [name for name in kwargs if name not in keywords]:
+            known = [*keywords, *(FIELDS if framed else ())]
             near = difflib.get_close_matches(unknown[0], known, n=1)
             hint = f"; did you mean {near[0]}?" if near else f"; it takes {', '.join(known)}"
             name = registry.name_of(run.__module__)
             raise TypeError(f"{name}() has no keyword {unknown[0]!r}{hint}")
+        for name, value in kwargs.items():
+            if takes_texts[name] and isinstance(value, str):
+                kwargs[name] = (value,)
+        _gather_fields(parameters, kwargs)
         bound = signature.bind(*args, **kwargs)
         seen: dict[str, str] = {}
         of_clips = False
         for name, value in bound.arguments.items():
-            if takes_stores[name]:
+            if takes_stores.get(name):
                 bound.arguments[name] = opened = _opened(value, seen)
                 of_clips = _hold_clips(run.__module__, opened) or of_clips
-            elif takes_texts[name] and isinstance(value, str):
+            elif takes_texts.get(name) and isinstance(value, str):
                 bound.arguments[name] = (value,)
         if framed and (guest := registry.guest_of(run.__module__)) is not None:
             # Workers have to have its code.
@@ -109,14 +119,43 @@ def analysis(run: Callable[P, R_co]) -> Analysis[P, R_co]:
             bound.apply_defaults()
             name = registry.name_of(run.__module__)
             notes = {**result.notes, "examples": CLIPS} if of_clips else result.notes
-            result = replace(result, notes=notes, made_by=(name, dict(bound.arguments)))
+            given = _without_groups(parameters, bound.arguments)
+            result = replace(result, notes=notes, made_by=(name, given))
         return cast(R_co, result)
 
-    plain = [p.replace(annotation=parameters[p.name].text) for p in signature.parameters.values()]
-    signature = signature.replace(parameters=plain)
-    called.__signature__ = _spelled_out(signature) if framed else signature  # type: ignore[attr-defined]
-    called.__doc__ = documented(run.__doc__ or "", parameters)
+    shown = signature.replace(
+        parameters=[
+            inspect.Parameter(
+                keyword.name, keyword.kind, default=keyword.default, annotation=keyword.text
+            )
+            for keyword in keywords.values()
+        ]
+    )
+    called.__signature__ = _spelled_out(shown) if framed else shown  # type: ignore[attr-defined]
+    called.__doc__ = documented(run.__doc__ or "", keywords)
     return cast(Analysis[P, R_co], called)
+
+
+def _gather_fields(parameters: dict[str, DeclaredParameter], kwargs: dict[str, Any]) -> None:
+    """Put the keywords that are fields of a `Fields` into its dataclass."""
+    for name, parameter in parameters.items():
+        if isinstance(parameter.about, Fields):
+            field_names = parameters_of(parameter.annotation).keys() & kwargs.keys()
+            values = {field_name: kwargs.pop(field_name) for field_name in field_names}
+            kwargs[name] = parameter.annotation(**values)
+
+
+def _without_groups(
+    parameters: dict[str, DeclaredParameter], arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments by the names that callers give: the fields of each `Fields`."""
+    given: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if isinstance(parameters[name].about, Fields):
+            given |= vars(value)
+        else:
+            given[name] = value
+    return given
 
 
 def _of_arrays(run: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:

@@ -64,6 +64,12 @@ class Gather:
     fields: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Fields:
+    """Metadata of a parameter that is a dataclass of options: on the command line and in Python
+    callers give its fields, each by its own name, and `run` gets them together."""
+
+
 # The fields of `Execution` that have an option.
 EXECUTION_OPTIONS = ("images", "seed", "device", "jobs", "memory")
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from vitsee_core.runtime.options import Gather, Offers, Option, PythonOnly
+from vitsee_core.runtime.options import Fields, Gather, Offers, Option, PythonOnly
 from vitsee_stores.errors import VitseeError
 
 REQUIRED = inspect.Parameter.empty  # the default of a parameter that has none
@@ -42,7 +42,7 @@ class DeclaredParameter(NamedTuple):
     annotation: Any
     default: Any
     kind: Any
-    about: Option | Gather | Offers | PythonOnly | None
+    about: Option | Gather | Fields | Offers | PythonOnly | None
 
     @property
     def types(self) -> tuple[Any, ...]:
@@ -93,11 +93,23 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, DeclaredParameter]:
     return parameters
 
 
+def keywords_of(function: Callable[..., Any]) -> dict[str, DeclaredParameter]:
+    """Name -> parameter as callers give it: the fields of a `Fields` in place of itself."""
+    keywords = {}
+    for name, parameter in parameters_of(function).items():
+        if isinstance(parameter.about, Fields):
+            for field_name, field in parameters_of(parameter.annotation).items():
+                keywords[field_name] = field._replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        else:
+            keywords[name] = parameter
+    return keywords
+
+
 def options_of(function: Callable[..., Any]) -> dict[str, DeclaredParameter]:
-    """Name -> parameter with an option, of a function or dataclass; a `Gather` is replaced by its
-    fields."""
+    """Name -> parameter with an option, of a function or dataclass; a `Gather` and `Fields` are
+    replaced by their fields."""
     options = {}
-    for parameter in parameters_of(function).values():
+    for parameter in keywords_of(function).values():
         if isinstance(parameter.about, Option) and not parameter.takes_stores:
             options[parameter.name] = parameter
         elif isinstance(parameter.about, Gather):

@@ -21,74 +21,40 @@ masks' categories, and intervals are over images.
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from vitsee_core.analyses.probe import response_run, responses
+from vitsee_core.analyses.probe import response_run
+from vitsee_core.analyses.probe.class_run import (
+    COLUMNS,
+    SEGMENT_COLUMNS,
+    run_classes,
+    run_segments,
+)
 from vitsee_core.analyses.probe.figure import plot
-from vitsee_core.analyses.probe.fit import Task
-from vitsee_core.analyses.probe.response_run import OF_RESPONSES, refuse_of_classes, run_responses
-from vitsee_core.analyses.probe.score import (
-    INTERVAL,
-    METRICS,
-    TOP,
-    ProbedSites,
-    Prober,
+from vitsee_core.analyses.probe.options import (
+    ClassOptions,
+    FeatureOptions,
+    ProbedStores,
+    ResponseOptions,
+    SplitOptions,
 )
-from vitsee_core.analyses.probe.settings import (
-    PRESETS,
-    SEEDS,
-    SOLVERS,
-    Training,
-    check_classes,
-    choose_settings,
-    choose_training,
-    draw_images,
-    parse_intercept,
-    parse_l2,
-    split_rows,
-)
+from vitsee_core.analyses.probe.response_run import OF_RESPONSES, run_responses
+from vitsee_core.analyses.probe.score import METRICS
 from vitsee_core.declaration import Analysis
-from vitsee_core.features import compared, require_comparable
-from vitsee_core.features.compared import other_precision
-from vitsee_core.labels.labelled_rows import (
-    ALLOW_SHARED,
-    PER_CLASS,
-    RANDOM_BASELINE,
-    TESTS,
-    TRAIN_IMAGES,
-    check_disjoint,
-    training_execution,
-)
-from vitsee_core.masks.segments import Segmentation, as_segmentation, examples_of
+from vitsee_core.labels.labelled_rows import TESTS
+from vitsee_core.masks.segments import Segmentation, as_segmentation
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
-from vitsee_core.runtime.options import (
-    KNOWLEDGE,
-    Gather,
-    Offers,
-    Option,
-    metrics_option,
-    sites_option,
-    tokens_option,
-)
-from vitsee_core.runtime.progress import counting
-from vitsee_core.tables.columns import SITE
+from vitsee_core.runtime.options import KNOWLEDGE, Fields, Gather, Offers, metrics_option
 from vitsee_core.tables.headlines import best_layers
-from vitsee_core.tables.metrics import asked_for
-from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError
-from vitsee_stores.selectors import VECTOR_WORDS
 
-__all__ = ["plot", "run"]
-
-log = logging.getLogger(__name__)
+__all__ = ["COLUMNS", "SEGMENT_COLUMNS", "plot", "run"]
 
 headline = partial(
     best_layers,
@@ -99,135 +65,18 @@ headline = partial(
     },
 )
 
-BASELINES = ("random",)
-COLUMNS = (
-    *(*SITE, "token", "row", "col", "class", "shots", "l2"),
-    *("metric", "value", "std", "low", "high", "n_images", "baseline"),
-)
-SEGMENT_COLUMNS = (*COLUMNS[:-1], "n_segments", "baseline")
-
 
 @analysis
 def run(
     train: Store,
     *tests: Annotated[Store, TESTS],
-    test_split: Annotated[
-        str | None,
-        Option(
-            "Without TEST: test on images of this split of the data, train on all others.",
-            metavar="NAME",
-            default="none",
-        ),
-    ] = None,
-    holdout: Annotated[
-        float | None,
-        Option(
-            "Without TEST: test on this share of each class, e.g. 0.2.",
-            metavar="SHARE",
-            above=0,
-            below=1,
-            default="none",
-        ),
-    ] = None,
+    split: Annotated[SplitOptions, Fields()],
     masks: Annotated[
         Segmentation | Path | str | Sequence[Path] | None, Gather(Segmentation)
     ] = None,
-    response: Annotated[Path | None, responses.RESPONSE] = None,
-    response_ids: Annotated[Path | None, responses.RESPONSE_IDS] = None,
-    folds: Annotated[int | None, responses.FOLDS] = None,
-    by_column: Annotated[bool, responses.BY_COLUMN] = False,
-    preset: Annotated[
-        str | None,
-        Option(
-            "raghu: 10 shots, mean of all tokens, CNNs at the last stage's grid, l2 held out; "
-            "big_vision: standardised, constant column of 100, l2 = 2^10, site pooled. Options "
-            "given beside it win.",
-            choices=PRESETS,
-            default="none",
-        ),
-    ] = None,
-    sites: Annotated[Sequence[str], sites_option("blocks; big_vision: pooled")] = (),
-    tokens: Annotated[
-        Sequence[str],
-        tokens_option(
-            (*VECTOR_WORDS, "each", "all"),
-            "cls where a site has a class token, else mean; raghu: mean-all",
-        ),
-    ] = (),
-    match_last_stage: Annotated[
-        bool | None,
-        Option(
-            "CNNs: flatten patches of p x p cells, the largest p with channels x p^2 at most the "
-            "last stage's channels, then average to the last stage's grid.",
-            "--match-last-stage/--no-match-last-stage",
-            default="only with raghu",
-        ),
-    ] = None,
-    shots: Annotated[
-        Sequence[int],
-        Option(
-            "Train on K images of each class, small draws within larger ones.",
-            metavar="K",
-            least=1,
-            default="all training images",
-        ),
-    ] = (),
-    seeds: Annotated[
-        int | None,
-        Option("Draw the shots N times: with --seed, --seed + 1, ...", least=1, default=str(SEEDS)),
-    ] = None,
-    l2: Annotated[
-        Sequence[float | str],
-        Option(
-            "holdout: chosen on 20 % of each class of the training images, from 2^-10 to 2^19; "
-            "loo: by exact leave-one-out; grid: report all of these; or a number, scikit-learn's "
-            "alpha. Numbers: repeatable.",
-            metavar="L2",
-            parse=parse_l2,
-            default="holdout",
-        ),
-    ] = (),
-    standardise: Annotated[
-        bool | None,
-        Option(
-            "Divide features by their standard deviation over the training images.",
-            "--standardise/--no-standardise",
-            default="only with big_vision",
-        ),
-    ] = None,
-    intercept: Annotated[
-        float | str | None,
-        Option(
-            "free: not penalised; a number: weight of a penalised constant column of that value.",
-            metavar="VALUE",
-            parse=parse_intercept,
-            default="free; big_vision: 100",
-        ),
-    ] = None,
-    solver: Annotated[
-        str,
-        Option(
-            "ridge: closed form, on the CPU in float64; sgd: a linear layer with cross-entropy.",
-            choices=SOLVERS,
-        ),
-    ] = "ridge",
-    batch_norm: Annotated[bool, Option("sgd: batch-normalise the features.")] = False,
-    epochs: Annotated[
-        int | None,
-        Option("sgd: passes over the training images.", least=1, default=str(Training.epochs)),
-    ] = None,
-    lr: Annotated[
-        float | None,
-        Option(
-            "sgd: learning rate for 256 images per step, falling to 0 along a cosine.",
-            metavar="LR",
-            above=0,
-            default=str(Training.lr),
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None, Option("sgd: images a step.", least=2, default=str(Training.batch))
-    ] = None,
+    responses: Annotated[ResponseOptions, Fields()],
+    features: Annotated[FeatureOptions, Fields()],
+    classes: Annotated[ClassOptions, Fields()],
     metrics: Annotated[
         Sequence[str],
         metrics_option(
@@ -237,10 +86,6 @@ def run(
             "shares of the noise ceiling.",
         ),
     ] = (),
-    baselines: Annotated[Sequence[str], RANDOM_BASELINE] = (),
-    per_class: Annotated[bool, PER_CLASS] = False,
-    train_images: Annotated[int | None, TRAIN_IMAGES] = None,
-    allow_shared: Annotated[bool, ALLOW_SHARED] = False,
     execution: Annotated[
         Execution,
         Offers(
@@ -273,108 +118,18 @@ def run(
         VitseeError: too few images of a class, choices that exclude each other, or too little
             memory.
     """
-    n_ways = sum(way is not None for way in (tests or None, test_split, holdout))
-    if response is not None:
-        refuse_of_classes({
-            "--masks": masks, "--preset": preset, "--shots": shots, "--seeds": seeds,
-            "--match-last-stage": match_last_stage, "--intercept": intercept,
-            "--solver": solver if solver != "ridge" else None, "--batch-norm": batch_norm,
-            "--epochs": epochs, "--lr": lr, "--batch": batch, "--baseline": baselines,
-            "--per-class": per_class,
-        })  # fmt: skip
-        if n_ways + (folds is not None) > 1:
-            raise VitseeError("give one of TEST, --test-split, --holdout and --folds at most")
-        require_comparable(train, tests)
-        of_responses = asked_for(metrics or OF_RESPONSES, OF_RESPONSES, "probe --response")
-        return run_responses(
-            train, tests, response, response_ids, test_split, holdout, execution,
-            training=training_execution(execution, tests, train_images), l2=l2,
-            sites=sites, tokens=tokens, standardise=standardise, folds=folds, by_column=by_column,
-            allow_shared=allow_shared, metrics=of_responses,
-        )  # fmt: skip
-    if n_ways != 1:
-        raise VitseeError("give exactly one of TEST, --test-split NAME and --holdout SHARE")
-    seed = execution.seed
-    settings = choose_settings(
-        preset, sites=sites, tokens=tokens, shots=shots, seeds=seeds, seed=seed, l2=l2,
-        standardise=standardise, intercept=intercept, match_last_stage=match_last_stage,
-    )  # fmt: skip
-    training = choose_training(
-        solver,
-        execution.device,
-        sgd={
-            **{"--epochs": epochs, "--lr": lr, "--batch": batch},
-            "--batch-norm": batch_norm or None,
-        },
-        ridge={
-            **{"--l2": l2 or None, "--standardise": standardise, "--intercept": intercept},
-            "--preset big_vision": preset if preset == "big_vision" else None,
-        },
-    )
-    wanted = [*asked_for(metrics or METRICS, METRICS, "probe"), "top1_class"]
-    for name in baselines:
-        if name not in BASELINES:
-            raise VitseeError(f"no baseline {name!r}; expected {', '.join(BASELINES)}")
-    require_comparable(train, tests)
-    works, remarks, shared = [], [], []
-    choice = as_segmentation(masks)
-    read = [] if choice is None else [(s, s.select(list(settings.sites))) for s in (train, *tests)]
-    of_train = {train.manifest.store_id: training_execution(execution, tests, train_images)}
-    examples = examples_of(choice, read, execution, test_split, of_train)
-    for test in tests or (None,):
-        ours, theirs = split_rows(
-            train, test, test_split=test_split, holdout=holdout, rows=examples.rows, seed=seed
-        )
-        if test is not None:
-            remarks += examples.check_classes(ours, theirs)
-        shared.append(check_disjoint(ours, theirs, allow_shared))
-        remarks += check_classes(ours, theirs, settings.shots)
-        draws = [draw_images(ours, n, s) for n in settings.shots or (None,) for s in settings.seeds]
-        l2s = settings.l2s if training is None else (math.nan,)
-        task = Task(
-            ours.labels, ours.n_classes, settings.algebra, l2s, settings.choose, execution.jobs,
-            execution.budget,
-        )  # fmt: skip
-        blocks = theirs.jackknife(seed)
-        prober = Prober(task, draws, theirs.labels, training, blocks.labels)
-        works.append(
-            ProbedSites(
-                *(prober, examples, ours, theirs, (train, *tests), blocks, settings),
-                *(per_class, tuple(baselines), seed),
+    stores = ProbedStores(train, tests, split)
+    segmentation = as_segmentation(masks)
+    if responses.response is not None:
+        if segmentation is not None:
+            raise VitseeError(
+                "--masks belongs to probes of classes, not to --response; leave it out"
             )
-        )
-    if {*metrics} == {"top5"} and works[0].train.n_classes <= TOP and not per_class:
-        raise VitseeError(f"no top5: it needs more than {TOP} classes")
-    n_probes = sum(work.n_probes for work in works)
-    with counting(execution.progress, n_probes, "probes"), works[0].prober.threads():
-        of_works = [work.rows(execution) for work in works]
-    remarks = list(dict.fromkeys([*remarks, *(r for work in works for r in work.remarks)]))
-    for remark in remarks:
-        log.info("%s", remark)
-    words = {name: ", ".join(some) for name, some in works[0].words.items()}
-    notes = {
-        "interval": INTERVAL if choice is None else works[0].test.INTERVAL,
-        "solver": settings.describe() if training is None else training.describe(),
-        "train": {"store": train.label, **works[0].train.describe()},
-        "tests": [
-            {"store": work.test.store.label, **work.test.describe(), "also_in_train": n}
-            for work, n in zip(works, shared, strict=True)
-        ],
-        "classes": works[0].train.n_classes,
-        "shots": list(settings.shots) or "all",
-        "seeds": list(settings.seeds),
-        "seed": seed,
-        "compared": compared((train, *tests), words, asked=None if not settings.tokens else ""),
-        "matched_to_last_stage": works[0].matched,
-        WORD: {work.test.store.label: work.blocks.describe() for work in works},
-        "remarks": [*remarks, *other_precision((train, *tests))],
-    }
-    rows = [row for real, _ in of_works for row in real]
-    rows += [row for _, some in of_works for row in some]
-    rows = [row for row in rows if row["metric"] in wanted]
-    columns = COLUMNS if choice is None else SEGMENT_COLUMNS
-    names = [name for name in columns if name != "class" or per_class]
-    return Table.from_rows(rows, names, notes)
+        classes.refuse_any()
+        return run_responses(stores, responses, features, metrics, execution)
+    if segmentation is not None:
+        return run_segments(stores, segmentation, features, classes, metrics, execution)
+    return run_classes(stores, features, classes, metrics, execution)
 
 
 ANALYSIS = Analysis(

@@ -9,7 +9,7 @@ fitted to; with the chosen ones all training images are fitted again. Test image
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitsee_core.analyses.probe.options import FeatureOptions, ProbedStores, ResponseOptions
 from vitsee_core.analyses.probe.responses import (
     SPLITS,
     Responses,
@@ -26,15 +27,16 @@ from vitsee_core.analyses.probe.responses import (
 )
 from vitsee_core.analyses.probe.score import each_selection
 from vitsee_core.analyses.probe.settings import HELD_OUT
-from vitsee_core.features import SiteFeatures, choose_features, compared
+from vitsee_core.features import SiteFeatures, choose_features, compared, require_comparable
 from vitsee_core.features.compared import other_precision
 from vitsee_core.kernels.l2_choice import GRID
 from vitsee_core.kernels.ridge import Algebra, Factors
-from vitsee_core.labels.labelled_rows import in_split, shared_images
+from vitsee_core.labels.labelled_rows import in_split, shared_images, training_execution
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.statistics.jackknife import UNLIMITED, Blocks, Limits, interval_cells
 from vitsee_core.tables.columns import SITE, site_columns
+from vitsee_core.tables.metrics import asked_for
 from vitsee_core.tables.replicates import WORD
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import CEILING
@@ -62,28 +64,12 @@ METHOD = (
 )
 
 
-def refuse_of_classes(options: Mapping[str, Any]) -> None:
-    """Refuse options that belong to probes of classes: raises VitseeError, naming the first."""
-    for name, value in options.items():
-        if value is not None and value is not False and value != ():
-            raise VitseeError(
-                f"{name} belongs to probes of classes, not to --response; leave it out"
-            )
-
-
 def _settings(
-    l2: Sequence[float | str],
-    *,
-    sites: Sequence[str],
-    tokens: Sequence[str],
-    standardise: bool | None,
-    folds: int | None,
-    by_column: bool,
-    allow_shared: bool,
-    seed: int,
+    options: ResponseOptions, features: FeatureOptions, allow_shared: bool, seed: int
 ) -> Settings:
     """The choices of `probe --response`, with their defaults. Raises VitseeError: a way to choose
     l2 that responses do not have."""
+    l2 = features.l2
     words = {value for value in l2 if isinstance(value, str)}
     if words - {"holdout", "grid"} or (words and len(l2) > 1):
         raise VitseeError(
@@ -91,26 +77,26 @@ def _settings(
         )
     numbers = tuple(sorted({float(value) for value in l2 if not isinstance(value, str)}))
     return Settings(
-        tuple(sites) or ("blocks",), tuple(tokens), GRID if "grid" in words else numbers,
-        Algebra(bool(standardise)), folds or FOLDS, by_column, allow_shared, seed,
-    )  # fmt: skip
+        sites=tuple(features.sites) or ("blocks",),
+        tokens=tuple(features.tokens),
+        l2s=GRID if "grid" in words else numbers,
+        algebra=Algebra(bool(features.standardise)),
+        folds=options.folds or FOLDS,
+        by_column=options.by_column,
+        allow_shared=allow_shared,
+        seed=seed,
+    )
 
 
 def run_responses(
-    train: Store,
-    tests: Sequence[Store],
-    response: Path | Url,
-    ids: Path | None,
-    test_split: str | None,
-    holdout: float | None,
-    execution: Execution,
-    *,
-    training: Execution,
+    stores: ProbedStores,
+    options: ResponseOptions,
+    features: FeatureOptions,
     metrics: Sequence[str],
-    **options: Any,
+    execution: Execution,
 ) -> Table:
-    """The table of `probe --response`; training: how TRAIN is read; metrics: some of
-    `OF_RESPONSES`; options: of `_settings`.
+    """The table of probes that predict responses, with `COLUMNS`; metrics: some of `OF_RESPONSES`,
+    by default all.
 
     Raises:
         MissingInput: no such split, or a store lacks a site.
@@ -119,7 +105,15 @@ def run_responses(
         VitseeError: responses that do not fit the stores, too few images, or a way to choose l2
             that responses do not have.
     """
-    settings = _settings(**options, seed=execution.seed)
+    if stores.n_ways + (options.folds is not None) > 1:
+        raise VitseeError("give one of TEST, --test-split, --holdout and --folds at most")
+    train, tests = stores.train, stores.tests
+    require_comparable(train, tests)
+    metrics = asked_for(metrics or OF_RESPONSES, OF_RESPONSES, "probe --response")
+    training = training_execution(execution, tests, stores.split.train_images)
+    settings = _settings(options, features, stores.split.allow_shared, execution.seed)
+    response, ids = options.response, options.response_ids
+    assert response is not None
     place = response if isinstance(response, Url) else Path(response)
     responses = read_responses(place, None if ids is None else Path(ids))
     if ids is None and responses.ids is None and tests:
@@ -135,7 +129,7 @@ def run_responses(
         if test is not None:
             n_shared = shared_images(train, both[0], test, both[1], settings.allow_shared)
             shared.append(n_shared)
-        sets = _sets(ours, theirs, test_split, holdout, settings)
+        sets = _sets(ours, theirs, stores.split.test_split, stores.split.holdout, settings)
         probes.append(_probe(ours, theirs, sets, responses, settings))
     chosen = settings.sites, settings.tokens
     items = []

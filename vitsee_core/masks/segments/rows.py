@@ -21,7 +21,7 @@ from vitsee_core.masks.orientation import oriented_as
 from vitsee_core.masks.segments.vectors import SegmentFeatures, Sparse, Weigher, Weights
 from vitsee_core.masks.sources import BACKGROUND_OPTION, PANOPTIC, SEGMENTS, VOID_OPTION
 from vitsee_core.runtime.machine import counted
-from vitsee_core.runtime.options import Option
+from vitsee_core.runtime.options import Option, PythonOnly
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.streaming import Rows, choose_rows
 from vitsee_core.statistics.jackknife import METHOD, Blocks
@@ -80,7 +80,7 @@ class Segmentation:
             only_with=("masks",),
         ),
     ] = None
-    first: int | None = None
+    first: Annotated[int | None, PythonOnly("studies of papers take some images alone")] = None
 
     def filled(self, **values: Any) -> Segmentation:
         """The same with these values where none was chosen."""
