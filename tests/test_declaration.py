@@ -15,9 +15,9 @@ from vitsee_core.runtime.parameters import options_of
 @pytest.mark.parametrize("name", registry.own_names())
 def test_ours_are_declared(name: str) -> None:
     """A declaration checks itself when it is made; here by the name of each, with its options."""
-    analysis: Analysis = registry.load(name)
-    assert analysis.module == f"vitsee_core.analyses.{name}"
-    assert registry.declaration_of(analysis.run.__module__) is analysis
-    assert replace(analysis) == analysis, "it is checked again"
-    for parameter in options_of(analysis.run).values():
+    declared: Analysis = registry.load(name)
+    assert declared.module == f"vitsee_core.analyses.{name}"
+    assert registry.declaration_of(declared.run.__module__) is declared
+    assert replace(declared) == declared, "it is checked again"
+    for parameter in options_of(declared.run).values():
         assert isinstance(parameter.about, Option), parameter.name

@@ -134,7 +134,8 @@ class Analysis:
 
     def stores(self) -> list[DeclaredParameter]:
         """The parameters of `run` that take stores."""
-        return [own for own in parameters_of(self.run).values() if own.takes_stores]
+        parameters = parameters_of(self.run).values()
+        return [parameter for parameter in parameters if parameter.takes_stores]
 
     def draw(self, table: Table, **options: Any) -> Figure:
         """The figure of a table; of one over a training the chart along its steps.
