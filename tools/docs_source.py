@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "docs" / "site"
 GUIDES = (
     "explore", "study", "training", "training-vit", "extraction", "checkpoints", "interventions",
-    "two-libraries", "vision-language", "data", "clips",
+    "two-libraries", "vision-language", "newest-models", "data", "clips",
     "tables", "intervals", "notebook", "guests", "export", "cluster", "dask", "bucket", "faults",
     "papers", "real-vit", "stability",
 )  # fmt: skip

@@ -26,6 +26,7 @@ from vitsee_core.models.survey.geometry import (
     kinds_of,
     model_geometry,
     read_map,
+    view_kind,
 )
 from vitsee_core.models.survey.patches import disproof, first_seen, measure, packed_patches
 from vitsee_core.models.survey.structure import block_names, find_blocks
@@ -107,7 +108,10 @@ def _survey_of_clips(
             f"{grid[1]} x {grid[2]} pieces of the clip (time, rows, columns) and, attention aside, "
             "made of its own piece alone; expected a transformer of clips"
         )
-    prefix = kinds_of(module, most, ends[0].shape[2])
+    n_views = grid[0] if any(order.by_view for order in orders.values()) else 1
+    prefix = kinds_of(module, most // n_views, ends[0].shape[2])
+    if n_views > 1:
+        prefix = tuple(f"{view_kind(kind)}.{i}" for kind in prefix for i in range(n_views))
     geometry = Geometry(size[1:], prefix, (grid[1], grid[2]), frames=frames)
     return Survey(seen, tuple(blocks), geometry, block_names(blocks, seen))
 

@@ -26,7 +26,7 @@ from vitsee_stores.layout import TokenLayout
 
 MOST_PREFIX = 32
 # What parameters of such tokens are called, by kind; what matches none is a register.
-_KINDS = {"cls": r"(^|_)(cls|class)", "dist": r"(^|_)dist"}
+_KINDS = {"cls": r"(^|_)(cls|class)", "dist": r"(^|_)dist", "camera": r"(^|_)(camera|pose)_token"}
 _OTHERS = r"pos|mask|query|bias|scale|head|norm|weight"
 
 
@@ -368,5 +368,14 @@ def kinds_of(module: nn.Module, n_prefix: int, dim: int) -> tuple[str, ...]:
     for kind, pattern in _KINDS.items():
         if any(re.search(pattern, name) and not re.search(_OTHERS, name) for name in names):
             kinds.append(kind)
+    if "cls" in kinds and "camera" in kinds:
+        # Of two transformers, one behind the other: each has one of them, at the same place.
+        kinds.remove("camera")
     kinds += [f"reg{i}" for i in range(max(n_prefix - len(kinds), 0))]
     return tuple(kinds[:n_prefix])
+
+
+def view_kind(kind: str) -> str:
+    """The kind of a prefix token of which each view of a clip has its own: not `cls`, of which a
+    clip has one, or one for each frame that the model saw alone."""
+    return "class" if kind == "cls" else kind

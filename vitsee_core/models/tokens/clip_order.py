@@ -8,13 +8,17 @@ cell it stands for: a row equals, digit by digit, that of the clip whose cells a
 This identifies tokens in any order (time fastest, for instance), also where frames or spatial
 positions are folded into the batch dimension, as for attention within a frame or over time at a
 position. Rows that respond to no change are prefix tokens; there may be one copy for each frame.
+
+Copies are one token where the model elsewhere has it once beside the cells of a whole clip
+(TimeSformer's class token). Where it has as many there as frames (VGGT's camera and register
+tokens), or none, each view has tokens of its own, which are kept.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +43,8 @@ class ClipOrder:
 
     grid: times, rows and columns of cells. index: (cells,) the row of each cell within its clip's.
     prefix: (prefix tokens, copies) their rows. n_rows: of a clip, in all. folds: parts of a clip
-    that lie in the batch dimension. channels: whether the channels are the second axis.
+    that lie in the batch dimension. channels: whether the channels are the second axis. by_view:
+    whether the prefix tokens are each view's own, kind by kind.
     """
 
     grid: Cells
@@ -48,6 +53,7 @@ class ClipOrder:
     n_rows: int
     folds: int = 1
     channels: bool = False
+    by_view: bool = False
 
     @property
     def n_prefix(self) -> int:
@@ -123,7 +129,7 @@ class ClipCodes:
         """The order of a tensor's rows in a pass of these clips, (clips, rows, dim); None where
         they are not the cells, each once, and prefix tokens."""
         n_cells, n_rows = math.prod(self.grid), x.shape[1]
-        if n_rows < n_cells or n_rows > n_cells + folds * MOST_PREFIX:
+        if n_rows < n_cells or n_rows > n_cells + max(folds, self.grid[0]) * MOST_PREFIX:
             return None
         whole = x[:CONTENTS].float()
         apart = torch.linalg.vector_norm(whole - whole[:1], dim=2)[1:].amin(0)
@@ -206,7 +212,25 @@ def find_clip_orders(
             x = x.transpose(0, 1)  # tokens before clips, as torch's own layer has them
         return order_in(x, codes)
 
-    return grid, orders_of_places(module, given, read)
+    return grid, with_views(orders_of_places(module, given, read))
+
+
+def with_views(orders: Mapping[Place, ClipOrder]) -> dict[Place, ClipOrder]:
+    """The orders with the prefix tokens of each frame kept apart where these are its own."""
+    once = {order.n_prefix for order in orders.values() if order.folds == 1}
+    found = dict(orders)
+    rows: dict[tuple[int, ...], Tensor] = {}  # those of all prefix tokens -> kind by kind
+    for place, order in orders.items():
+        own = order.n_prefix and order.n_prefix not in once and order.folds == order.grid[0] > 1
+        if own:
+            by_kind = order.prefix.reshape(-1, 1)
+            rows[tuple(by_kind.flatten().sort()[0].tolist())] = by_kind
+            found[place] = replace(order, prefix=by_kind, by_view=True)
+    for place, order in orders.items():
+        by_kind_or_none = rows.get(tuple(order.prefix.flatten().tolist()))
+        if order.folds == 1 and by_kind_or_none is not None:
+            found[place] = replace(order, prefix=by_kind_or_none, by_view=True)
+    return found
 
 
 def order_of_shape(shape: tuple[int, ...], n: int, grid: Cells) -> ClipOrder | None:
@@ -265,7 +289,8 @@ class ClipCalls:
             found = call if order.plain else FoldedCall(call, order, 1)
             return AttentionEvent(whole, n_tokens, call=found)
         window = window_of((order.index // event.n_keys).reshape(order.grid))
-        if window is None or (order.n_prefix and order.prefix.shape[1] != folds):
+        copied = order.by_view or order.prefix.shape[1] == folds
+        if window is None or (order.n_prefix and not copied):
             return AttentionEvent(whole, n_tokens, within="groups of tokens")
         return AttentionEvent(whole, n_tokens, call=FoldedCall(call, order, folds), window=window)
 
