@@ -160,7 +160,7 @@ def folder(tmp_path: Path) -> Path:
     np.savez(tmp_path / "x.npz", images=rng.integers(0, 256, (4, 32, 32, 3), np.uint8))
     for scene in range(2):
         frames = rng.integers(0, 256, (4, 32, 32, 3), np.uint8)
-        write_frames(tmp_path / "scenes" / str(scene), frames)
+        write_frames(tmp_path / "scenes" / str(scene), list(frames))
     return tmp_path
 
 
