@@ -189,3 +189,17 @@ class DecoderFirst(Embedding):
         for block in self.decoder:
             y = block(y, x)
         return self.last(y)
+
+
+class Repeated(Embedding):
+    """Blocks of a list in a given order, each as often as it stands there."""
+
+    def __init__(self, order: tuple[int, ...] = (0, 1, 2, 1)) -> None:
+        super().__init__()
+        self.blocks, self.order = blocks(max(order) + 1), order
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embed(images)
+        for number in self.order:
+            x = self.blocks[number](x)
+        return self.last(x)

@@ -179,3 +179,16 @@ def test_the_remark_reaches_the_user(tmp_path: Path) -> None:
     output = extracted(name, "--data", tmp_path / "x.npz", "-o", tmp_path / "s.zarr").output
     assert output.count(line) == 1
     assert line not in vitsee("sites", name)  # stdout is the table alone
+
+
+def test_a_block_that_runs_several_times_is_said() -> None:
+    """Its depths have no sites; blocks beside it keep their numbers, and nothing is rolled out."""
+    table = site_table(model_of(small_vits.Repeated((0, 1, 2, 1))))
+    assert outs(table) == {"blocks.0.out": 1, "blocks.2.out": 2}
+    reason = "blocks.1 runs 2 times in one forward pass, and depths that share a block have no site"
+    assert table.remarks == (reason,) and table.rollout_refusal == reason
+    assert [block.name for block in table.attention] == ["blocks.0", "blocks.2"]
+    shared = site_table(model_of(small_vits.Repeated((0, 0, 0))))
+    reason = reason.replace("blocks.1", "blocks.0").replace("2 times", "3 times")
+    assert not outs(shared) and shared.remarks == (reason,)
+    assert shared.attention_refusal == shared.residual_refusal == reason

@@ -18,7 +18,12 @@ from vitsee_core.models.sites.block_sums import describe
 from vitsee_core.models.sites.families import Description, Part, Residual
 from vitsee_core.models.survey import Reader, Survey
 from vitsee_core.models.survey.block_flow import block_inputs, flow_remark, side_by_side
-from vitsee_core.models.survey.structure import has_weights, head_hook_points, is_leaf
+from vitsee_core.models.survey.structure import (
+    has_weights,
+    head_hook_points,
+    is_leaf,
+    repeated_blocks,
+)
 from vitsee_core.models.survey.tracing import Seen
 from vitsee_core.models.tokens.towers import PART, is_language_input
 from vitsee_stores.layout import SiteSpec, TokenLayout
@@ -175,6 +180,10 @@ class TableBuilder:
         self.modules = self.read.modules
         self.index = {name: i for i, name in enumerate(self.modules)}
         self.names = survey.names
+        self.repeated = [
+            f"{path} runs {n} times in one forward pass, and depths that share a block have no site"
+            for path, n in repeated_blocks(model, self.trace, self.blocks).items()
+        ]
         self.inputs = block_inputs(self.trace, self.blocks)
         self.described: dict[str, Description] = {}
         for path in self.blocks:
@@ -194,16 +203,18 @@ class TableBuilder:
         sublayers, residuals = self._sublayers(by_name)
         attention = attention_blocks(self.read, self.names, self.demoted)
         remark = flow_remark(self.inputs, [self.names[path] for path in self.blocks])
-        residual_refusal = None if sublayers else "no block whose branches are known"
+        remarks = [*([] if remark is None else [remark]), *self.repeated[:1]]
+        shared = next(iter(self.repeated), None) if not self.blocks else None
+        residual_refusal = None if sublayers else shared or "no block whose branches are known"
         return SiteTable(
             sites=tuple(sites),
             sublayers=tuple(sublayers),
             attention=tuple(attention.blocks),
-            attention_refusal=attention.refusal,
+            attention_refusal=attention.refusal and (shared or attention.refusal),
             residual_refusal=residual_refusal,
             rollout_refusal=self._rollout_refusal(attention),
             left_out={**self.left_out, **attention.left_out},
-            remarks=() if remark is None else (remark,),
+            remarks=tuple(remarks),
             patches=self.geometry.patches,
             points={x.name: Point(x.hook_points, x.view, x.difference) for x in drafts},
             residuals=residuals,
@@ -218,6 +229,8 @@ class TableBuilder:
         cut = sorted(name for name in self.ablated if name.endswith(".attn"))
         if cut:
             return f"its identity stands for skips, and {cut[0]} works without its own"
+        if self.repeated:
+            return self.repeated[0]
         refusal = rollout_refusal(attention, len(self.blocks))
         apart = side_by_side(self.inputs)
         if refusal is None and apart is not None:

@@ -57,6 +57,20 @@ def find_blocks(model: nn.Module, trace: Trace) -> list[str]:
     return sorted(found, key=lambda path: trace.calls[path][0].ended)
 
 
+def repeated_blocks(model: nn.Module, trace: Trace, blocks: Sequence[str]) -> dict[str, int]:
+    """Return the modules that ran several times beside the blocks, as members of the same lists,
+    with how often; of a model without blocks all of several layers that did."""
+    parents = {path.rpartition(".")[0] for path in blocks}
+    found: dict[str, int] = {}
+    for path, module in model.named_modules():
+        n_calls = len(trace.calls.get(path, ()))
+        inside = any(path.startswith(f"{other}.") for other in found)
+        beside = not blocks or path.rpartition(".")[0] in parents
+        if n_calls > 1 and beside and not inside and n_layers(module) > 1:
+            found[path] = n_calls
+    return found
+
+
 def block_names(blocks: Sequence[str], trace: Trace) -> dict[str, str]:
     """Path of each block -> its name.
 
@@ -70,9 +84,13 @@ def block_names(blocks: Sequence[str], trace: Trace) -> dict[str, str]:
     if len(parents) == 1 and "" not in parents and _alike(blocks, trace):
         ends = [path.rpartition(".")[2] for path in blocks]
         numbers = [int(end) for end in ends if end.isdigit()]
-        if len(numbers) < len(ends) or numbers == sorted(numbers):
+        (parent,) = parents
+        members = [name for name in trace.calls if name.rpartition(".")[0] == parent]
+        once = all(len(trace.calls[name]) == 1 for name in members)
+        if len(numbers) < len(ends) or (once and numbers == sorted(numbers)):
             numbers = list(range(len(ends)))
-        # A list that ran in another order keeps its own numbers: depth is what counts the order.
+        # A list that ran in another order, or of which a member ran several times, keeps its own
+        # numbers: depth is what counts the order.
         return {path: f"blocks.{n}" for path, n in zip(blocks, numbers, strict=True)}
     parts = [path.split(".") for path in blocks]
     n = 0
