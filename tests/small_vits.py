@@ -147,6 +147,36 @@ class UShape(Embedding):
         return self.last(x)
 
 
+class JoiningBlock(Block):
+    """A block that takes what came out on the way down itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joint = nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(self.joint(torch.cat([x, other], -1)))
+
+
+class UShapeInside(UShape):
+    """The same with the joints inside the blocks on the way up."""
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__(depth)
+        self.out_blocks = nn.ModuleList(JoiningBlock() for _ in range(depth))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embed(images)
+        kept = []
+        for block in self.in_blocks:
+            x = block(x)
+            kept.append(x)
+        x = self.mid_block(x)
+        for block in self.out_blocks:
+            x = block(x, kept.pop())
+        return self.last(x)
+
+
 class Towers(Embedding):
     """Two lists that both begin at the patches, and are added in the end."""
 

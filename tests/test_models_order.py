@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests import small_vits
 from tests.every_command import vitsee
 from tests.extractions import extracted
-from tests.models_helpers import images, redraw
+from tests.models_helpers import captured, images, redraw
 from vitsee_core.models.load import own_model
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import site_table
@@ -192,3 +192,18 @@ def test_a_block_that_runs_several_times_is_said() -> None:
     reason = reason.replace("blocks.1", "blocks.0").replace("2 times", "3 times")
     assert not outs(shared) and shared.remarks == (reason,)
     assert shared.attention_refusal == shared.residual_refusal == reason
+
+
+def test_a_block_that_joins_its_inputs_has_its_branches() -> None:
+    """The stream begins with what the joint gives, which hooks of one's own see."""
+    model = model_of(small_vits.UShapeInside())
+    table, x = site_table(model), images(model)
+    assert len(table.sublayers) == 10 and len(table.remarks) == 1
+    given: dict[str, Tensor] = {}
+    for name in ("joint", "attention"):
+        child = model.module.get_submodule(f"out_blocks.1.{name}")
+        child.register_forward_hook(lambda _m, _a, y, name=name: given.update({name: y.clone()}))
+    found = captured(model, table, x)
+    skip, branch = found.branches["out_blocks.1.attn"]
+    assert torch.equal(skip, given["joint"]) and torch.equal(branch, given["attention"])
+    assert torch.equal(found.tokens("out_blocks.1.shortcut"), given["joint"])

@@ -4,7 +4,8 @@ enter and leave which modules, whatever the modules are called.
 A block is read where its input and what one branch made are added to the stream between (`mid`),
 which enters a module, and this and what a second branch made to the output; or where its input and
 what one branch made are added to the output, or to what an activation makes the output of. Where a
-block changes the shape, a shortcut with fewer layers than the branch stands for the input. A branch
+block joins two inputs first (U-ViT), what a layer makes of both begins its stream. Where a block
+changes the shape, a shortcut with fewer layers than the branch stands for the input. A branch
 is what a module gave. Where that is scaled by a bare parameter before it is added (BEiT's
 LayerScale), the branch is the difference of the sums around it, and what is proven is that it is
 the last module's output times one factor per channel.
@@ -48,13 +49,14 @@ def by_sums(model: nn.Module, path: str, trace: Trace) -> Description | None:
     if start is None or end is None or len(end.shape) not in (3, 4):
         return None
     block = _Block(model, path, trace, start, end)
-    return block.two() or block.one()
+    return block.two() or block.one() or block.joined()
 
 
 class _Block:
     def __init__(self, model: nn.Module, path: str, trace: Trace, start: Seen, end: Seen) -> None:
         self.model, self.path, self.trace = model, path, trace
         self.start, self.end = start, end
+        self.origin = enters(path)
         self.entering: list[_Passage] = []
         self.leaving: list[_Passage] = []
         for name, module in model.get_submodule(path).named_modules(prefix=path):
@@ -88,10 +90,11 @@ class _Block:
             attends = self.attends(total)
             names = ("attn", "mlp") if attends else ("token", "channel")
             stream = Part("mid", mid.hook_point, ("residual",))
-            first = self.sublayer(names[0], enters(self.path), self.start.key, stream, total)
+            first = self.sublayer(names[0], self.origin, self.start.key, stream, total)
             second = self.sublayer(names[1], stream, total, leaves(self.path), self.end.key)
             if first and second:
-                parts = (enters(self.path), *first[0], stream, *second[0], leaves(self.path))
+                begin = dict.fromkeys((enters(self.path), self.origin))
+                parts = (*begin, *first[0], stream, *second[0], leaves(self.path))
                 return Description(parts, (first[1], second[1]))
         return None
 
@@ -112,6 +115,20 @@ class _Block:
         parts = (skip, part, total) if plain else (part, skip, total)
         residual = Residual("", "block", skip.name, "branch", "out", activation, witness=witness)
         return Description(parts, (residual,))
+
+    def joined(self) -> Description | None:
+        """Two branches of a stream that begins with what a layer of the block made of its several
+        inputs, the first such that is a term of a sum."""
+        if len(self.trace.calls[self.path][0].inputs) < 2:
+            return None
+        terms = {key for pair in self.trace.sums.values() for key in pair}
+        made = [p for p in self.leaving if p.seen.shape == self.end.shape and p.seen.key in terms]
+        if not made:
+            return None
+        first = min(made, key=lambda passage: passage.seen.key)
+        self.start = first.seen
+        self.origin = Part("shortcut", first.hook_point, ("residual",))
+        return self.two()
 
     def summed(self) -> tuple[Key, str | None]:
         """The block's sum, and the module without weights that makes the output of it, if any."""
