@@ -87,7 +87,7 @@ def batch(i: int, n: int) -> Batch:
     pixels = torch.full((n, 3, 2, 2), i, dtype=torch.uint8)
     none = np.zeros(n, np.uint64)
     sizes, seconds = np.zeros((n, 2), np.int32), np.full(n, np.nan, np.float32)
-    return Batch(slice(0, n), pixels, none == 0, none, sizes, [], seconds)
+    return Batch(slice(0, n), pixels, none == 0, none, sizes, [], seconds, none)
 
 
 def test_pixels_are_fetched_one_batch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

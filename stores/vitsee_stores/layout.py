@@ -34,7 +34,7 @@ __all__ = [
 
 FORMAT_VERSION = 2
 # Format extensions that this package reads, as named in a manifest's `features`.
-FEATURES: tuple[str, ...] = ("box", "canvas", "clips", "native", "window")
+FEATURES: tuple[str, ...] = ("box", "canvas", "clips", "native", "pixel_hash", "window")
 COMMIT_BYTES = 4096
 CHECKSUM_BYTES = 4
 SMALL_CHUNK, LARGE_CHUNK = 4 << 20, 16 << 20
@@ -153,6 +153,8 @@ def arrays(plan: StorePlan) -> dict[str, ArraySpec]:
     table.image("valid", (), (), "uint8")
     table.image("hash", (), (), "uint64")
     table.image("size", 2, "side", "int32")
+    if plan.pixel_hashes:
+        table.image("pixel_hash", (), (), "uint64")
     if plan.clip is not None:
         table.image("seconds", (), (), nan_ok=True)
     table.slab("n_valid", (), (), "int64")

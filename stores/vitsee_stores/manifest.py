@@ -151,6 +151,7 @@ class Manifest:
 LATER_FIELDS = (
     *("window", "frames", "stride_frames", "clip"),
     *("short_side", "min_pixels", "max_pixels", "own_grids"),
+    "pixel_hashes",
 )
 
 

@@ -343,6 +343,7 @@ class StorePlan:
         canvas: the canvas of images of several sizes, None if every image is resized to the model's
             input.
         clip: how frames are taken from clips; None if examples are images.
+        pixel_hashes: whether `pixel_hash` tells images with equal pixels; None where it does not.
     """
 
     n_images: Images
@@ -362,6 +363,7 @@ class StorePlan:
     boxes: bool = False
     canvas: Canvas | None = None
     clip: Clip | None = None
+    pixel_hashes: bool | None = None
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -373,6 +375,7 @@ class StorePlan:
             "window": windows,
             "clips": self.clip is not None,
             "native": self.canvas is not None and self.canvas.is_native,
+            "pixel_hash": bool(self.pixel_hashes),
         }
         return tuple(name for name, there in used.items() if there)
 

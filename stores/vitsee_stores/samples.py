@@ -82,6 +82,8 @@ class StoreSamples:
 
     Attributes:
         index: position in the data set's own order.
+        pixel_hash: hash of the pixels that the model was given, 0 if unreadable; None if the store
+            does not keep it.
         encoded_id: (images, bytes) the ids as stored; decoded on first use of `id`.
         label: class, -1 for none.
         split: name of the split, "" for none.
@@ -101,6 +103,7 @@ class StoreSamples:
     size: NDArray[np.int32]
     box: NDArray[np.float32] | None
     encoded_id: NDArray[np.uint8]
+    pixel_hash: NDArray[np.uint64] | None = None
 
     @cached_property
     def id(self) -> NDArray[np.str_]:

@@ -148,6 +148,7 @@ class StoreContents:
             size=self.array("size")[:],
             box=made.get("samples/box"),
             encoded_id=made["samples/id"],
+            pixel_hash=self.array("pixel_hash")[:] if self.plan.pixel_hashes else None,
         )
 
     @cached_property

@@ -42,6 +42,7 @@ from vitsee_core.labels.labelled_rows import (
     accuracy_interval,
     check_disjoint,
     random_pieces,
+    shared_ids,
     training_execution,
 )
 from vitsee_core.labels.neighbours import Nearest, nearest
@@ -296,9 +297,10 @@ def _query(
     """One of the stores that test; refuses what does not fit the training images."""
     data = examples.rows(tests[number])
     remarks = examples.check_classes(train, data)
+    n_shared = check_disjoint(train, data, allow_shared)
+    remarks += shared_ids(train.store, train.rows, data.store, data.rows)
     for remark in remarks:
         log.info("%s", remark)
-    n_shared = check_disjoint(train, data, allow_shared)
     chosen = tests[number].select(list(sites))
     read = {}
     for site in chosen:

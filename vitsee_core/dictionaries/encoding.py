@@ -171,7 +171,15 @@ def _plan(store: Store, sites: tuple[SiteSpec, ...]) -> StorePlan:
     whole = store.plan.slab
     slab = max(n for n in range(1, min(most, whole) + 1) if whole % n == 0)
     plan = store.plan
-    return StorePlan(store.n_images, slab, "zstd", sites, canvas=plan.canvas, clip=plan.clip)
+    return StorePlan(
+        store.n_images,
+        slab,
+        "zstd",
+        sites,
+        canvas=plan.canvas,
+        clip=plan.clip,
+        pixel_hashes=plan.pixel_hashes,
+    )
 
 
 def _check_memory(
@@ -240,8 +248,10 @@ def _parts(slab: Slab, plan: StorePlan) -> Iterator[tuple[int, slice, slice]]:
 def _of_images(store: Store, rows: slice) -> dict[str, NDArray[Any]]:
     valid = store.valid[rows]
     seconds = {"seconds": store.array("seconds")[rows]} if store.plan.clip is not None else {}
+    pixel_hash = store.samples.pixel_hash
+    pixels = {} if pixel_hash is None else {"pixel_hash": pixel_hash[rows].astype(np.uint64)}
     return {
-        **seconds,
+        **seconds, **pixels,
         "valid": valid.astype(np.uint8), "n_valid": np.array(valid.sum(), np.int64),
         "hash": store.samples.hash[rows].astype(np.uint64),
         "size": store.samples.size[rows].astype(np.int32),

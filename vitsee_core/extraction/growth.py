@@ -286,6 +286,7 @@ def plan_of(store: Store, layout: ImageLayout, added: Addition) -> StorePlan:
         erf=erf,
         canvas=plan.canvas,
         clip=plan.clip,
+        pixel_hashes=plan.pixel_hashes,
     )
 
 

@@ -204,6 +204,7 @@ def build_plan(
         and dataclasses.replace(choices.erf, n_images=min(choices.erf.n_images, n_images)),
         canvas=canvas,
         clip=clip,
+        pixel_hashes=True,
     )
 
 

@@ -120,6 +120,8 @@ class SlabObserver:
         # torch has no arithmetic for uint64, but copies it bit by bit
         self._keep("hash", torch.from_numpy(batch.hash))
         self._keep("size", torch.from_numpy(batch.size))
+        if self._plan.pixel_hashes:
+            self._keep("pixel_hash", torch.from_numpy(batch.pixel_hash))
         if self._plan.clip is not None:
             self._keep("seconds", torch.from_numpy(batch.seconds))
 

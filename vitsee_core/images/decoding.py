@@ -387,6 +387,7 @@ class Facts:
         size: (images, 2) height and width as decoded.
         seconds: (images,) between neighbouring sampled frames of a clip, NaN of an image.
         errors: position and reason of unreadable ones.
+        pixel_hash: (images,) of the pixels after resize and crop, 0 of unreadable ones.
         remarks: what was done to images -> of how many of them, see `picture_remarks`.
     """
 
@@ -395,18 +396,25 @@ class Facts:
     size: NDArray[np.int32]
     seconds: NDArray[np.float32]
     errors: list[tuple[int, str]]
+    pixel_hash: NDArray[np.uint64]
     remarks: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def none(cls, n: int) -> Facts:
         """The facts of `n` images that are not loaded yet."""
-        flags, hashes = np.zeros(n, np.bool_), np.zeros(n, np.uint64)
-        return cls(flags, hashes, np.zeros((n, 2), np.int32), np.full(n, np.nan, np.float32), [])
+        return cls(
+            valid=np.zeros(n, np.bool_),
+            hash=np.zeros(n, np.uint64),
+            size=np.zeros((n, 2), np.int32),
+            seconds=np.full(n, np.nan, np.float32),
+            errors=[],
+            pixel_hash=np.zeros(n, np.uint64),
+        )
 
     def put(self, start: int, some: Facts) -> None:
         """Take over those of some images, from a position on."""
         rows = slice(start, start + len(some.valid))
-        for name in ("valid", "hash", "size", "seconds"):
+        for name in ("valid", "hash", "size", "seconds", "pixel_hash"):
             getattr(self, name)[rows] = getattr(some, name)
         self.errors = sorted([*self.errors, *((start + k, why) for k, why in some.errors)])
         self.remarks.update(some.remarks)
@@ -429,6 +437,7 @@ def load_into(
             found.errors.append((k, error.reason))
         else:
             found.valid[k], found.hash[k] = True, value
+            found.pixel_hash[k] = hash64(out[k].tobytes())
             found.size[k] = image.height, image.width
             found.seconds[k] = getattr(image, "seconds", np.nan)
             found.remarks.update({*remarks_on(image), *warned(messages)})

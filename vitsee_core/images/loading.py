@@ -59,6 +59,7 @@ class Batch:
         errors: row number in the selection, id, reason.
         size: (images, 2) height and width as decoded.
         seconds: (images,) between neighbouring sampled frames of clips, else NaN.
+        pixel_hash: (images,) hash of the pixels, 0 of an unreadable image.
         remarks: what was done to images -> of how many of them, see `picture_remarks`.
     """
 
@@ -69,6 +70,7 @@ class Batch:
     size: NDArray[np.int32]
     errors: list[tuple[int, str, str]]
     seconds: NDArray[np.float32]
+    pixel_hash: NDArray[np.uint64]
     remarks: Counter[str] = field(default_factory=Counter)
 
 
@@ -127,6 +129,7 @@ def _batches(
                 size=of.size,
                 errors=named,
                 seconds=of.seconds,
+                pixel_hash=of.pixel_hash,
                 remarks=of.remarks,
             )
 

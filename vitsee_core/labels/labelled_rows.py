@@ -282,20 +282,59 @@ def check_disjoint(train: LabelledRows, test: LabelledRows, allow_shared: bool =
 def shared_images(
     train: Store, train_rows: Integers, test: Store, test_rows: Integers, allow_shared: bool = False
 ) -> int:
-    """The number of images of the test rows (equal encoded bytes) that are among the training rows.
-    Raises StoreMismatch: there are any, and `allow_shared` is not set."""
+    """The number of images of the test rows that are among the training rows: equal encoded bytes,
+    or equal pixels as the model saw them, where both stores keep hashes of these. Raises
+    StoreMismatch: there are any, and `allow_shared` is not set."""
     rows = np.unique(test_rows)
-    shared = rows[np.isin(test.samples.hash[rows], train.samples.hash[train_rows])]
+    same_bytes, same_pixels = _in_train(train, train_rows, test, rows)
+    shared = rows[same_bytes | same_pixels]
     n_shared = len(shared)
     if n_shared and not allow_shared:
         names = test.samples.id[shared[:SHOWN]].tolist()
         more = ", ..." if n_shared > len(names) else ""
+        n_saved_anew = int((same_pixels & ~same_bytes).sum())
+        anew = f"; {n_saved_anew} in other files with equal pixels" if n_saved_anew else ""
         raise StoreMismatch(
             f"{n_shared} of the {len(rows)} test images of {test.label} are in "
-            f"{train.label} too ({', '.join(names)}{more}); give other data, or count them "
+            f"{train.label} too ({', '.join(names)}{more}{anew}); give other data, or count them "
             "with --allow-shared"
         )
     return n_shared
+
+
+def _in_train(train: Store, train_rows: Integers, test: Store, rows: Integers) -> tuple[Mask, Mask]:
+    """(rows,) which test images have the bytes, and which the pixels, of a training image."""
+    same_bytes = np.isin(test.samples.hash[rows], train.samples.hash[train_rows])
+    ours, theirs = train.samples.pixel_hash, test.samples.pixel_hash
+    if ours is None or theirs is None:
+        return same_bytes, np.zeros(len(rows), np.bool_)
+    return same_bytes, np.isin(theirs[rows], ours[train_rows])
+
+
+def shared_ids(train: Store, train_rows: Integers, test: Store, test_rows: Integers) -> list[str]:
+    """A remark on test images that have the id of a training image, and neither its bytes nor its
+    pixels: another picture of the same name, or one picture saved anew with loss."""
+    if train.manifest.store_id == test.manifest.store_id:
+        return []
+    rows = np.unique(test_rows)
+    same_bytes, same_pixels = _in_train(train, train_rows, test, rows)
+    known = _id_bytes(train)[np.unique(train_rows)]
+    alike = np.isin(_id_bytes(test)[rows], known) & ~same_bytes & ~same_pixels
+    if not alike.any():
+        return []
+    names = test.samples.id[rows[alike][:SHOWN]].tolist()
+    more = ", ..." if alike.sum() > len(names) else ""
+    return [
+        f"{int(alike.sum())} of the {len(rows)} test images of {test.label} have ids of images of "
+        f"{train.label} ({', '.join(names)}{more}) but other bytes and pixels: other pictures of "
+        "the same names, or the same ones saved anew with loss"
+    ]
+
+
+def _id_bytes(store: Store) -> NDArray[np.bytes_]:
+    """(images,) the ids as bytes, which take a quarter of their memory as text."""
+    encoded = np.ascontiguousarray(store.samples.encoded_id)
+    return encoded.view(f"S{encoded.shape[1]}")[:, 0]
 
 
 def random_features(n: int, dim: int, seed: int | Sequence[int]) -> NDArray[np.float32]:

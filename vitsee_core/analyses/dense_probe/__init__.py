@@ -56,6 +56,7 @@ from vitsee_core.labels.labelled_rows import (
     ALLOW_SHARED,
     TESTS,
     TRAIN_IMAGES,
+    shared_ids,
     shared_images,
     training_execution,
 )
@@ -173,9 +174,11 @@ def run(
     plain = pairs_of_untrained(untrained, len(tests), split, holdout, execution, training)
     settings = Settings(tuple(sites), concat, task, how, tuple(wanted), per_class, eigen_crop)
     shared = []
+    remarks = []
     for pair in trained_and_tested:
         ours, theirs = (np.flatnonzero(rows.mask & store.valid) for store, rows in pair)
         shared.append(shared_images(pair[0][0], ours, pair[1][0], theirs, allow_shared))
+        remarks += shared_ids(pair[0][0], ours, pair[1][0], theirs)
     works = [PairOfStores(*pair, settings) for pair in trained_and_tested]
     controls = [PairOfStores(*pair, settings) for pair in plain]
     with counting(execution.progress, sum(work.n_images for work in (*works, *controls))):
@@ -184,7 +187,7 @@ def run(
     rows = [row for one in found for row in one.rows()]
     for one, other in zip(found, control, strict=False):
         rows += other.rows_for(one)
-    remarks = [remark for probed in found for remark in probed.remarks()]
+    remarks += [remark for probed in found for remark in probed.remarks()]
     for remark in remarks:
         log.info("%s", remark)
     remarks += other_precision((train, *tests))

@@ -24,7 +24,7 @@ from vitsee_core.analyses.probe.settings import (
 )
 from vitsee_core.features import compared, require_comparable
 from vitsee_core.features.compared import other_precision
-from vitsee_core.labels.labelled_rows import check_disjoint, training_execution
+from vitsee_core.labels.labelled_rows import check_disjoint, shared_ids, training_execution
 from vitsee_core.masks.segments import Examples, Segmentation, examples_of
 from vitsee_core.runtime.progress import counting
 from vitsee_core.tables.columns import SITE
@@ -120,6 +120,7 @@ def _probe(
         if test is not None:
             remarks += examples.check_classes(ours, theirs)
         shared.append(check_disjoint(ours, theirs, stores.split.allow_shared))
+        remarks += shared_ids(ours.store, ours.rows, theirs.store, theirs.rows)
         remarks += check_classes(ours, theirs, settings.shots)
         draws = [
             draw_images(ours, shots, seed)

@@ -31,7 +31,12 @@ from vitsee_core.features import SiteFeatures, choose_features, compared, requir
 from vitsee_core.features.compared import other_precision
 from vitsee_core.kernels.l2_choice import GRID
 from vitsee_core.kernels.ridge import Algebra, Factors
-from vitsee_core.labels.labelled_rows import in_split, shared_images, training_execution
+from vitsee_core.labels.labelled_rows import (
+    in_split,
+    shared_ids,
+    shared_images,
+    training_execution,
+)
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.progress import SITE_IMAGES, counting
 from vitsee_core.statistics.jackknife import UNLIMITED, Blocks, Limits, interval_cells
@@ -122,13 +127,14 @@ def run_responses(
             "they are with --response-ids FILE"
         )
     ours = Images.of(train, responses, training)
-    probes, shared = [], []
+    probes, shared, remarks = [], [], []
     for test in tests or (None,):
         theirs = ours if test is None else Images.of(test, responses, execution)
         both = [images.mask.nonzero()[0] for images in (ours, theirs)]
         if test is not None:
             n_shared = shared_images(train, both[0], test, both[1], settings.allow_shared)
             shared.append(n_shared)
+            remarks += shared_ids(train, both[0], test, both[1])
         sets = _sets(ours, theirs, stores.split.test_split, stores.split.holdout, settings)
         probes.append(_probe(ours, theirs, sets, responses, settings))
     chosen = settings.sites, settings.tokens
@@ -145,6 +151,8 @@ def run_responses(
         for probe, some in zip(probes, items, strict=True):
             for of_site in execution.spread(probe, some):
                 rows += [row for row in of_site if row["metric"].split("_")[0] in metrics]
+    for remark in remarks:
+        log.info("%s", remark)
     first = probes[0]
     words = dict[str, str]()
     for ours_of, _ in items[0]:
@@ -180,7 +188,7 @@ def run_responses(
         ),
         WORD: {probe.test.store.label: probe.blocks.describe() for probe in probes},
         "seed": settings.seed,
-        "remarks": other_precision((train, *tests)),
+        "remarks": [*remarks, *other_precision((train, *tests))],
     }  # fmt: skip
     names = [name for name in COLUMNS if name != "column" or settings.by_column]
     return Table.from_rows(rows, names, notes)
