@@ -121,6 +121,7 @@ PLANS: dict[str, StorePlan] = {
         (AttentionGroup("", ("blocks.0",), (2,), REGISTERS),),
         "rows",
         rollout=True,
+        pixel_hashes=True,
     ),
     # chunks smaller than a slab's array: a grid in 3 pieces, the last one padded
     "chunked": StorePlan(

@@ -274,7 +274,7 @@ def test_what_a_store_says_of_its_clips(videos: Path, tmp_path: Path) -> None:
     made = extracted(*SMALL, "--data", videos, *options, "-o", path).output
     assert "5 clips in 3 slabs" in made and " clips/s" in made and " images" not in made
     store, record = open_store(path), describe(path)
-    assert record["features"] == ["clips"]
+    assert record["features"] == ["clips", "pixel_hash"]
     assert record["clip"] == {"frames": 2, "every": 3, "time": "shuffled", "by_frame": True}
     about = {"frames": 2, "every": 3, "time": "shuffled", "seed": 4}
     assert store.manifest.identity["transform"]["clip"] == about

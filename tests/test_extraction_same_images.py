@@ -174,9 +174,9 @@ def test_only_what_is_compared_is_read(
     read: list[str] = []
     decode, of_file = decoding.decode, decoding.FileOpener._bytes
 
-    def counted(name: str, encoded: bytes) -> Any:
+    def counted(name: str, encoded: bytes, exif: bool = False) -> Any:
         decoded.append(name)
-        return decode(name, encoded)
+        return decode(name, encoded, exif)
 
     def counted_bytes(opener: decoding.FileOpener, location: str) -> bytes:
         read.append(location)
