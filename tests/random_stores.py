@@ -121,7 +121,9 @@ PLANS: dict[str, StorePlan] = {
         (AttentionGroup("", ("blocks.0",), (2,), REGISTERS),),
         "rows",
         rollout=True,
-        pixel_hashes=True,
+    ),
+    "pixel-hash": StorePlan(
+        3, 2, "none", (flat_site("pooled", "vector", (4,)),), pixel_hashes=True
     ),
     # chunks smaller than a slab's array: a grid in 3 pieces, the last one padded
     "chunked": StorePlan(

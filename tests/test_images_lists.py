@@ -187,7 +187,7 @@ def test_a_store_of_boxes(tmp_path: Path) -> None:
     extracted(*VIT, "--data", data, "-o", tmp_path / "w.zarr", *options, "--workers", 1)
     store = open_store(tmp_path / "s.zarr")
     assert array_bytes(tmp_path / "s.zarr") == array_bytes(tmp_path / "w.zarr")
-    assert store.manifest.features == ("box",)
+    assert store.manifest.features == ("box", "pixel_hash")
     sizes = dict(zip(store.samples.id.tolist(), store.sizes.tolist(), strict=True))
     assert sizes == {"a.png#1,2,5,7": [5, 4], "b.png": [7, 9], "b.png#0,0,9,3": [3, 9]}
     assert len(set(store.samples.hash)) == 1  # the files have the same bytes

@@ -295,7 +295,7 @@ def test_tables_of_attention_within_windows(checkpoint: Path, tmp_path: Path) ->
     result = extracted(*words, "--slab", 2)
     assert "attention is within windows in some blocks" in result.output
     store = open_store(path)
-    assert store.manifest.features == ("window",)
+    assert store.manifest.features == ("window", "pixel_hash")
     groups = store.attention_blocks
     assert [(g.prefix, g.window) for g in groups] == [("", (4, 4)), ("grid_10x10", None)]
     place = [(14.0 * i, 14.0 * j) for i in range(10) for j in range(10)]
