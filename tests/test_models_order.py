@@ -181,6 +181,25 @@ def test_the_remark_reaches_the_user(tmp_path: Path) -> None:
     assert line not in vitsee("sites", name)  # stdout is the table alone
 
 
+def test_a_list_that_was_taken_apart_is_no_block_itself() -> None:
+    """A stage that is a list stands for its blocks, though a block is of that class, too."""
+
+    class Stages(small_vits.Embedding):
+        def __init__(self) -> None:
+            super().__init__()
+            self.early = nn.Sequential(*small_vits.blocks(2))
+            linear = nn.Linear(small_vits.DIM, small_vits.DIM)
+            self.between = nn.ModuleList([nn.Sequential(linear, small_vits.Block())])
+            self.late = nn.Sequential(*small_vits.blocks(2))
+
+        def forward(self, images: Tensor) -> Tensor:
+            x = self.early(self.embed(images))
+            return self.last(self.late(self.between[0](x)))
+
+    names = ["early.0.out", "early.1.out", "between.0.out", "late.0.out", "late.1.out"]
+    assert list(outs(site_table(model_of(Stages())))) == names
+
+
 def test_a_block_that_runs_several_times_is_said() -> None:
     """Its depths have no sites; blocks beside it keep their numbers, and nothing is rolled out."""
     table = site_table(model_of(small_vits.Repeated((0, 1, 2, 1))))

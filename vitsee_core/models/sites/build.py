@@ -229,9 +229,9 @@ class TableBuilder:
         cut = sorted(name for name in self.ablated if name.endswith(".attn"))
         if cut:
             return f"its identity stands for skips, and {cut[0]} works without its own"
-        if self.repeated:
-            return self.repeated[0]
         refusal = rollout_refusal(attention, len(self.blocks))
+        if refusal is None and self.repeated:
+            return self.repeated[0]
         apart = side_by_side(self.inputs)
         if refusal is None and apart is not None:
             block, before = self.names[self.blocks[apart]], self.names[self.blocks[apart - 1]]

@@ -58,14 +58,14 @@ def find_blocks(model: nn.Module, trace: Trace) -> list[str]:
 
 
 def repeated_blocks(model: nn.Module, trace: Trace, blocks: Sequence[str]) -> dict[str, int]:
-    """Return the modules that ran several times beside the blocks, as members of the same lists,
-    with how often; of a model without blocks all of several layers that did."""
-    parents = {path.rpartition(".")[0] for path in blocks}
+    """Return the modules that ran several times beside blocks of their class, as members of the
+    same lists, with how often; of a model without blocks all of several layers that did."""
+    alike = {(path.rpartition(".")[0], type(model.get_submodule(path))) for path in blocks}
     found: dict[str, int] = {}
     for path, module in model.named_modules():
         n_calls = len(trace.calls.get(path, ()))
         inside = any(path.startswith(f"{other}.") for other in found)
-        beside = not blocks or path.rpartition(".")[0] in parents
+        beside = not blocks or (path.rpartition(".")[0], type(module)) in alike
         if n_calls > 1 and beside and not inside and n_layers(module) > 1:
             found[path] = n_calls
     return found
@@ -214,7 +214,8 @@ class _BlockFinder:
         ended = [self.trace.calls[below][0].ended for below in listed]
         for name, kid in kids.items():
             below = join(path, name)
-            if type(kid) not in kinds or below in listed or not self.gives(below):
+            in_list = any(_one_holds_other(below, path) for path in listed)
+            if type(kid) not in kinds or in_list or not self.gives(below):
                 continue
             if min(ended) < self.trace.calls[below][0].ended < max(ended):
                 yield below
