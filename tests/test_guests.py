@@ -582,14 +582,37 @@ def test_a_table_that_is_not_as_declared_is_one_line(
     assert not (tmp_path / "r.csv").exists()
 
 
+PANELS = 'api.draw_depth_panels(table.frame, ["token_norm"], name_axis)'
+# Name -> a module whose `plot` shows nothing of what `run` made, and what the line says.
+WRONG_FIGURES = {
+    "panels": (
+        changed(PANELS, PANELS.replace("token_norm", "norm")),
+        "of_wrong: plot: the figure is to show the metric 'norm', which no row has; expected some "
+        "of token_norm",
+    ),
+    "one_panel_more": (
+        changed(PANELS, PANELS.replace('["token_norm"]', '["token_norm", "norm"]')),
+        "the figure is to show the metric 'norm', which no row has",
+    ),
+    "filtered": (
+        changed(PANELS, "figure_of(table)")
+        + "\n\ndef figure_of(table):\n    figure, (axes,) = api.panels(1)\n"
+        + "    for row in table.filter(metric='norm').frame.rows(named=True):\n"
+        + "        axes.plot(row['depth'], row['value'])\n    return figure\n",
+        "of_wrong: plot drew nothing of a table with metric token_norm; expected a figure of each",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_FIGURES)
 def test_a_figure_of_another_metric_is_one_line(
-    install: Install, store: Path, tmp_path: Path
+    name: str, install: Install, store: Path, tmp_path: Path
 ) -> None:
-    """`plot` asks for a metric that `run` does not make."""
-    install("wrong", "wrong_plot", changed('table.frame, ["token_norm"]', 'table.frame, ["norm"]'))
+    source, line = WRONG_FIGURES[name]
+    install("wrong", "wrong_plot", source)
     result = vitsee_("wrong-plot", store, "-o", tmp_path / "r.csv", "--png", tmp_path / "r.png")
     assert result.exit_code == 1 and result.stderr.count("\n") == 1
-    assert "of_wrong: plot drew nothing of a table with metric token_norm" in result.stderr
+    assert line in result.stderr
     assert not (tmp_path / "r.csv").exists() and not (tmp_path / "r.png").exists()
 
 

@@ -141,14 +141,18 @@ class Analysis:
         """The figure of a table; of one over a training the chart along its steps.
 
         Raises:
-            DeclarationError: rows have values, and the figure shows nothing.
+            DeclarationError: rows have values, and the figure shows nothing, or asks for a metric
+                that no row has.
         """
         if table.step_unit:
             # Imported here: `vitsee x --help` draws nothing.
             from vitsee_core.figures.training_charts import draw_over_training
 
             return draw_over_training(table, **options)
-        figure = self.plot(table, **options)
+        try:
+            figure = self.plot(table, **options)
+        except DeclarationError as error:
+            raise DeclarationError(f"{self.module}: plot: {error}") from error
         if not any(axes.has_data() for axes in figure.axes) and _has_values(table.frame):
             metrics = ", ".join(_metrics_of(table.frame))
             raise DeclarationError(

@@ -14,6 +14,7 @@ from vitsee_core.figures.depth_curves import (
     head_words,
 )
 from vitsee_core.figures.panels import Grid, stack
+from vitsee_core.runtime.parameters import DeclarationError
 from vitsee_core.tables.groups import groups_of, split_label
 from vitsee_core.tables.text import shorten
 from vitsee_core.types import pl
@@ -116,7 +117,17 @@ def draw_depth_panels(
         by: see `draw_depth_curves`.
         spread: see there.
         counts: the column whose number stands at the upper right, and what it counts.
+
+    Raises:
+        DeclarationError: a metric that no row has, whose panel would be empty.
     """
+    there = rows["metric"].unique(maintain_order=True).to_list()
+    for metric in metrics:
+        if metric not in there:
+            raise DeclarationError(
+                f"the figure is to show the metric {metric!r}, which no row has; expected some of "
+                f"{', '.join(there)}"
+            )
     among = rows.filter(pl.col("metric").is_in(metrics))
     grid = CurveGrid.of(len(metrics), among)
     figure, (box,) = stack(grid)
