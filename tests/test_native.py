@@ -479,7 +479,16 @@ def test_analyses_of_means_run_and_others_refuse_in_a_line(folder: Path, tmp_pat
         ("Qwen3VL", ["--grams"], "--grams is not supported: images at native resolution have"),
         ("Qwen3VL", ["--attention", "rows"], "--attention rows is not supported: images"),
         ("Siglip2", ["--min-pixels", 9000], "--min-pixels is not supported"),
-        ("transformers:Qwen3VLVisionModel --random-init 0", [], "which would say --min-pixels"),
+        (
+            "transformers:Qwen3VLVisionModel --random-init 0",
+            [],
+            "would say --min-pixels and --max-pixels: give --native --min-pixels N --max-pixels N",
+        ),
+        (
+            "transformers:Qwen3VLVisionModel --random-init 0",
+            ["--min-pixels", 4096],
+            "which would say --max-pixels: give --native --max-pixels N",
+        ),
     ],
 )
 def test_refused_in_a_line(
@@ -494,6 +503,15 @@ def test_refused_in_a_line(
     assert "Traceback" not in refused.stderr and not refused.stdout
     assert [line for line in refused.stderr.splitlines() if phrase in line]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_size_for_each_image_names_the_option(folder: Path, tmp_path: Path) -> None:
+    model = f"transformers:{folder / 'Siglip2'}"
+    refused = ran("extract", model, "--data", folder / "photos", "-o", tmp_path / "a.zarr")
+    assert "give --native for the size of each image, or --transform timm" in refused.stderr
+    for words in ([f"{model}#"], [f"{model}#", "--native"]):
+        refused = ran("extract", *words, "--data", folder / "photos", "-o", tmp_path / "a.zarr")
+        assert refused.exit_code == 1 and "names no part behind #; leave it out" in refused.stderr
 
 
 def test_bounds_belong_to_native(folder: Path, tmp_path: Path) -> None:

@@ -134,11 +134,10 @@ class CommandGroup(click.Group):
                 result = super().invoke(ctx)
             sys.stdout.flush()
         except click.NoSuchOption as error:  # click offers what looks alike, here --help for --l2
-            of = error.ctx.command.params if error.ctx is not None else ()
-            longer = [o for p in of for o in p.opts if o.startswith(f"{error.option_name}-")]
-            if not longer:
+            advice = _instead(error)
+            if not advice:
                 raise
-            text = f"No such option {error.option_name!r}. Did you mean {' or '.join(longer)}?"
+            text = f"No such option {error.option_name!r}. {advice}"
             raise click.NoSuchOption(error.option_name, text, None, error.ctx) from None
         except Exception as error:
             if isinstance(error, BrokenPipeError):
@@ -163,6 +162,31 @@ class CommandGroup(click.Group):
                 raise
             _fail(ctx, OUT_OF_THREADS, 1)
         return result
+
+
+def _instead(error: click.NoSuchOption) -> str:
+    """The options that go on like the one that was typed, or the argument of that name; "" without
+    either."""
+    context = error.ctx
+    if context is None:
+        return ""
+    params = context.command.params
+    options_of_command = [p for p in params if isinstance(p, click.Option)]
+    longer = [o for p in options_of_command for o in p.opts if _continues(error.option_name, o)]
+    if longer:
+        return f"Did you mean {' or '.join(longer)}?"
+    for param in params:
+        name = error.option_name.lstrip("-")
+        if isinstance(param, click.Argument) and name in (param.name, f"{param.name}s"):
+            usage = " ".join(context.command.collect_usage_pieces(context))
+            return f"{name.rstrip('s').upper()} is an argument: {context.command_path} {usage}"
+    return ""
+
+
+def _continues(typed: str, option: str) -> bool:
+    """Whether an option is the word that was typed with more behind it: --l2 and --l2-grid, --site
+    and --sites."""
+    return option.startswith(f"{typed}-") or option == f"{typed}s"
 
 
 def _first_line(command: click.Command) -> str:

@@ -150,7 +150,7 @@ def run(
     examples = examples_of(choice, read, execution, training=of_train)
     a = examples.rows(train)
     # Everything is checked before any work.
-    require_comparable(train, tests)
+    require_comparable(train, tests, trains="knn")
     queries = [
         _query(examples, a, tests, number, sites, tokens, seed, allow_shared)
         for number in range(len(tests))

@@ -172,6 +172,10 @@ def _at_native(
     return ImageLayout(model, table, kept, canvas, left_out, notes)
 
 
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _bounded(model: LoadedModel, data: DataOptions) -> Canvas:
     """The canvas, still without a size, with the bounds that are asked for. Raises VitseeError:
     neither processor nor options say them, or they do not fit the model."""
@@ -190,12 +194,14 @@ def _bounded(model: LoadedModel, data: DataOptions) -> Canvas:
         min_pixels=data.min_pixels or canvas.min_pixels,
         max_pixels=data.max_pixels or canvas.max_pixels,
     )
+    unknown = [_flag(name) for name in wanted if getattr(canvas, name) is None]
+    if unknown:
+        raise VitseeError(
+            f"{model.name} has no image processor, which would say {' and '.join(unknown)}: give "
+            f"--native {' '.join(f'{option} N' for option in unknown)}"
+        )
     for name in wanted:
-        option, number = f"--{name.replace('_', '-')}", getattr(canvas, name)
-        if number is None:
-            raise VitseeError(
-                f"{model.name} has no image processor, which would say {option}: give it"
-            )
+        option, number = _flag(name), getattr(canvas, name)
         if name in changed and number < canvas.multiple**2:
             raise VitseeError(
                 f"{option} is {number}, less than the {canvas.multiple} x {canvas.multiple} pixels "

@@ -48,9 +48,17 @@ def model_key(store: Store) -> str:
     return json.dumps([_setting(store, name) for name in [*DECISIVE][:-1]], sort_keys=True)
 
 
-def require_comparable(store: Store, others: Iterable[Store]) -> None:
-    """Refuse stores whose vectors are not comparable with those of `store`. Raises StoreMismatch:
-    another model, weights, skip connections, interventions or transform."""
+def require_comparable(store: Store, others: Iterable[Store], *, trains: str = "") -> None:
+    """Refuse stores whose vectors are not comparable with those of `store`.
+
+    Args:
+        store: one.
+        others: the others.
+        trains: the command that learns from `store` and tests on the others, if it does.
+
+    Raises:
+        StoreMismatch: another model, weights, skip connections, interventions or transform.
+    """
     for other in others:
         names = [one.manifest.model.get("name") for one in (store, other)]
         for field, words in DECISIVE.items():
@@ -61,9 +69,15 @@ def require_comparable(store: Store, others: Iterable[Store]) -> None:
                 if field == "weights":
                     ours, theirs = (weights_name(s.manifest.model) for s in (store, other))
                     what = f"{ours} against {theirs}" if ours != theirs else f"both {names[0]}"
+                advice = "extract both in the same way"
+                if trains and field == "model":
+                    advice = (
+                        f"{store.label} is TRAIN and {other.label} TEST, which are of one model: "
+                        f"run vitsee {trains} for each model, TRAIN and TEST of its own"
+                    )
                 raise StoreMismatch(
                     f"{store.label} and {other.label} were made with different {words} ({what}); "
-                    "extract both in the same way"
+                    f"{advice}"
                 )
 
 

@@ -81,7 +81,7 @@ def pairs(
     if not tests:
         ours, theirs = split_images(train, execution, split, holdout)
         return [((train, ours), (train, theirs))]
-    require_comparable(train, tests)
+    require_comparable(train, tests, trains="dense-probe")
     ours = training.rows(train)
     return [((train, ours), (test, execution.rows(test))) for test in tests]
 

@@ -103,7 +103,7 @@ def _probe(
     for name in options.baselines:
         if name not in BASELINES:
             raise VitseeError(f"no baseline {name!r}; expected {', '.join(BASELINES)}")
-    require_comparable(stores.train, stores.tests)
+    require_comparable(stores.train, stores.tests, trains="probe")
     examples = _examples(stores, segmentation, settings, execution)
     works = []
     remarks = []

@@ -113,7 +113,7 @@ def run_responses(
     if stores.n_ways + (options.folds is not None) > 1:
         raise VitseeError("give one of TEST, --test-split, --holdout and --folds at most")
     train, tests = stores.train, stores.tests
-    require_comparable(train, tests)
+    require_comparable(train, tests, trains="probe")
     metrics = asked_for(metrics or OF_RESPONSES, OF_RESPONSES, "probe --response")
     training = training_execution(execution, tests, stores.split.train_images)
     settings = _settings(options, features, stores.split.allow_shared, execution.seed)

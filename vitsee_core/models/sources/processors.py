@@ -209,10 +209,12 @@ def processor_config(
     size = record.get("size") or {}
     resized, cropped = _sizes(record)
     if not any_size and resized is None and cropped is None and record.get("do_resize", True):
+        has_bounds = any(True for _ in _stated(record, patch=1, step=1))
+        native = "--native for the size of each image, or " if has_bounds else ""
         raise ModelError(
             f"the image processor of {name} resizes to {size or 'proportions of the image'}, which "
-            "is no fixed size; give --transform timm, and --img-size where the model's own is not "
-            "meant"
+            f"is no fixed size; give {native}--transform timm, and --img-size where the model's "
+            "own is not meant"
         )
     found = dict(DEFAULT)
     final = cropped or resized

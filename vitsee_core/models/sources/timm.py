@@ -13,6 +13,7 @@ from torch import nn
 
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.sources.base import Source, foreign_place, near_names
+from vitsee_core.models.sources.path_hints import path_hint
 from vitsee_core.models.sources.timm_create import (
     FOLDER,
     check_known,
@@ -224,8 +225,8 @@ def matching(pattern: str) -> dict[str, list[str]]:
         if fnmatchcase(name, wanted) and (kept or not dot):
             found[name] = kept
     if not found:
-        if Path(pattern).is_dir():
-            raise ModelError(f"{pattern} is a folder; expected a model's name, or a pattern")
+        if hint := path_hint(pattern):
+            raise ModelError(f"{pattern} {hint}")
         near = near_names(wanted, [*tags])
         raise ModelError(f"no timm model matches {pattern!r}{near} (a part of a name: '*PART*')")
     return found

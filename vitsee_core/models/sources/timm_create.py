@@ -22,13 +22,13 @@ from torch import nn
 from vitsee_core.models.hook_points import ModelError, some
 from vitsee_core.models.sources.base import Unfilled, near_names, one_line
 from vitsee_core.models.sources.meta_device import meta_device
+from vitsee_core.models.sources.path_hints import path_hint
 from vitsee_core.models.sources.timm_weights import by_the_rule
 from vitsee_core.models.sources.transforms import checked_size
 from vitsee_core.models.survey.structure import classifier_prefixes
 from vitsee_core.models.weights.fitting import Fit
 from vitsee_core.models.weights.positions import Resampling
 from vitsee_core.runtime.machine import human_bytes, memory_bytes
-from vitsee_stores.metadata import ZARR_JSON
 
 HUB = ("hf-hub:", "hf_hub:")
 FOLDER = "local-dir:"
@@ -163,8 +163,8 @@ def check_known(full: str, name: str) -> None:
     import timm
 
     if not full.startswith((*HUB, FOLDER)) and not timm.is_model(full):
-        if (Path(name) / ZARR_JSON).is_file():
-            raise ModelError(f"{name} is a store; expected a model (of which it is: vitsee info)")
+        if hint := path_hint(name):
+            raise ModelError(f"{name} {hint}")
         near = near_names(full.partition(".")[0], timm.list_models())
         raise ModelError(f"no timm model is called {name!r}{near} (run: vitsee models '*PART*')")
     if not full.startswith(FOLDER):

@@ -120,6 +120,11 @@ class TransformersSource(Source):
                 f"{self.name!r} names no model; expected transformers:OWNER/NAME, a folder, or a "
                 "class as transformers:ViTModel"
             )
+        if self.name.endswith("#"):
+            raise ModelError(
+                f"{self.name!r} names no part behind #; leave it out, or name a part, as "
+                "#vision_model or #language-in"
+            )
         if revision is not None and (self._is_class or place.startswith(("/", ".", "~"))):
             raise ModelError(
                 f"{self.name!r} names the revision {revision!r} of a "
