@@ -71,6 +71,19 @@ class PathType(ParamType):
         return [CompletionItem(incomplete, type=self.completes)]
 
 
+class TableType(PathType):
+    """The path of a table, which may come from a pipe, see `is_stream`."""
+
+    name = "table"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from vitsee_core.tables.files import is_stream
+
+        if isinstance(value, str) and is_stream(Path(value)):
+            return Path(value)
+        return super().convert(value, param, ctx)
+
+
 class PlaceType(PathType):
     """A store's folder or URL."""
 
@@ -166,6 +179,7 @@ def _folders(text: str) -> list[str]:
 parse_path = PathType()
 parse_folder = PathType("dir")
 parse_output = PathType(stream=True)
+parse_table = TableType()
 parse_place = PlaceType()
 parse_named_file = NamedFileType()
 parse_store = StoreType()

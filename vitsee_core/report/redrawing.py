@@ -16,7 +16,9 @@ from vitsee_core.figures.panels import Medium, drawn_for
 from vitsee_core.figures.plotting import drawn_as
 from vitsee_core.figures.training_charts import draw_over_training
 from vitsee_core.runtime import registry
+from vitsee_core.runtime.parameters import DeclarationError
 from vitsee_core.tables.attributes import in_groups, with_attribute
+from vitsee_core.tables.files import is_stream
 from vitsee_core.tables.results import ResultFile, Table, read_result
 from vitsee_core.tables.same_labels import tell_apart
 from vitsee_core.tables.table_sites import rows_of_sites
@@ -109,6 +111,8 @@ def open_result(path: str | Path) -> Result:
     """
     file = read_result(path)
     beside = f"{file.path.name}.json"
+    if not file.sidecar and is_stream(file.path):
+        return _of_stream(file)
     if not file.sidecar:
         raise VitseeError(
             f"{file.path} has no sidecar {beside} beside it, which says whose figure it is; "
@@ -133,6 +137,38 @@ def open_result(path: str | Path) -> Result:
     if file.changed:
         log.warning("%s was changed since vitsee %s wrote it", file.path, file.command)
     return Result(file, registry.load(name))
+
+
+def _may_have_made(analysis: Analysis, table: Table) -> bool:
+    if analysis.read_inputs is not None:  # its figure also shows tables that a sidecar names
+        return False
+    try:
+        analysis.check_table(table)
+    except DeclarationError:
+        return False
+    return True
+
+
+def _of_stream(file: ResultFile) -> Result:
+    """A table that was piped on, without its sidecar, as the result of the one analysis that has
+    its columns and metrics. Raises VitseeError: none has, or several."""
+    analyses = {name: own for name, own in registry.loaded() if _may_have_made(own, file.table)}
+    # Some have the columns of others, and more. A table lacks columns that would be empty.
+    columns = {*file.table.frame.columns}
+    lacks = {
+        name: min(len({*declared} - columns) for declared in (own.columns, *own.other_columns))
+        for name, own in analyses.items()
+    }
+    fewest = min(lacks.values(), default=0)
+    analyses = {name: own for name, own in analyses.items() if lacks[name] == fewest}
+    if len(analyses) != 1:
+        whose = " and ".join(name.replace("_", "-") for name in analyses) or "no command"
+        raise VitseeError(
+            f"the table from {file.path} has columns and metrics of {whose}; {WRITTEN}, and its "
+            "file in place of a pipe"
+        )
+    ((name, analysis),) = analyses.items()
+    return Result(replace(file, command=name.replace("_", "-")), analysis)
 
 
 def redraw(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,6 +32,29 @@ def read_file(path: Path) -> bytes:
         if error.errno in (errno.EINVAL, errno.EFBIG):
             raise VitseeError(f"cannot read {path}: {reason(error)}") from None
         raise
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a path is standard input (`-`, /dev/stdin) or another open descriptor of this
+    process, as a shell puts it in place of `<(vitsee norms a.zarr)`."""
+    return re.fullmatch(r"-|/dev/stdin|/dev/fd/\d+|/proc/self/fd/\d+", str(path)) is not None
+
+
+def read_stream(path: Path) -> bytes:
+    """All that comes from a stream, see `is_stream`.
+
+    Raises:
+        VitseeError: a terminal, or more than 4 GiB.
+        OSError: it is not open.
+    """
+    standard = str(path) in ("-", "/dev/stdin")
+    with open(0 if standard else path, "rb", closefd=not standard) as file:
+        if file.isatty():
+            raise VitseeError(f"{path} is a terminal; expected a table from a pipe")
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise VitseeError(f"cannot read {path}: more than {MOST_BYTES} bytes")
+    return data
 
 
 def check_place(path: Path, *, images: str = "") -> None:

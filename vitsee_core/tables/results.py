@@ -20,7 +20,7 @@ from vitsee_core.runtime import registry
 from vitsee_core.runtime.parameters import DeclarationError
 from vitsee_core.tables import replicates
 from vitsee_core.tables.columns import REPLICATES, column_of, is_given, typed
-from vitsee_core.tables.files import TABLE_ENDINGS, read_file, write_files
+from vitsee_core.tables.files import TABLE_ENDINGS, is_stream, read_file, read_stream, write_files
 from vitsee_core.tables.formats import WRITTEN, ending_of, read_table, table_bytes
 from vitsee_core.tables.sidecars import describe_call, digest_of, sidecar_bytes
 from vitsee_core.types import Float, pl
@@ -359,6 +359,7 @@ def read_result(path: str | Path) -> ResultFile:
     """Read a table's file in the format of its ending, with its sidecar.
 
     The sidecar says what each column holds; without one it is inferred, see `formats.read_table`.
+    What comes from a stream (`-`) is CSV without a sidecar.
 
     Raises:
         VitseeError: a folder, not in the format of its ending, no rows, rows of different lengths,
@@ -368,7 +369,12 @@ def read_result(path: str | Path) -> ResultFile:
     path = Path(path)
     if path.is_dir():
         raise VitseeError(f"{path} is a folder; {WRITTEN}")
-    sidecar, data = _sidecar(path), read_file(path)
+    if is_stream(path):
+        sidecar: dict[str, Any] = {}
+        data = read_stream(path)
+    else:
+        sidecar = _sidecar(path)
+        data = read_file(path)
     sha256 = hashlib.sha256(data).hexdigest()
     as_written = sidecar.get("sha256") == sha256
     frame = read_table(path, data, sidecar.get("columns", {}), as_written=as_written)

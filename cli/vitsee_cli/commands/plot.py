@@ -10,11 +10,11 @@ import click
 from vitsee_cli import console, options
 from vitsee_cli.declared import a_file
 from vitsee_cli.sections import RESULTS
-from vitsee_cli.values import FiniteRange, parse_path
+from vitsee_cli.values import FiniteRange, parse_table
 from vitsee_core.figures.looks import AXES, NONE, Look
 from vitsee_core.figures.panels import MEDIA
 from vitsee_core.figures.plotting import DPI, THEMES
-from vitsee_core.tables.files import check_new_files, write_files
+from vitsee_core.tables.files import check_new_files, is_stream, write_files
 from vitsee_core.tables.formats import FIGURE_ENDINGS, ending_of, stem_of
 
 QUESTION = RESULTS
@@ -49,12 +49,13 @@ def parse_range(text: Any) -> tuple[float, float]:
 
 
 @click.command()
-@click.argument("results", metavar="RESULT...", nargs=-1, required=True, type=parse_path)
+@click.argument("results", metavar="RESULT...", nargs=-1, required=True, type=parse_table)
 @a_file(
     "-o",
     "--output",
     help="Where the figure goes, a .png, .svg or .pdf, in which text stays text.  "
-    "[default: RESULT.png, without the table's ending; of several RESULTs, required]",
+    "[default: RESULT.png, without the table's ending; of a pipe plot.png; of several RESULTs, "
+    "required]",
 )
 @options.force_option
 @options.sites_option(show_default="all rows of the table")
@@ -160,7 +161,8 @@ def command(
 
     RESULT is a table that a command wrote with -o; its sidecar (RESULT.json) says which command's
     figure it is. Nothing is computed: stores and models are not needed. Several RESULTs of one
-    command are drawn as one: of cka --pairs same-depth a curve per pair of stores.
+    command are drawn as one: of cka --pairs same-depth a curve per pair of stores. A RESULT may
+    also come from a pipe, as - or <(...): it is CSV, and its columns and metrics say whose it is.
 
     \b
       $ vitsee plot cka.csv
@@ -172,6 +174,7 @@ def command(
       $ vitsee plot probe.csv -o shots.png --x shots --sites last
       $ vitsee plot knn.csv -o panels.png --group-by family --attributes mine.csv
       $ vitsee plot b16.csv l16.csv -o pairs.png
+      $ vitsee norms b16.zarr | vitsee plot - -o norms.png
       $ vitsee plot over/seed*/results/attn-dist.csv --x step --by site -o seeds.png
     """
     from vitsee_core.figures.plotting import figure_bytes
@@ -186,7 +189,12 @@ def command(
         raise click.UsageError("a chart along --x has curves --by FIELD in place of --group-by")
     if output is None and len(results) > 1:
         raise click.UsageError(f"{len(results)} results make one figure: name it with -o")
-    place = output or results[0].with_name(stem_of(results[0]) + FIGURE_ENDINGS[0])
+    if output is not None:
+        place = output
+    elif is_stream(results[0]):
+        place = Path(f"plot{FIGURE_ENDINGS[0]}")
+    else:
+        place = results[0].with_name(stem_of(results[0]) + FIGURE_ENDINGS[0])
     ending = ending_of(place, FIGURE_ENDINGS, "-o")
     check_new_files([place], force=force)
     look = Look(theme, cmap, limits, title, log)
