@@ -92,7 +92,7 @@ def run_analysis(
             comparisons the pairs of equal depth.
         parameters: everything that decides the result; recorded in the sidecar.
     """
-    from vitsee_core.report.outputs import check_outputs, write_results
+    from vitsee_core.report.outputs import check_outputs, is_up_to_date, touch, write_results
     from vitsee_core.tables.sidecars import describe_run
     from vitsee_core.tables.steps import with_steps
 
@@ -108,6 +108,18 @@ def run_analysis(
     if x and parameters.get("pairs") == "all":  # a chart has one value of a layer at a step
         parameters["pairs"] = "same-depth"
     described = {**parameters, "allow_partial": allow_partial, **({"x": x} if x else {})}
+
+    def described_now() -> dict[str, Any]:
+        guest = registry.guest_of(run.__module__)
+        command = console.command_line()
+        sidecar = describe_run(opened, command=command, parameters=described, guest=guest)
+        return {**sidecar, "figure": dict(drawing)} if drawing else sidecar
+
+    read = [*paths_in(parameters)]
+    if outputs.if_changed and is_up_to_date(outputs, described_now(), read):
+        touch(outputs)
+        console.say(f"{outputs.csv} is up to date")
+        return
     takes = inspect.signature(run).parameters
     if "force" in takes:  # the analysis writes a file of its own
         given = {**given, "force": outputs.force}
@@ -118,14 +130,6 @@ def run_analysis(
         table = run(*opened, **given, **own, **keep, progress=progress)
     if x:
         table = with_steps(table, x)
-    sidecar = describe_run(
-        opened,
-        command=console.command_line(),
-        parameters=described,
-        guest=registry.guest_of(run.__module__),
-    )
-    if drawing:
-        sidecar["figure"] = dict(drawing)
 
     def figure() -> Figure:
         assert draw is not None
@@ -133,7 +137,7 @@ def run_analysis(
         with registry.blamed(run.__module__):
             return draw(table, **options)
 
-    write_results(table, outputs, figure=figure, sidecar=sidecar, stdout=sys.stdout)
+    write_results(table, outputs, figure=figure, sidecar=described_now(), stdout=sys.stdout)
     if kept := keep.get("keep"):
         kept.remove()
 
@@ -157,7 +161,8 @@ def kept_beside(
     name = context.info_name or ""
     folder = outputs.csv.with_name(f"{outputs.csv.name}.partial")
     kept = KeptSums(folder, lambda: describe_work(name, stores, parameters, leave_out=folder))
-    if outputs.force and context.find_root() is context.parent:  # a study always forces its steps
+    begins_anew = outputs.force and not outputs.if_changed
+    if begins_anew and context.find_root() is context.parent:  # a study always forces its steps
         kept.remove()
     try:
         yield {"keep": kept}

@@ -179,6 +179,13 @@ force_option = click.option(
     "--force", is_flag=True, help="Overwrite existing output.  [default: refuse, before any work]"
 )
 
+_if_changed_option = click.option(
+    "--if-changed",
+    is_flag=True,
+    help="Replace existing output only if it was made with other stores, options, files or "
+    "versions, and succeed if it was not.  [default: refuse existing output]",
+)
+
 _table_option = click.option(
     "-o",
     "--output",
@@ -195,27 +202,39 @@ _png_option = a_file(
 
 
 def output_options(command: Any) -> Any:
-    """-o, --png and --force, and --replicates of a command that has it, together as `outputs`: an
-    Outputs."""
-    return _table_option(_png_option(force_option(_with_outputs(command))))
+    """-o, --png, --force and --if-changed, and --replicates of a command that has it, together as
+    `outputs`: an Outputs."""
+    return _table_option(_png_option(force_option(_if_changed_option(_with_outputs(command)))))
 
 
 def table_options(command: Any) -> Any:
-    """-o and --force of a command without a figure, together as `outputs`: an Outputs."""
-    return _table_option(force_option(_with_outputs(command)))
+    """-o, --force and --if-changed of a command without a figure, together as `outputs`: an
+    Outputs."""
+    return _table_option(force_option(_if_changed_option(_with_outputs(command))))
 
 
 def _with_outputs(command: Any) -> Any:
     @functools.wraps(command)
     def gathered(
-        *args: Any, output: Any, force: bool, png: Any = None, replicates: bool = False, **more: Any
+        *args: Any,
+        output: Any,
+        force: bool,
+        if_changed: bool,
+        png: Any = None,
+        replicates: bool = False,
+        **more: Any,
     ) -> Any:
         from vitsee_core.report.outputs import Outputs
 
         output = None if output == Path("-") else output
         if replicates and output is None:
             raise click.UsageError("--replicates writes a file beside the table: give -o TABLE too")
-        return command(*args, outputs=Outputs(output, png, force, replicates), **more)
+        if if_changed and output is None:
+            raise click.UsageError("--if-changed is about a table's file: give -o TABLE too")
+        if if_changed and force:
+            raise click.UsageError("--if-changed and --force exclude each other")
+        outputs = Outputs(output, png, force or if_changed, replicates, if_changed)
+        return command(*args, outputs=outputs, **more)
 
     return gathered
 

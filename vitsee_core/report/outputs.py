@@ -7,7 +7,9 @@ figure to `write_results`.
 from __future__ import annotations
 
 import io
+import json
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +19,10 @@ from vitsee_core.figures.plotting import figure_bytes
 from vitsee_core.runtime.progress import soon_said
 from vitsee_core.tables import replicates
 from vitsee_core.tables.files import TABLE_ENDINGS, check_new_files, check_place, write_files
-from vitsee_core.tables.formats import FIGURE_ENDINGS, ending_of, table_bytes
-from vitsee_core.tables.results import Table
-from vitsee_core.tables.sidecars import sidecar_bytes
+from vitsee_core.tables.formats import FIGURE_ENDINGS, ending_of, plain_json, table_bytes
+from vitsee_core.tables.results import Table, read_result
+from vitsee_core.tables.sidecars import newest_ns, sidecar_bytes
+from vitsee_stores.errors import VitseeError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,19 +32,23 @@ log = logging.getLogger(__name__)
 
 # Rows of a longer table that a terminal shows, and how many are not too long for one.
 ON_A_TERMINAL, MOST_ON_A_TERMINAL = 50, 2000
+# Parameters on which no number depends.
+WITHOUT_EFFECT = ("jobs", "memory")
 NO_REPLICATES = "no value of this table has an interval from blocks of images"
 
 
 @dataclass(frozen=True)
 class Outputs:
     """The places that a result goes to: table (None: CSV on stdout), picture (None: none), both in
-    the format that their endings say, whether files that exist are replaced, and whether the
-    table's block replicates go into a file beside it."""
+    the format that their endings say, whether files that exist are replaced, whether the table's
+    block replicates go into a file beside it, and whether files that are up to date stay as they
+    are, see `is_up_to_date`."""
 
     csv: Path | None = None
     png: Path | None = None
     force: bool = False
     with_replicates: bool = False
+    if_changed: bool = False
 
     @property
     def sidecar(self) -> Path | None:
@@ -79,6 +86,57 @@ def check_outputs(outputs: Outputs, *, inputs: Iterable[Path] = (), images: str 
         ending_of(outputs.png, FIGURE_ENDINGS, "--png")
         check_place(outputs.png, images=images)
     check_new_files(reversed(outputs.paths()), force=outputs.force, inputs=inputs)
+
+
+def is_up_to_date(
+    outputs: Outputs, sidecar: Mapping[str, Any], inputs: Iterable[Path] = ()
+) -> bool:
+    """Whether all files of a result are there, unchanged, and of the same stores, options, results
+    and versions as `sidecar` says, and no file that the command reads is newer.
+
+    Args:
+        outputs: the files.
+        sidecar: how the result would be made now, see `describe_run`.
+        inputs: paths that the options name.
+    """
+    if outputs.csv is None or not all(path.is_file() for path in outputs.paths()):
+        return False
+    try:
+        before = read_result(outputs.csv)
+    except (VitseeError, OSError):
+        return False
+    partial = [store for store in sidecar.get("stores", ()) if not store["complete"]]
+    if partial or not before.as_written:
+        return False
+    if _deciding(before.sidecar) != _deciding(json.loads(json.dumps(plain_json(sidecar)))):
+        return False
+    made_ns = min(path.stat().st_mtime_ns for path in outputs.paths())
+    return newest_ns(inputs) <= made_ns
+
+
+def _deciding(sidecar: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a sidecar that decides the numbers and the figure."""
+    parameters = sidecar.get("parameters", {})
+    stores = [
+        {key: value for key, value in store.items() if key != "path"}
+        for store in sidecar.get("stores", ())
+    ]
+    results = [
+        {"label": result.get("label"), "digest": result.get("made_by", {}).get("digest")}
+        for result in sidecar.get("results", ())
+    ]
+    return {
+        "parameters": {key: x for key, x in parameters.items() if key not in WITHOUT_EFFECT},
+        "stores": stores,
+        "results": results,
+        **{key: sidecar.get(key) for key in ("versions", "package", "figure")},
+    }
+
+
+def touch(outputs: Outputs) -> None:
+    """Set the times of a result's files to now, for programs that go by them (make)."""
+    for path in outputs.paths():
+        os.utime(path)
 
 
 def write_results(

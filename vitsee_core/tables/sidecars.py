@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -132,6 +133,23 @@ def _files(path: Path, leave_out: Path) -> list[Any]:
     except (OSError, ValueError):
         return ["cannot be read"]
     return [[str(file), own.st_size, own.st_mtime_ns] for file, own in status]
+
+
+def newest_ns(paths: Iterable[Path]) -> int:
+    """The last time at which one of these files, or a file or folder below these folders, was
+    changed, in ns; 0 where there is none. What cannot be read is as if it were changed now."""
+    newest = 0
+    try:
+        for path in paths:
+            if not path.exists():
+                continue
+            newest = max(newest, path.stat().st_mtime_ns)
+            for folder, folders, files in os.walk(path):
+                for name in (*folders, *files):
+                    newest = max(newest, os.lstat(os.path.join(folder, name)).st_mtime_ns)
+    except (OSError, ValueError):
+        return time.time_ns()
+    return newest
 
 
 def attributes_of(store: Store) -> dict[str, Any]:

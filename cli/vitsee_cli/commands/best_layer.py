@@ -14,7 +14,7 @@ from vitsee_cli.sections import RESULTS
 from vitsee_cli.values import NamedFile, parse_named_file
 from vitsee_core.analyses import best_layer
 from vitsee_core.analyses.best_layer.figures import ENDINGS, BestTable
-from vitsee_core.report.outputs import Outputs, check_outputs, write_results
+from vitsee_core.report.outputs import Outputs, check_outputs, is_up_to_date, touch, write_results
 from vitsee_core.tables.files import check_new_files
 from vitsee_core.tables.formats import ending_of
 from vitsee_core.tables.results import read_result
@@ -120,16 +120,21 @@ def command(
     if outputs.csv is None:
         console.require_stdout()
     files = best_layer.read([r.path for r in results], [r.label for r in results])
-    if paired is None:
-        table = best_layer.run(files, metrics, best_token)
-    else:
-        table = best_layer.compare(files, metrics, paired)
     parameters = {"metrics": metrics, "best_token": best_token, "paired": paired}
     sidecar = describe_run([], command=console.command_line(), parameters=parameters)
     sidecar["results"] = [
         {"path": str(file.path.absolute()), "label": given.label, "made_by": file.sidecar}
         for file, given in zip(files, results, strict=True)
     ]
+    is_printed = printed is None or printed.is_file()
+    if outputs.if_changed and is_printed and is_up_to_date(outputs, sidecar, inputs):
+        touch(outputs)
+        console.say(f"{outputs.csv} is up to date")
+        return
+    if paired is None:
+        table = best_layer.run(files, metrics, best_token)
+    else:
+        table = best_layer.compare(files, metrics, paired)
     write_results(
         table,
         outputs,
