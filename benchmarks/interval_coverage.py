@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from tests.stores import write_labelled
 from vitsee_core.analyses import retrieve, similarity, spectrum
 from vitsee_core.analyses.spectrum.measures import TwoNearest
-from vitsee_core.labels.labelled_rows import accuracy_interval
+from vitsee_core.truth.labels.labelled_rows import accuracy_interval
 from vitsee_core.statistics.image_statistics import block_labels
 from vitsee_core.statistics.jackknife import (
     block_sums,

@@ -33,7 +33,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from threadpoolctl import threadpool_limits
 from torch.nn import functional
 
-from vitsee_core.labels.neighbours import nearest
+from vitsee_core.truth.labels.neighbours import nearest
 
 Array = NDArray[Any]
 

@@ -21,8 +21,8 @@ from common import Result, add_record_option, interleaved, machine, paired_ratio
 
 from vitsee_core.models.attention_watch import AttentionCall, AttentionEvent, AttentionWatch
 from vitsee_core.models.load import load_model
-from vitsee_core.reductions import AttentionReducer, AttentionSummary, rollout
-from vitsee_core.reductions.summary import distances
+from vitsee_core.summaries import AttentionReducer, AttentionSummary, rollout
+from vitsee_core.summaries.summary import distances
 from vitsee_core.runtime.machine import freed_memory_kept
 from vitsee_stores.layout import TokenLayout
 

@@ -24,7 +24,7 @@ from scale import keep
 from synthetic import block_sites
 
 from vitsee_core.models.attention_watch import AttentionCall, AttentionEvent, AttentionWatch
-from vitsee_core.reductions import AttentionReducer
+from vitsee_core.summaries import AttentionReducer
 from vitsee_stores import Samples, StorePlan, StoreWriter, TokenLayout
 from vitsee_stores.manifest import new_manifest
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from synthetic import block_sites, write_store
 
 from vitsee_core.demo.coco import outlines
-from vitsee_core.masks.segments import LabelledSegments, Segmentation, SegmentFeatures, examples_of
+from vitsee_core.truth.masks.segments import LabelledSegments, Segmentation, SegmentFeatures, examples_of
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.runtime.streaming import Rows, each_slab

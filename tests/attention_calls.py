@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vitsee_core.reductions import AttentionReducer, AttentionSummary
-from vitsee_core.reductions.device_passes import BLOCK_BYTES
+from vitsee_core.summaries import AttentionReducer, AttentionSummary
+from vitsee_core.summaries.device_passes import BLOCK_BYTES
 from vitsee_stores.layout import TokenLayout
 
 PER_HEAD = (

@@ -12,7 +12,7 @@ from PIL import Image
 from vitsee_cli.main import main
 from vitsee_core.demo.davis import write_davis
 from vitsee_core.demo.spair import write_spair
-from vitsee_core.report.captions import captions
+from vitsee_core.pages.report.captions import captions
 
 VIT = ["vit.zarr"]
 # Command -> its arguments in the folder of `write_everything`, once for each of its figures, where

@@ -19,7 +19,7 @@ NAMES = (
     "vitsee_cli.commands.study",
     "vitsee_core.runtime.dask_map",
     "vitsee_core.extraction.by_workers",
-    "vitsee_core.report.page",
+    "vitsee_core.pages.report.page",
     "vitsee_core.similarity.estimators",
     "zarr",
 )

@@ -12,7 +12,7 @@ import pytest
 from tests.every_command import TABLES
 from vitsee_core.figures.panels import new_figure
 from vitsee_core.figures.plotting import styled
-from vitsee_core.report.captions import headline
+from vitsee_core.pages.report.captions import headline
 from vitsee_core.runtime import registry
 from vitsee_core.tables.headlines import margin, measured, number, observations, picked, said_once
 from vitsee_core.tables.results import Table

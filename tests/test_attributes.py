@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from tests.command_line import invoke, one_line
 from tests.manifests import edited
 from tests.stores import write_sites
-from vitsee_core.report.redrawing import redraw
+from vitsee_core.pages.report.redrawing import redraw
 from vitsee_core.tables.attributes import with_attribute
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.sidecars import describe_run

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from vitsee_core.analyses import attn_map
-from vitsee_core.report.captions import caption, captions
+from vitsee_core.pages.report.captions import caption, captions
 from vitsee_core.tables.results import Table
 
 CAPTIONS = captions()

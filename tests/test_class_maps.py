@@ -12,8 +12,8 @@ from PIL import Image
 
 from vitsee_core.demo.class_maps import BORDER, CITYSCAPES, write_class_maps
 from vitsee_core.demo.coco import write_coco
-from vitsee_core.masks.class_maps import CITYSCAPES as OFFICIAL
-from vitsee_core.masks.class_maps import IGNORED, VOC_CLASSES, open_class_maps
+from vitsee_core.truth.masks.class_maps import CITYSCAPES as OFFICIAL
+from vitsee_core.truth.masks.class_maps import IGNORED, VOC_CLASSES, open_class_maps
 from vitsee_stores.errors import VitseeError
 
 

@@ -40,9 +40,9 @@ from vitsee_core.figures.clip_strips import Moment
 from vitsee_core.figures.head_tiles import tile_table
 from vitsee_core.figures.panels import drawn_for
 from vitsee_core.images.embedded_pictures import decode
-from vitsee_core.patch_maps.photos import evenly_with
-from vitsee_core.patch_maps.views import View
-from vitsee_core.report.captions import caption, headline
+from vitsee_core.figures.patch_maps.photos import evenly_with
+from vitsee_core.figures.patch_maps.views import View
+from vitsee_core.pages.report.captions import caption, headline
 from vitsee_core.runtime.progress import Silent
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import said_of

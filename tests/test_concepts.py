@@ -19,8 +19,8 @@ from vitsee_cli.main import main
 from vitsee_core.analyses import concepts
 from vitsee_core.analyses.concepts import _crop
 from vitsee_core.analyses.concepts.fitting import Fitted, matched_cosine
-from vitsee_core.dictionaries.dictionary import Dictionary, read_dictionary
-from vitsee_core.patch_maps.photos import Photograph
+from vitsee_core.sae.dictionary import Dictionary, read_dictionary
+from vitsee_core.figures.patch_maps.photos import Photograph
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store, TokenLayout

@@ -22,7 +22,7 @@ from vitsee_core.analyses.cosine_map import plot, run
 from vitsee_core.analyses.cosine_map.cosines import Spot, map_statistics, offset_means, unit_vectors
 from vitsee_core.figures.patch_sheets import MARK
 from vitsee_core.figures.plotting import GREY, figure_bytes
-from vitsee_core.patch_maps.views import View
+from vitsee_core.figures.patch_maps.views import View
 from vitsee_core.tables.results import Table
 from vitsee_stores import open_store
 from vitsee_stores.errors import MissingInput, SiteError, VitseeError

@@ -38,7 +38,7 @@ from vitsee_core.analyses import (
     spectrum,
 )
 from vitsee_core.analyses.similarity import comparing
-from vitsee_core.masks.segments import Segmentation
+from vitsee_core.truth.masks.segments import Segmentation
 from vitsee_core.runtime.dask_map import DaskMap
 from vitsee_core.runtime.progress import Tally
 from vitsee_core.similarity import comparison

@@ -30,7 +30,7 @@ from vitsee_core.analyses.dense_probe.metrics import (
 )
 from vitsee_core.analyses.dense_probe.pixels import CellSums, Pixels, labelled_pixels, near_boundary
 from vitsee_core.images.placement import Placement
-from vitsee_core.masks.class_maps import IGNORED
+from vitsee_core.truth.masks.class_maps import IGNORED
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError

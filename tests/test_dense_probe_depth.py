@@ -20,7 +20,7 @@ from vitsee_core.analyses.dense_probe.work import eigen_crop
 from vitsee_core.demo.depths import miniatures, write_depths
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.sources import open_source
-from vitsee_core.masks.depth_maps import open_depth_maps
+from vitsee_core.truth.masks.depth_maps import open_depth_maps
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, VitseeError

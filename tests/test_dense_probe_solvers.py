@@ -33,7 +33,7 @@ from vitsee_core.analyses.dense_probe.bank import (
 from vitsee_core.analyses.dense_probe.linear import Scaling, Targets, cross_entropy, fit
 from vitsee_core.analyses.dense_probe.options import TEMPERATURE, choose_solver
 from vitsee_core.analyses.dense_probe.pixels import cell_pixels
-from vitsee_core.masks.class_maps import IGNORED
+from vitsee_core.truth.masks.class_maps import IGNORED
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError

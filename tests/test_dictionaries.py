@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from scipy.optimize import nnls
 
-from vitsee_core.dictionaries.dictionary import (
+from vitsee_core.sae.dictionary import (
     Dictionary,
     Overrides,
     read_dictionary,

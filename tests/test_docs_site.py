@@ -16,7 +16,7 @@ import studies_page
 from tests.browser import NONE, PROGRAM, Browser
 from vitsee_cli.main import main
 from vitsee_core.analyses import attn_map
-from vitsee_core.report.captions import captions
+from vitsee_core.pages.report.captions import captions
 from vitsee_core.runtime.execution import DEFAULT, Execution
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,7 +21,7 @@ from tests.stores import CNN, VIT, write_labelled
 from vitsee_cli.main import main
 from vitsee_core.analyses.effect import COLUMNS, METRICS, changes, headline, plot, run
 from vitsee_core.analyses.effect.changes import cosines
-from vitsee_core.labels.changed_outputs import compare_outputs
+from vitsee_core.truth.labels.changed_outputs import compare_outputs
 from vitsee_core.statistics.shares import difference_interval, mcnemar
 from vitsee_core.tables.metrics import direction
 from vitsee_core.tables.results import Table

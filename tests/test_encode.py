@@ -15,9 +15,9 @@ from tests.stores import VIT, write_model
 from tests.test_dictionaries import D, K, made
 from vitsee_cli.main import main
 from vitsee_core.analyses import cluster, pca
-from vitsee_core.dictionaries import encoding
-from vitsee_core.dictionaries.dictionary import Dictionary, Overrides, for_sites, save_dictionary
-from vitsee_core.dictionaries.encoding import encode_store
+from vitsee_core.sae import encoding
+from vitsee_core.sae.dictionary import Dictionary, Overrides, for_sites, save_dictionary
+from vitsee_core.sae.encoding import encode_store
 from vitsee_core.runtime.execution import Execution
 from vitsee_stores import Store, StoreWriter, open_store, require_paired
 from vitsee_stores.errors import IdentityMismatch, MissingInput, SiteError, VitseeError

@@ -23,12 +23,12 @@ from tests.extractions import extracted
 from tests.stores import write_sites
 from tests.tables import groups_of, having
 from vitsee_cli.main import main
-from vitsee_core import web
-from vitsee_core.explore import choose_images, tokens
-from vitsee_core.explore.contents import short_name, within, without_folders
-from vitsee_core.explore.page import definition_of, panels, steps_of
-from vitsee_core.explore.readouts import pack_rows, query_cells, query_step
-from vitsee_core.explore.tokens import (
+from vitsee_core.pages import html
+from vitsee_core.pages.explore import choose_images, tokens
+from vitsee_core.pages.explore.contents import short_name, within, without_folders
+from vitsee_core.pages.explore.page import definition_of, panels, steps_of
+from vitsee_core.pages.explore.readouts import pack_rows, query_cells, query_step
+from vitsee_core.pages.explore.tokens import (
     MOST_BYTES,
     MOST_SIDE,
     WITHIN,
@@ -43,13 +43,13 @@ from vitsee_core.explore.tokens import (
     unit_directions,
 )
 from vitsee_core.models.weights import stored_classifier
-from vitsee_core.patch_maps.colours import Colours
+from vitsee_core.figures.patch_maps.colours import Colours
 from vitsee_stores import open_store
 from vitsee_stores.errors import StoreMismatch, VitseeError
 from vitsee_stores.layout import TokenLayout
 
 HOSTILE = "<script>pwned=1</script>\"'><img src=x onerror=pwned=1>\u202e&amp;"
-SCRIPT = "explore/assets/explore.js"
+SCRIPT = "pages/explore/assets/explore.js"
 GRID = TokenLayout(("cls",), (4, 4), stride_px=(8.0, 8.0))
 NODE = shutil.which("node")
 
@@ -359,7 +359,7 @@ def test_the_script_computes_what_the_port_does(page: Page, tmp_path: Path) -> N
     asked = {"site": 3, "image": 3, "cells": [5]}
     (tmp_path / "page.html").write_text(page.text)
     lead = 'import { readFileSync } from "node:fs";\n'
-    code = web.script(*(f"explore/assets/{name}.js" for name in ("maps", "packed", "state")))
+    code = html.script(*(f"pages/explore/assets/{name}.js" for name in ("maps", "packed", "state")))
     about = f"const page = readFileSync('page.html', 'utf8'), asked = {json.dumps(asked)};\n"
     (tmp_path / "check.mjs").write_text(lead + code + about + CHECK)
     done = subprocess.run(
@@ -395,16 +395,16 @@ def test_the_script_computes_what_the_port_does(page: Page, tmp_path: Path) -> N
     assert found["range"] == [1, 3] and found["median"] == 3
 
 
-@pytest.mark.parametrize("place", [SCRIPT, "report/assets/script.js"])
+@pytest.mark.parametrize("place", [SCRIPT, "pages/report/assets/script.js"])
 def test_modules_become_one_script(place: str) -> None:
     """Without lines that import, and without two things of one name."""
-    code = web.script(place)
+    code = html.script(place)
     assert not re.search(r"^(import|export)\b", code, re.MULTILINE)
-    for text in web.modules(place).values():
+    for text in html.modules(place).values():
         assert not re.search(r"import \{[^}]* as ", text), "names stay as they are"
     names = [
         name
-        for text in web.modules(place).values()
+        for text in html.modules(place).values()
         for name in re.findall(
             r"^(?:export )?(?:async )?(?:function|const|let|class) (\w+)", text, re.MULTILINE
         )
@@ -416,7 +416,7 @@ def test_modules_become_one_script(place: str) -> None:
 
 @pytest.mark.skipif(shutil.which("tsc") is None, reason="no tsc here (npm install -g typescript)")
 def test_types() -> None:
-    folder = Path(web.__file__).parent / "assets"
+    folder = Path(html.__file__).parent / "assets"
     done = subprocess.run(["tsc", "-p", str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 

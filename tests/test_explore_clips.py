@@ -29,11 +29,11 @@ from tests.clip_stores import (
 )
 from tests.stores import write_sites
 from tests.test_explore_browser import after, open_page
-from vitsee_core.explore import explore
-from vitsee_core.explore.contents import read_sites
-from vitsee_core.explore.readouts import attention_of, query_cells
-from vitsee_core.patch_maps.photos import Shown
-from vitsee_core.patch_maps.views import View
+from vitsee_core.pages.explore import explore
+from vitsee_core.pages.explore.contents import read_sites
+from vitsee_core.pages.explore.readouts import attention_of, query_cells
+from vitsee_core.figures.patch_maps.photos import Shown
+from vitsee_core.figures.patch_maps.views import View
 from vitsee_core.runtime.progress import SILENT
 from vitsee_stores.errors import SiteError, StoreMismatch
 from vitsee_stores.layout import TokenLayout

@@ -21,7 +21,7 @@ from vitsee_core.extraction.transfer import HostCopies, PixelFeed
 from vitsee_core.images import Batch
 from vitsee_core.kernels import backend
 from vitsee_core.kernels.backend import Cuda
-from vitsee_core.reductions import largest_magnitude
+from vitsee_core.summaries import largest_magnitude
 from vitsee_stores import open_store
 from vitsee_stores.errors import VitseeError
 

@@ -19,7 +19,7 @@ from tests.reference_cka import loop_cka
 from tests.test_localize import write
 from vitsee_core import demo
 from vitsee_core.analyses import attn_dist
-from vitsee_core.real.photographs import PHOTOGRAPHS
+from vitsee_core.study.real.photographs import PHOTOGRAPHS
 from vitsee_core.study.findings import estimates as of
 from vitsee_core.study.findings.model_tables import ModelTables
 from vitsee_core.study.findings.papers import DEPENDS, FINDINGS, Finding, verdict

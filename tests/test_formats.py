@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 
 from vitsee_core.features.imports import read_arrays, read_ids
-from vitsee_core.report.outputs import Outputs, check_outputs
+from vitsee_core.pages.report.outputs import Outputs, check_outputs
 from vitsee_core.tables.files import TABLE_ENDINGS
 from vitsee_core.tables.formats import table_bytes
 from vitsee_core.tables.results import Table, read_result

@@ -11,9 +11,9 @@ import polars as pl
 import pytest
 
 from vitsee_core.declaration import Analysis
-from vitsee_core.report import pictures
-from vitsee_core.report.pictures import TALLEST, TILE, Addresses, tile
-from vitsee_core.report.redrawing import open_result
+from vitsee_core.pages.report import pictures
+from vitsee_core.pages.report.pictures import TALLEST, TILE, Addresses, tile
+from vitsee_core.pages.report.redrawing import open_result
 from vitsee_core.runtime.registry import load, own_names
 from vitsee_core.tables.glances import most_varied, some_of
 from vitsee_core.tables.results import Table

@@ -26,7 +26,7 @@ from vitsee import api
 from vitsee_cli import commands, console
 from vitsee_cli.main import main
 from vitsee_cli.sections import own_names
-from vitsee_core.report.page import write_report
+from vitsee_core.pages.report.page import write_report
 from vitsee_core.runtime import dask_worker, registry
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.versions import worker_versions

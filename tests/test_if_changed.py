@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import invoke, one_line
-from vitsee_core.report.outputs import Outputs, is_up_to_date
+from vitsee_core.pages.report.outputs import Outputs, is_up_to_date
 from vitsee_core.tables.sidecars import digest_of, newest_ns
 
 

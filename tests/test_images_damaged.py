@@ -21,7 +21,7 @@ from vitsee_core.images.decoding import decode, header_size
 from vitsee_core.images.formats import FORMAT_OF_ENDING, readable_formats
 from vitsee_core.images.transform import make_recipe
 from vitsee_core.images.videos import Video
-from vitsee_core.report.pictures import packed
+from vitsee_core.pages.report.pictures import packed
 
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
 SQUARE = {

@@ -37,7 +37,7 @@ from vitsee_core.analyses.keypoints.scoring import KeypointScorer
 from vitsee_core.analyses.keypoints.search import find, sample, search, unit
 from vitsee_core.analyses.keypoints.spair import choose_protocol, draw_pairs, read_pairs
 from vitsee_core.images.placement import place
-from vitsee_core.labels.labelled_rows import random_features
+from vitsee_core.truth.labels.labelled_rows import random_features
 from vitsee_core.runtime.progress import Tally
 from vitsee_core.statistics.shares import share_interval
 from vitsee_core.tables.results import Table

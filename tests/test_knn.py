@@ -22,7 +22,7 @@ from tests.tables import equal, having, unique
 from vitsee_cli.main import main
 from vitsee_core.analyses.knn import COLUMNS, VOTES, plot, ranks, run
 from vitsee_core.kernels.neighbours import PAD, Neighbours
-from vitsee_core.labels.neighbours import in_tiles, nearest
+from vitsee_core.truth.labels.neighbours import in_tiles, nearest
 from vitsee_stores import Store
 from vitsee_stores.errors import MissingInput, StoreMismatch, VitseeError
 

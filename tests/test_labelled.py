@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tests.stores import CNN_PAIR, write_labelled
 from vitsee_core.features import SiteFeatures, choose_features
-from vitsee_core.labels.labelled_rows import (
+from vitsee_core.truth.labels.labelled_rows import (
     accuracy_interval,
     check_disjoint,
     check_label_spaces,

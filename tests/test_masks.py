@@ -18,9 +18,9 @@ from PIL import Image
 
 from vitsee_core.analyses.saliency.scoring import blind_overlaps, overlap, top_mass
 from vitsee_core.images.transform import make_recipe
-from vitsee_core.masks import BACKGROUND, FOREGROUND, VOID, open_masks
-from vitsee_core.masks.coco import pixels_of, unpack_counts
-from vitsee_core.masks.mask_truth import as_seen, mask_recipe, match_names, token_labels
+from vitsee_core.truth.masks import BACKGROUND, FOREGROUND, VOID, open_masks
+from vitsee_core.truth.masks.coco import pixels_of, unpack_counts
+from vitsee_core.truth.masks.mask_truth import as_seen, mask_recipe, match_names, token_labels
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout
 

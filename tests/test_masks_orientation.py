@@ -11,9 +11,9 @@ from PIL import Image
 
 import vitsee
 from tests.test_images_not_plain import photo
-from vitsee_core.masks import FOREGROUND, ground_truth, open_masks
-from vitsee_core.masks.class_maps import open_class_maps
-from vitsee_core.masks.orientation import oriented_as
+from vitsee_core.truth.masks import FOREGROUND, ground_truth, open_masks
+from vitsee_core.truth.masks.class_maps import open_class_maps
+from vitsee_core.truth.masks.orientation import oriented_as
 from vitsee_core.runtime.execution import DEFAULT
 
 UPRIGHT = np.zeros((24, 16), np.uint8)

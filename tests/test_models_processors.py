@@ -22,7 +22,7 @@ from vitsee_core.features.compared import compared
 from vitsee_core.images.placement import place
 from vitsee_core.images.torch_transforms import largest_difference
 from vitsee_core.images.transform import crop_corner, make_recipe, normalise
-from vitsee_core.masks.mask_truth import mask_recipe
+from vitsee_core.truth.masks.mask_truth import mask_recipe
 from vitsee_core.models.hook_points import ModelError
 from vitsee_core.models.load import load_model
 from vitsee_core.models.provenance import Pictures, model_of

@@ -18,7 +18,7 @@ from tests.image_files import plant
 from tests.stores import write_sites
 from vitsee_core.images import open_source
 from vitsee_core.images.errors import ImageError
-from vitsee_core.report.outputs import Outputs, check_outputs
+from vitsee_core.pages.report.outputs import Outputs, check_outputs
 from vitsee_core.tables.files import read_file
 from vitsee_stores import remove_store, validate
 from vitsee_stores.errors import StoreError, VitseeError

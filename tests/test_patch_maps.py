@@ -15,9 +15,9 @@ from PIL import Image, features
 from tests.extractions import VIT, extracted
 from tests.stores import write_sites
 from vitsee_core.images.embedded_pictures import decode, encode
-from vitsee_core.patch_maps.colours import Colours, matched, rotation_to
-from vitsee_core.patch_maps.photos import Shown, describe_sheet
-from vitsee_core.patch_maps.views import View, grid_sites, union
+from vitsee_core.figures.patch_maps.colours import Colours, matched, rotation_to
+from vitsee_core.figures.patch_maps.photos import Shown, describe_sheet
+from vitsee_core.figures.patch_maps.views import View, grid_sites, union
 from vitsee_stores import Store, open_store
 from vitsee_stores.errors import SiteError
 from vitsee_stores.layout import TokenLayout

@@ -19,7 +19,7 @@ from tests.stores import write_sites
 from tests.tables import having, unique
 from vitsee_core.analyses.pca import plot, run
 from vitsee_core.figures.plotting import figure_bytes
-from vitsee_core.patch_maps.colours import Colours
+from vitsee_core.figures.patch_maps.colours import Colours
 from vitsee_core.statistics.covariance import CovarianceSums, principal_axes
 from vitsee_core.tables.results import Table
 from vitsee_stores import open_store

@@ -12,7 +12,7 @@ import pytest
 
 from tests.command_line import invoke
 from tests.test_cli import ENVIRONMENT
-from vitsee_core.report.redrawing import open_result
+from vitsee_core.pages.report.redrawing import open_result
 from vitsee_core.tables.files import is_stream, read_stream
 from vitsee_stores.errors import VitseeError
 

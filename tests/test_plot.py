@@ -20,7 +20,7 @@ from tests.printed_text import flat
 from vitsee_cli.main import main
 from vitsee_core.figures.looks import Look
 from vitsee_core.figures.plotting import THEMES
-from vitsee_core.report.redrawing import open_result, redraw
+from vitsee_core.pages.report.redrawing import open_result, redraw
 from vitsee_core.tables.results import Table, read_result
 from vitsee_core.tables.table_sites import block_part, rows_of_sites
 from vitsee_stores.errors import SiteError, VitseeError

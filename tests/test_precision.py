@@ -15,7 +15,7 @@ from tests.attention_calls import Call, random_scores
 from vitsee_core.analyses.probe.fit import train_linear
 from vitsee_core.analyses.probe.settings import Training
 from vitsee_core.models.selfcheck import SelfCheck, _judge_output
-from vitsee_core.reductions import AttentionReducer, activations, residual_products, rollout
+from vitsee_core.summaries import AttentionReducer, activations, residual_products, rollout
 from vitsee_core.runtime.device import current_precision, no_autocast, precision_context
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout

@@ -23,7 +23,7 @@ from vitsee_core.figures.plotting import (
     stores_in_order,
     styled,
 )
-from vitsee_core.report.redrawing import Result, open_result
+from vitsee_core.pages.report.redrawing import Result, open_result
 from vitsee_core.tables.results import Table
 
 RUNS = [(command, i) for command, runs in TABLES.items() for i in range(len(runs))]

@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.every_command import vitsee
 from tests.printed_text import flaws
-from vitsee_core.report.materials import find_materials
+from vitsee_core.pages.report.materials import find_materials
 
 VIT = "model-arg=embed_dim=48&model-arg=num_heads=6&img-size=84"
 MODELS = {

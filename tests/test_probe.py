@@ -28,7 +28,7 @@ from vitsee_core.analyses.probe.score import _mean_l2
 from vitsee_core.analyses.probe.settings import draw_images, split_rows
 from vitsee_core.features.reader import adaptive_average, flatten_patches, largest_patch
 from vitsee_core.kernels.ridge import Linear
-from vitsee_core.labels.labelled_rows import accuracy_interval, labelled_rows
+from vitsee_core.truth.labels.labelled_rows import accuracy_interval, labelled_rows
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store, TokenLayout
 from vitsee_stores.errors import MissingInput, SiteError, StoreMismatch, VitseeError

@@ -24,7 +24,7 @@ from tests.videos import CELL, METRICS, Array, plant, store_of, two_videos, valu
 from vitsee_core.analyses.propagate import COLUMNS, plot, run
 from vitsee_core.analyses.propagate.davis import find_masks, find_videos
 from vitsee_core.analyses.propagate.work import group_videos
-from vitsee_core.indexed_masks import write_mask
+from vitsee_core.demo.indexed_masks import write_mask
 from vitsee_core.runtime.device import current_precision, precision_context
 from vitsee_core.runtime.progress import Silent
 from vitsee_core.statistics.jackknife import interval

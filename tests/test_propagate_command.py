@@ -29,7 +29,7 @@ from vitsee_core.analyses.propagate import run
 from vitsee_core.analyses.propagate.davis import find_masks, find_videos
 from vitsee_core.analyses.propagate.work import VideoWork
 from vitsee_core.demo.davis import CLIPS, write_davis
-from vitsee_core.indexed_masks import palette
+from vitsee_core.demo.indexed_masks import palette
 from vitsee_core.runtime.progress import Silent
 from vitsee_core.tables.results import Table
 from vitsee_stores import open_store

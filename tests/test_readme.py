@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from vitsee_cli.main import main
-from vitsee_core.report.captions import captions
+from vitsee_core.pages.report.captions import captions
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

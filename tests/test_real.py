@@ -18,11 +18,11 @@ import torch
 from PIL import Image
 
 from tests.command_line import invoke
-from vitsee_core import real
-from vitsee_core.real import making
-from vitsee_core.real.packages import Package, downloaded, read_checked
-from vitsee_core.real.photographs import PHOTOGRAPHS
-from vitsee_core.real.weights import MODELS, RealModel
+from vitsee_core.study import real
+from vitsee_core.study.real import making
+from vitsee_core.study.real.packages import Package, downloaded, read_checked
+from vitsee_core.study.real.photographs import PHOTOGRAPHS
+from vitsee_core.study.real.weights import MODELS, RealModel
 from vitsee_stores.errors import VitseeError
 
 # A folder that `vitsee demo --real` made, for the tests that need the weights.

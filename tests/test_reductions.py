@@ -20,7 +20,7 @@ from tests.attention_calls import (
     random_scores,
     reduce,
 )
-from vitsee_core.reductions import AttentionReducer, AttentionSummary, attention
+from vitsee_core.summaries import AttentionReducer, AttentionSummary, attention
 from vitsee_stores.layout import TokenLayout
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests import reference
 from tests.attention_calls import DEVICES
-from vitsee_core.reductions import (
+from vitsee_core.summaries import (
     is_by_token,
     pass_over,
     residual_products,

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests import reference
 from tests.attention_calls import PER_HEAD, SUMS, random_scores, reduce
 from tests.test_reductions import assert_close, assert_summary
-from vitsee_core.reductions import AttentionSummary, attention
+from vitsee_core.summaries import AttentionSummary, attention
 from vitsee_stores.layout import TokenLayout
 
 IN_TIME = ("distance_frames", "frame_mass")

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.attention_calls import PER_HEAD, PER_IMAGE, PREFIXES, SUMS, Call, random_scores, reduce
-from vitsee_core.reductions import AttentionReducer
-from vitsee_core.reductions.summary import _sum_by_offset_fold, distances, sum_by_offset
+from vitsee_core.summaries import AttentionReducer
+from vitsee_core.summaries.summary import _sum_by_offset_fold, distances, sum_by_offset
 from vitsee_stores.layout import TokenLayout
 
 
@@ -224,7 +224,7 @@ def test_threads_do_not_matter_to_large_images(monkeypatch: pytest.MonkeyPatch) 
     shape = 3, 3, layout.n_tokens, 64
     query, key = (torch.randn(shape, generator=generator) for _ in range(2))
     call = ProductCall(0.3 * query @ key.transpose(-1, -2), query, key)
-    monkeypatch.setattr("vitsee_core.reductions.attention.THREAD_BYTES", 1)
+    monkeypatch.setattr("vitsee_core.summaries.attention.THREAD_BYTES", 1)
     valid = torch.ones(3, dtype=torch.bool)
     assert_equal_for_any_threads(
         lambda: everything(AttentionReducer(layout, "cpu", rows=True).reduce(call, valid))
@@ -235,7 +235,7 @@ def test_large_images_share_their_passes(monkeypatch: pytest.MonkeyPatch) -> Non
     layout = TokenLayout(("cls",), (5, 4), stride_px=(16.0, 16.0))
     scores = random_scores(layout, n_images=5)
     want = everything(reduce(layout, scores))
-    monkeypatch.setattr("vitsee_core.reductions.attention.THREAD_BYTES", 1)
+    monkeypatch.setattr("vitsee_core.summaries.attention.THREAD_BYTES", 1)
     callers: set[int] = set()
 
     class Watched(Call):

@@ -10,8 +10,8 @@ import torch
 
 from tests.attention_calls import PER_HEAD
 from vitsee_core.models.attention_watch import KernelCall
-from vitsee_core.reductions import AttentionReducer, AttentionSummary
-from vitsee_core.reductions.cpu_sums import (
+from vitsee_core.summaries import AttentionReducer, AttentionSummary
+from vitsee_core.summaries.cpu_sums import (
     LANES,
     LEAST_SCORE,
     QUERIES,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests import reference
 from tests.attention_calls import PREFIXES
-from vitsee_core.reductions import rollout
+from vitsee_core.summaries import rollout
 from vitsee_stores.layout import TokenLayout
 
 

@@ -29,18 +29,18 @@ from tests.every_command import TABLES, vitsee
 from tests.stores import write_sites
 from tests.tables import unique
 from vitsee_core.figures.plotting import figure_bytes, stores_in_order
-from vitsee_core.report import earlier, pictures
-from vitsee_core.report.captions import captions
-from vitsee_core.report.cards import CARRIED_BYTES
-from vitsee_core.report.charts import MOST_MARKS, charts_of
-from vitsee_core.report.facts import cautions, n_images
-from vitsee_core.report.materials import find_materials
-from vitsee_core.report.pictures import STEP
-from vitsee_core.report.redrawing import open_result
+from vitsee_core.pages.report import earlier, pictures
+from vitsee_core.pages.report.captions import captions
+from vitsee_core.pages.report.cards import CARRIED_BYTES
+from vitsee_core.pages.report.charts import MOST_MARKS, charts_of
+from vitsee_core.pages.report.facts import cautions, n_images
+from vitsee_core.pages.report.materials import find_materials
+from vitsee_core.pages.report.pictures import STEP
+from vitsee_core.pages.report.redrawing import open_result
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.words import site_words
-from vitsee_core.web import json_for_html
+from vitsee_core.pages.html import json_for_html
 from vitsee_stores.errors import VitseeError
 
 HOSTILE = "<script>pwned=1</script>\"'><img src=x onerror=pwned=1>\u202e&amp;"
@@ -170,7 +170,7 @@ def test_the_table_is_carried_or_linked(
     carried = {a["download"]: a["href"] for a in links}
     data = unquote_to_bytes(carried["dist.csv"].removeprefix("data:text/csv,"))
     assert data == (folder / "dist.csv").read_bytes() and len(data) < CARRIED_BYTES
-    monkeypatch.setattr("vitsee_core.report.cards.CARRIED_BYTES", 10)
+    monkeypatch.setattr("vitsee_core.pages.report.cards.CARRIED_BYTES", 10)
     page = page_of(folder, tmp_path)
     linked = Outline(page).all("a")
     size = human_bytes((folder / "deep" / "er" / "cka.csv").stat().st_size)

@@ -19,10 +19,10 @@ from PIL import Image
 from tests.every_command import vitsee
 from tests.stores import write_sites
 from tests.test_report import Outline, page_of
-from vitsee_core.report.cards import OTHER, Group, groups_of
-from vitsee_core.report.materials import find_materials
-from vitsee_core.report.overview import overview, stores_by_model
-from vitsee_core.report.pictures import STEP, Addresses, packed
+from vitsee_core.pages.report.cards import OTHER, Group, groups_of
+from vitsee_core.pages.report.materials import find_materials
+from vitsee_core.pages.report.overview import overview, stores_by_model
+from vitsee_core.pages.report.pictures import STEP, Addresses, packed
 from vitsee_core.runtime.progress import SILENT
 
 SECTIONS = {"Similarity": ["cka"], "Attention": ["attn-dist", "norms"]}

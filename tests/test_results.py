@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from tests.tables import groups_of, having, unique
-from vitsee_core.report.outputs import Outputs, check_outputs, write_results
+from vitsee_core.pages.report.outputs import Outputs, check_outputs, write_results
 from vitsee_core.tables.files import check_new_files, renamed, write_files
 from vitsee_core.tables.results import Table, read_result
 from vitsee_core.tables.sidecars import describe_run

@@ -25,7 +25,7 @@ from vitsee_core.analyses.retrieve.scoring import chance_precision
 from vitsee_core.analyses.retrieve.truth import FORMS, RetrievalTruth, read_truth
 from vitsee_core.demo.revisited import write_revisited
 from vitsee_core.figures.plotting import GREY
-from vitsee_core.labels.labelled_rows import random_features
+from vitsee_core.truth.labels.labelled_rows import random_features
 from vitsee_core.statistics.jackknife import standard_error
 from vitsee_core.statistics.moments import t_quantile
 from vitsee_core.statistics.shares import jackknife_share

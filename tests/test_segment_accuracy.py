@@ -15,7 +15,7 @@ from tests.every_command import vitsee
 from tests.tables import having, unique
 from tests.test_segments import random_objects, store_of, vectors_of, write_coco
 from vitsee_core.analyses import knn, probe
-from vitsee_core.masks.segments import Segmentation
+from vitsee_core.truth.masks.segments import Segmentation
 from vitsee_core.statistics.shares import jackknife_share
 from vitsee_stores import Store
 from vitsee_stores.errors import VitseeError

@@ -15,8 +15,8 @@ from PIL import Image
 
 from vitsee_core.demo.coco import SIZES, category_id, outlines, run_lengths, write_coco
 from vitsee_core.demo.scenes import class_names, random_scene
-from vitsee_core.masks import FOREGROUND, VOID, open_masks
-from vitsee_core.masks.coco import pixels_of
+from vitsee_core.truth.masks import FOREGROUND, VOID, open_masks
+from vitsee_core.truth.masks.coco import pixels_of
 from vitsee_stores.errors import VitseeError
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

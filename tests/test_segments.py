@@ -26,8 +26,8 @@ from vitsee_core.analyses.cluster import (
 )
 from vitsee_core.demo.coco import outlines, run_lengths
 from vitsee_core.images.placement import place
-from vitsee_core.masks.segments import LabelledSegments, Segmentation, examples_of
-from vitsee_core.masks.segments.vectors import Weigher
+from vitsee_core.truth.masks.segments import LabelledSegments, Segmentation, examples_of
+from vitsee_core.truth.masks.segments.vectors import Weigher
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.statistics.shares import jackknife_share
@@ -258,7 +258,7 @@ def test_slabs_and_chunks_do_not_count(tmp_path: Path, monkeypatch: Any) -> None
     path = write_coco(tmp_path / "a.json", (8, 12), random_objects(rng, 17))
     found = vectors_of(store_of(tmp_path / "a.zarr", x, slab=5), path)
     assert np.array_equal(found, vectors_of(store_of(tmp_path / "b.zarr", x, slab=17), path))
-    monkeypatch.setattr("vitsee_core.masks.segments.vectors.GROUP_BYTES", 1)
+    monkeypatch.setattr("vitsee_core.truth.masks.segments.vectors.GROUP_BYTES", 1)
     assert np.array_equal(found, vectors_of(store_of(tmp_path / "c.zarr", x, slab=5), path))
 
 

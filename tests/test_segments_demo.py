@@ -19,7 +19,7 @@ from vitsee_cli.main import main
 from vitsee_core.analyses import cluster, probe
 from vitsee_core.demo.coco import write_coco
 from vitsee_core.figures.plotting import save_figure
-from vitsee_core.masks.segments import LabelledSegments, Segmentation, examples_of
+from vitsee_core.truth.masks.segments import LabelledSegments, Segmentation, examples_of
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store, open_store

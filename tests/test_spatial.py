@@ -28,7 +28,7 @@ from vitsee_core.analyses.spatial.structure import (
     image_structure,
     scaled,
 )
-from vitsee_core.masks import BACKGROUND, FOREGROUND, VOID, ground_truth, open_masks
+from vitsee_core.truth.masks import BACKGROUND, FOREGROUND, VOID, ground_truth, open_masks
 from vitsee_core.runtime.streaming import choose_rows
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store, open_store

@@ -22,8 +22,8 @@ from tests.faults.fuzz import DEEP, Changes
 from tests.studies import NO_ATTENTION, cnn, model, study
 from vitsee_cli.main import main
 from vitsee_core.analyses import attn_dist
-from vitsee_core.report.overview import paper_numbers
-from vitsee_core.report.study_record import failures, read_study, read_study_file, remarks
+from vitsee_core.pages.report.overview import paper_numbers
+from vitsee_core.pages.report.study_record import failures, read_study, read_study_file, remarks
 from vitsee_core.study import catalogue
 from vitsee_core.study import demo as demo_module
 from vitsee_core.study.catalogue import SurveyedModel, needs_of_analyses, survey

@@ -13,9 +13,9 @@ import pytest
 from tests.command_line import invoke as vitsee
 from tests.command_line import one_line
 from tests.studies import study
-from vitsee_core.report.materials import find_materials
-from vitsee_core.report.overview import paper_numbers
-from vitsee_core.report.study_record import read_study
+from vitsee_core.pages.report.materials import find_materials
+from vitsee_core.pages.report.overview import paper_numbers
+from vitsee_core.pages.report.study_record import read_study
 from vitsee_core.study.recipe_file import RecipeError, RecipeFile, bundled_recipes, read_recipe
 from vitsee_core.study.recipe_plan import data_places, plan_recipe
 from vitsee_core.tables.results import Table, read_result

@@ -16,7 +16,7 @@ from tests.tables import having
 from vitsee_core.analyses import best_layer, cluster, propagate
 from vitsee_core.demo.coco import write_coco
 from vitsee_core.demo.davis import write_davis
-from vitsee_core.masks.segments import Segmentation, examples_of
+from vitsee_core.truth.masks.segments import Segmentation, examples_of
 from vitsee_core.runtime.execution import Execution
 from vitsee_stores import Store, open_store
 

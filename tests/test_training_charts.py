@@ -27,7 +27,7 @@ from vitsee_core.figures.training_charts import (
     is_log,
     layers_over_steps,
 )
-from vitsee_core.report.redrawing import redraw
+from vitsee_core.pages.report.redrawing import redraw
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.steps import numbers_in_name, with_steps
 from vitsee_stores.errors import VitseeError

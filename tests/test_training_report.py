@@ -11,9 +11,9 @@ import pytest
 from tests.test_training_charts import STEPS, compared, growing, row, table
 from vitsee_cli.sections import commands_by_question
 from vitsee_core.figures.training_charts import answers_over_training, layers_over_steps
-from vitsee_core.report.cards import OVER_TRAINING
-from vitsee_core.report.charts import charts_of
-from vitsee_core.report.page import write_report
+from vitsee_core.pages.report.cards import OVER_TRAINING
+from vitsee_core.pages.report.charts import charts_of
+from vitsee_core.pages.report.page import write_report
 from vitsee_core.tables.files import write_files
 from vitsee_core.tables.formats import table_bytes
 from vitsee_core.tables.results import Table

@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from tests.stores import write_model
 from vitsee_cli.main import main
 from vitsee_core import analyses
-from vitsee_core.report.captions import captions
+from vitsee_core.pages.report.captions import captions
 from vitsee_core.study.catalogue import needs_of_analyses
 
 ROOT = Path(__file__).parents[1]

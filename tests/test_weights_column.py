@@ -17,10 +17,10 @@ from tests.manifests import edited
 from tests.stores import write_sites
 from tests.test_best_layer import scores, write
 from vitsee_core.analyses import best_layer
-from vitsee_core.report.cards import groups_of
-from vitsee_core.report.materials import find_materials
-from vitsee_core.report.overview import stores_by_model
-from vitsee_core.report.pictures import Addresses
+from vitsee_core.pages.report.cards import groups_of
+from vitsee_core.pages.report.materials import find_materials
+from vitsee_core.pages.report.overview import stores_by_model
+from vitsee_core.pages.report.pictures import Addresses
 from vitsee_core.runtime.progress import SILENT
 from vitsee_stores.manifest import weights_name
 

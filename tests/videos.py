@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tests.stores import write_sites
 from tests.tables import having
-from vitsee_core.indexed_masks import write_mask
+from vitsee_core.demo.indexed_masks import write_mask
 from vitsee_core.tables.results import Table
 from vitsee_stores import Store
 from vitsee_stores.layout import TokenLayout

@@ -26,7 +26,7 @@ import vitsee
 from vitsee_cli import sections
 from vitsee_cli.main import main as vitsee_command
 from vitsee_core.declaration import Analysis
-from vitsee_core.report.captions import caption, captions
+from vitsee_core.pages.report.captions import caption, captions
 from vitsee_core.runtime import registry
 from vitsee_core.tables.results import Table
 

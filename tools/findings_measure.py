@@ -25,8 +25,8 @@ from vitsee_core import demo
 from vitsee_core.analyses import effect, head_importance, keypoints
 from vitsee_core.demo.spair import write_spair
 from vitsee_core.extraction.keywords import extract
-from vitsee_core.real.making import PHOTOS, WEIGHTS
-from vitsee_core.real.photographs import PHOTOGRAPHS
+from vitsee_core.study.real.making import PHOTOS, WEIGHTS
+from vitsee_core.study.real.photographs import PHOTOGRAPHS
 from vitsee_core.study.findings.model_tables import ModelTables
 from vitsee_core.study.findings.papers import FINDINGS, Finding
 from vitsee_core.study.findings.verdicts import run

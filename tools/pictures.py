@@ -23,7 +23,7 @@ from pathlib import Path
 from PIL import Image
 
 from vitsee_core.figures.plotting import figure_bytes
-from vitsee_core.report.redrawing import redraw
+from vitsee_core.pages.report.redrawing import redraw
 from vitsee_core.tables.files import write_files
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 from vitsee_core.runtime import registry
 
 if TYPE_CHECKING:
-    from vitsee_core.explore import explore as explore
+    from vitsee_core.pages.explore import explore as explore
     from vitsee_core.extraction.keywords import extract as extract
-    from vitsee_core.masks.segments import Segmentation as Segmentation
+    from vitsee_core.truth.masks.segments import Segmentation as Segmentation
     from vitsee_core.runtime.progress import NotebookProgress as NotebookProgress
     from vitsee_core.tables.results import Table as Table
     from vitsee_core.training.monitor import Monitor as Monitor
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 _HOME = {
     "Monitor": "vitsee_core.training.monitor",
     "NotebookProgress": "vitsee_core.runtime.progress",
-    "Segmentation": "vitsee_core.masks.segments",
+    "Segmentation": "vitsee_core.truth.masks.segments",
     "Store": "vitsee_stores",
     "Table": "vitsee_core.tables.results",
     "VitseeError": "vitsee_stores",
-    "explore": "vitsee_core.explore",
+    "explore": "vitsee_core.pages.explore",
     "extract": "vitsee_core.extraction.keywords",
     "open_store": "vitsee_stores",
 }

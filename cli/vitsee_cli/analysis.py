@@ -21,7 +21,7 @@ from vitsee_stores.errors import VitseeError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from vitsee_core.report.outputs import Outputs
+    from vitsee_core.pages.report.outputs import Outputs
     from vitsee_core.tables.results import Table
     from vitsee_stores import Store
 
@@ -92,7 +92,7 @@ def run_analysis(
             comparisons the pairs of equal depth.
         parameters: everything that decides the result; recorded in the sidecar.
     """
-    from vitsee_core.report.outputs import check_outputs, is_up_to_date, touch, write_results
+    from vitsee_core.pages.report.outputs import check_outputs, is_up_to_date, touch, write_results
     from vitsee_core.tables.sidecars import describe_run
     from vitsee_core.tables.steps import with_steps
 

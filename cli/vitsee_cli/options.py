@@ -224,7 +224,7 @@ def _with_outputs(command: Any) -> Any:
         replicates: bool = False,
         **more: Any,
     ) -> Any:
-        from vitsee_core.report.outputs import Outputs
+        from vitsee_core.pages.report.outputs import Outputs
 
         output = None if output == Path("-") else output
         if replicates and output is None:

@@ -35,8 +35,8 @@ from tests.faults.fuzz import DEEP, Changes, Hang
 from vitsee_cli.main import main as vitsee
 from vitsee_cli.recipe_steps import check_steps
 from vitsee_core.features.imports import read_arrays, read_ids
-from vitsee_core.masks import open_masks
-from vitsee_core.masks.class_maps import open_class_maps
+from vitsee_core.truth.masks import open_masks
+from vitsee_core.truth.masks.class_maps import open_class_maps
 from vitsee_core.study.recipe_file import read_recipe
 from vitsee_core.study.recipe_plan import plan_recipe
 from vitsee_core.study.steps import Study

@@ -39,8 +39,8 @@ from vitsee_core.declaration import Analysis
 from vitsee_core.features import choose_features
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.plotting import styled
-from vitsee_core.labels.labelled_rows import LabelledRows, random_features
-from vitsee_core.masks.segments import LabelledSegments, Segmentation, as_segmentation, examples_of
+from vitsee_core.truth.labels.labelled_rows import LabelledRows, random_features
+from vitsee_core.truth.masks.segments import LabelledSegments, Segmentation, as_segmentation, examples_of
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.machine import counted, human_bytes

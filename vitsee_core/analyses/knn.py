@@ -33,7 +33,7 @@ from vitsee_core.features import SiteFeatures, check_alike, compared, require_co
 from vitsee_core.features.compared import other_precision
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.plotting import styled
-from vitsee_core.labels.labelled_rows import (
+from vitsee_core.truth.labels.labelled_rows import (
     ALLOW_SHARED,
     PER_CLASS,
     RANDOM_BASELINE,
@@ -45,8 +45,8 @@ from vitsee_core.labels.labelled_rows import (
     shared_ids,
     training_execution,
 )
-from vitsee_core.labels.neighbours import Nearest, nearest
-from vitsee_core.masks.segments import Examples, Segmentation, as_segmentation, examples_of
+from vitsee_core.truth.labels.neighbours import Nearest, nearest
+from vitsee_core.truth.masks.segments import Examples, Segmentation, as_segmentation, examples_of
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.machine import counted

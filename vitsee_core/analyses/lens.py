@@ -43,7 +43,7 @@ from vitsee_core.figures.panels import (
 )
 from vitsee_core.figures.patch_sheets import place_values
 from vitsee_core.figures.plotting import GREY, plain_log_ticks, styled
-from vitsee_core.labels.labelled_rows import why_not_own
+from vitsee_core.truth.labels.labelled_rows import why_not_own
 from vitsee_core.models.provenance import Classifiers, Provenance
 from vitsee_core.models.weights import Classifier
 from vitsee_core.runtime.arguments import analysis

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitsee_core.demo.scenes import PER_CLASS, Placed, compose, sprite
-from vitsee_core.indexed_masks import VOID, write_mask
+from vitsee_core.demo.indexed_masks import VOID, write_mask
 
 QUALITY = 95  # of the JPEG files
 

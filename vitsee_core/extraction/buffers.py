@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitsee_core.reductions.summary import PER_CLIP, PER_IMAGE
+from vitsee_core.summaries.summary import PER_CLIP, PER_IMAGE
 from vitsee_core.runtime.machine import human_bytes
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import ArraySpec, SiteSpec, StorePlan, arrays

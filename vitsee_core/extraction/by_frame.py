@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vitsee_core.extraction.slab import SlabObserver
-from vitsee_core.reductions import (
+from vitsee_core.summaries import (
     AttentionReducer,
     largest_magnitude,
     pass_over,
@@ -28,7 +28,7 @@ from vitsee_stores.layout import AttentionGroup, SiteSpec, TokenLayout
 if TYPE_CHECKING:
     from vitsee_core.models.attention_watch import AttentionCall
     from vitsee_core.models.sites import AttentionBlock, SiteTable, Sublayer
-    from vitsee_core.reductions.summary import AttentionSummary
+    from vitsee_core.summaries.summary import AttentionSummary
 
 # Means over the queries of each frame that count, over all queries, and over frames with a value.
 OF_COUNTED = ("distance_px", "distance_unit")

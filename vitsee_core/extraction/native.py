@@ -21,7 +21,7 @@ from vitsee_core.models.capture import Capture, Observer
 from vitsee_core.models.loaded import LoadedModel
 from vitsee_core.models.site_tables import layout_of_size, table_of_size
 from vitsee_core.models.sites import AttentionBlock, SiteTable
-from vitsee_core.reductions import AttentionReducer, largest_magnitude
+from vitsee_core.summaries import AttentionReducer, largest_magnitude
 from vitsee_stores.layout import SiteSpec, StorePlan, TokenLayout
 from vitsee_stores.plan import Canvas, Size
 

@@ -21,7 +21,7 @@ from vitsee_core.extraction.outcome import Clock
 from vitsee_core.extraction.slab_grams import SlabGrams
 from vitsee_core.extraction.transfer import HostCopies
 from vitsee_core.models.selfcheck import NotFinite
-from vitsee_core.reductions import (
+from vitsee_core.summaries import (
     AttentionReducer,
     is_by_token,
     largest_magnitude,
@@ -30,7 +30,7 @@ from vitsee_core.reductions import (
     rollout,
     take_tokens,
 )
-from vitsee_core.reductions.summary import PER_CLIP
+from vitsee_core.summaries.summary import PER_CLIP
 from vitsee_core.runtime.device import precision_context, to_device
 from vitsee_core.runtime.threads import by_chunks
 from vitsee_stores.errors import VitseeError

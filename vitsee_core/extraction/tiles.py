@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vitsee_core.extraction.buffers import SlabBuffers
 from vitsee_core.extraction.slab import SlabObserver
-from vitsee_core.reductions import largest_magnitude
+from vitsee_core.summaries import largest_magnitude
 from vitsee_core.runtime.device import to_device
 from vitsee_stores.layout import SiteSpec, TokenLayout
 from vitsee_stores.plan import Canvas, Size

@@ -21,7 +21,7 @@ from vitsee_core.figures.patch_sheets import (
     within,
 )
 from vitsee_core.figures.plotting import GREY
-from vitsee_core.patch_maps.photos import evenly_with
+from vitsee_core.figures.patch_maps.photos import evenly_with
 from vitsee_core.tables.text import shorten
 from vitsee_core.types import Float, pl
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vitsee_core import demo
-from vitsee_core.real.photographs import PHOTOGRAPHS
+from vitsee_core.study.real.photographs import PHOTOGRAPHS
 from vitsee_core.study.recipe_file import read_recipe
 from vitsee_core.study.recipe_plan import plan_recipe
 from vitsee_core.study.steps import STORES, Plan, Step, Study
@@ -51,8 +51,8 @@ def demo_study(folder: Path, *, quick: bool = False) -> Study:
 
 
 def real_study(folder: Path, models: Mapping[str, Path], photographs: Path) -> Study:
-    """All analyses that take no labels, of what `vitsee_core.real` made; without models, of timm's
-    own."""
+    """All analyses that take no labels, of what `vitsee_core.study.real` made;
+    without models, of timm's own."""
     return Study(
         folder=folder,
         models={name: f"local-dir:{place}" for name, place in models.items()} or PRETRAINED,

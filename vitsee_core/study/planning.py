@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vitsee_core.report.study_record import StudyStep
+from vitsee_core.pages.report.study_record import StudyStep
 from vitsee_core.runtime.machine import counted
 from vitsee_core.study.catalogue import SurveyedModel, needs_of_analyses
 from vitsee_core.study.recipes import (

@@ -40,7 +40,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from vitsee_core.report.study_record import Printed
+from vitsee_core.pages.report.study_record import Printed
 from vitsee_core.study.recipe_checks import (
     check_analysis,
     check_images,

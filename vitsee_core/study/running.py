@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from vitsee_core.report.outputs import Outputs
-from vitsee_core.report.study_record import STUDY as FILE
-from vitsee_core.report.study_record import StudyRecord, StudyStep, Survey, read_study_file
+from vitsee_core.pages.report.outputs import Outputs
+from vitsee_core.pages.report.study_record import STUDY as FILE
+from vitsee_core.pages.report.study_record import StudyRecord, StudyStep, Survey, read_study_file
 from vitsee_core.runtime.versions import result_versions, worker_versions
 from vitsee_core.study.catalogue import SurveyedModel
 from vitsee_core.study.recipes import EXPLORE

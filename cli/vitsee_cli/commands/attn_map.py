@@ -20,7 +20,7 @@ from vitsee_stores.selectors import parse_place
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
-    from vitsee_core.report.outputs import Outputs
+    from vitsee_core.pages.report.outputs import Outputs
 
 QUESTION = ATTENTION
 CURVES = (*attn_map.NUMBERS, "sink")

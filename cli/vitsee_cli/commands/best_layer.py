@@ -14,7 +14,7 @@ from vitsee_cli.sections import RESULTS
 from vitsee_cli.values import NamedFile, parse_named_file
 from vitsee_core.analyses import best_layer
 from vitsee_core.analyses.best_layer.figures import ENDINGS, BestTable
-from vitsee_core.report.outputs import Outputs, check_outputs, is_up_to_date, touch, write_results
+from vitsee_core.pages.report.outputs import Outputs, check_outputs, is_up_to_date, touch, write_results
 from vitsee_core.tables.files import check_new_files
 from vitsee_core.tables.formats import ending_of
 from vitsee_core.tables.results import read_result

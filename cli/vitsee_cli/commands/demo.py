@@ -98,7 +98,7 @@ def command(
 
 def _real(folder: Path, yes: bool, dry_run: bool, *, weights: bool) -> tuple[dict[str, Path], Path]:
     """The models by name and the folder of photographs, made where they are missing."""
-    from vitsee_core import real
+    from vitsee_core.study import real
 
     if missing := real.missing(folder, weights=weights):
         for line in missing:

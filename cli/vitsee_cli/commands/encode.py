@@ -108,8 +108,8 @@ def command(
       $ vitsee encode b16.zarr --dictionary topk.safetensors --k 32 --sites last -o codes.zarr
       $ vitsee encode vit.zarr --dictionary concepts.safetensors -o codes.zarr --table r2.csv
     """
-    from vitsee_core.dictionaries.dictionary import Overrides, for_sites
-    from vitsee_core.dictionaries.encoding import encode_store
+    from vitsee_core.sae.dictionary import Overrides, for_sites
+    from vitsee_core.sae.encoding import encode_store
 
     if table is not None:
         ending_of(table, TABLE_ENDINGS, "the table")

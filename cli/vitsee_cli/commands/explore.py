@@ -96,7 +96,7 @@ def command(
       $ vitsee explore dino=a.zarr mae=b.zarr --images 24 --pick random -o both.html
       $ vitsee explore b16.zarr --image cat.jpg --image dog.jpg --recompute -o pets.html
     """
-    from vitsee_core.explore import explore
+    from vitsee_core.pages.explore import explore
     from vitsee_core.images.selection import read_only
     from vitsee_core.models.provenance import Provenance
     from vitsee_core.runtime.machine import counted, human_bytes

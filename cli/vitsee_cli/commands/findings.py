@@ -13,7 +13,7 @@ from vitsee_cli.sections import RESULTS
 from vitsee_cli.values import StorePath
 
 if TYPE_CHECKING:
-    from vitsee_core.report.outputs import Outputs
+    from vitsee_core.pages.report.outputs import Outputs
 
 QUESTION = RESULTS
 

@@ -13,7 +13,7 @@ from vitsee_cli.sections import STORES
 from vitsee_core.study import catalogue
 
 if TYPE_CHECKING:
-    from vitsee_core.report.outputs import Outputs
+    from vitsee_core.pages.report.outputs import Outputs
 
 QUESTION = STORES
 

@@ -178,7 +178,7 @@ def command(
       $ vitsee plot over/seed*/results/attn-dist.csv --x step --by site -o seeds.png
     """
     from vitsee_core.figures.plotting import figure_bytes
-    from vitsee_core.report.redrawing import redraw
+    from vitsee_core.pages.report.redrawing import redraw
 
     x, groups = chosen["x"], chosen["group_by"]
     if chosen["by"] and not x:

@@ -19,7 +19,7 @@ from vitsee_core.analyses.propagate.propagation_settings import PRESETS, SEEDS, 
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
-    from vitsee_core.report.outputs import Outputs
+    from vitsee_core.pages.report.outputs import Outputs
 
 QUESTION = KNOWLEDGE
 WALMER = PRESETS["walmer"].settings

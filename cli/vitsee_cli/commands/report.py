@@ -47,7 +47,7 @@ def command(
       $ vitsee cka b16.zarr -o results/cka.csv --png results/cka.png
       $ vitsee report results -o report.html
     """
-    from vitsee_core.report.page import write_report
+    from vitsee_core.pages.report.page import write_report
     from vitsee_core.runtime.machine import counted, human_bytes
     from vitsee_core.tables.formats import ending_of
 

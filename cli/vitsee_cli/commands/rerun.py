@@ -11,8 +11,8 @@ from vitsee_cli import console, options
 from vitsee_cli.sections import RESULTS
 from vitsee_cli.values import parse_path
 from vitsee_core.models.sources import runs_code
-from vitsee_core.report.materials import picture_beside
-from vitsee_core.report.redrawing import open_result
+from vitsee_core.pages.report.materials import picture_beside
+from vitsee_core.pages.report.redrawing import open_result
 from vitsee_core.runtime.command_lines import without_options
 from vitsee_core.tables.sidecars import PYTHON
 from vitsee_core.tables.text import visible

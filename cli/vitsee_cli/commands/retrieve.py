@@ -17,7 +17,7 @@ from vitsee_stores.selectors import VECTOR_WORDS
 
 if TYPE_CHECKING:
     from vitsee_cli.values import StorePath
-    from vitsee_core.report.outputs import Outputs
+    from vitsee_core.pages.report.outputs import Outputs
     from vitsee_core.tables.results import Table
 
 QUESTION = KNOWLEDGE
@@ -145,7 +145,7 @@ def command(
     from vitsee_cli.analysis import run_analysis
     from vitsee_core.analyses import retrieve
     from vitsee_core.analyses.retrieve.truth import export
-    from vitsee_core.report.outputs import check_outputs
+    from vitsee_core.pages.report.outputs import check_outputs
 
     if not stores and export_queries is None and export_truth is None:
         raise click.UsageError("give a STORE to search, or --export-queries, --export-truth")

@@ -21,7 +21,7 @@ from vitsee_stores.url import Url
 if TYPE_CHECKING:
     from vitsee_core.extraction.options import ModelOptions
     from vitsee_core.models.loaded import LoadedModel
-    from vitsee_core.report.outputs import Outputs
+    from vitsee_core.pages.report.outputs import Outputs
     from vitsee_core.runtime.progress import Progress
     from vitsee_core.tables.results import Table
     from vitsee_stores import Store

@@ -59,7 +59,7 @@ from vitsee_core.figures.clip_strips import of_clips
 from vitsee_core.figures.head_tiles import draw_grid, draw_models
 from vitsee_core.figures.plotting import styled
 from vitsee_core.models.provenance import Provenance
-from vitsee_core.patch_maps.photos import frames_seen
+from vitsee_core.figures.patch_maps.photos import frames_seen
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.progress import counting

@@ -20,7 +20,7 @@ from vitsee_core.attention.heads import StoredAttention, attention_blocks
 from vitsee_core.attention.recompute import attention_of_images, find_rows, has_full
 from vitsee_core.images.embedded_pictures import encode
 from vitsee_core.models.provenance import Provenance
-from vitsee_core.patch_maps.photos import describe_clips, model_inputs
+from vitsee_core.figures.patch_maps.photos import describe_clips, model_inputs
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.statistics.moments import Moments, Summary
 from vitsee_core.tables.columns import SITE, in_time
@@ -168,7 +168,7 @@ def roll(head_means: Sequence[Array], layout: TokenLayout, residual: bool) -> Fl
     tokens); see `reductions.attention`."""
     import torch
 
-    from vitsee_core.reductions import rollout
+    from vitsee_core.summaries import rollout
 
     tensors = [torch.from_numpy(mean.astype(np.float64)) for mean in head_means]
     return rollout(tensors, layout, residual).numpy()

@@ -1,7 +1,7 @@
 """Concepts: into which recurring patterns do a layer's patches fall?
 
 A dictionary of K directions is fitted to the patch tokens of all chosen images, by scikit-learn's
-minibatch solvers, and every patch is encoded by it (see `vitsee_core.dictionaries`):
+minibatch solvers, and every patch is encoded by it (see `vitsee_core.sae`):
 
     kmeans   MiniBatchKMeans from k-means on the first batch; a patch is its nearest centre
     nmf      MiniBatchNMF, x ~ z W with z, W >= 0; patches must be >= 0, as CRAFT's are, which come
@@ -43,14 +43,14 @@ from vitsee_core.analyses.concepts.fitting import (
     matched_cosine,
 )
 from vitsee_core.declaration import Analysis
-from vitsee_core.dictionaries.dictionary import save_dictionary
+from vitsee_core.sae.dictionary import save_dictionary
 from vitsee_core.features import choose_features
 from vitsee_core.figures.patch_sheets import WHOLE, Map, Sheet, SheetLine, layer_name
 from vitsee_core.figures.plotting import styled
 from vitsee_core.images.embedded_pictures import decode, encode
 from vitsee_core.models.provenance import Provenance
-from vitsee_core.patch_maps.photos import Photograph, Shown, clip_frames, photographs
-from vitsee_core.patch_maps.views import Edges, View, grid_sites
+from vitsee_core.figures.patch_maps.photos import Photograph, Shown, clip_frames, photographs
+from vitsee_core.figures.patch_maps.views import Edges, View, grid_sites
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.lanes import one_blas_thread

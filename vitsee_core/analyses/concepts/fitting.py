@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.dictionaries.dictionary import Dictionary, explained
+from vitsee_core.sae.dictionary import Dictionary, explained
 from vitsee_core.runtime.progress import Progress
 from vitsee_core.runtime.streaming import Piece
 from vitsee_core.types import Float, Float32, Integers

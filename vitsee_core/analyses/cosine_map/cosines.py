@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.patch_maps.views import View
+from vitsee_core.figures.patch_maps.views import View
 from vitsee_core.statistics.covariance import autocorrelation
 from vitsee_core.types import Float, Mask
 from vitsee_stores.errors import SiteError, VitseeError

@@ -52,7 +52,7 @@ from vitsee_core.figures.depth_curves import add_curve_legend, draw_depth_curves
 from vitsee_core.figures.panels import Grid, em, grow, map_axes, map_title, note_below, stack
 from vitsee_core.figures.plotting import styled
 from vitsee_core.images.embedded_pictures import decode
-from vitsee_core.labels.labelled_rows import (
+from vitsee_core.truth.labels.labelled_rows import (
     ALLOW_SHARED,
     TESTS,
     TRAIN_IMAGES,
@@ -60,8 +60,8 @@ from vitsee_core.labels.labelled_rows import (
     shared_images,
     training_execution,
 )
-from vitsee_core.masks.class_maps import open_class_maps
-from vitsee_core.masks.depth_maps import open_depth_maps
+from vitsee_core.truth.masks.class_maps import open_class_maps
+from vitsee_core.truth.masks.depth_maps import open_depth_maps
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution

@@ -58,7 +58,7 @@ from vitsee_core.analyses.dense_probe.work import (
     counted_rows,
     drawn,
 )
-from vitsee_core.masks.class_maps import IGNORED, ClassMap
+from vitsee_core.truth.masks.class_maps import IGNORED, ClassMap
 from vitsee_core.types import Float, Float32, Integers, Mask
 from vitsee_stores.errors import VitseeError
 from vitsee_stores.layout import TokenLayout

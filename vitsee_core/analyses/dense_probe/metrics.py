@@ -33,8 +33,8 @@ from vitsee_core.analyses.dense_probe.pixels import (
     has_label,
     near_boundary,
 )
-from vitsee_core.masks.class_maps import IGNORED, ClassMap, ClassMaps
-from vitsee_core.masks.depth_maps import MIN_DEPTH, DepthMaps
+from vitsee_core.truth.masks.class_maps import IGNORED, ClassMap, ClassMaps
+from vitsee_core.truth.masks.depth_maps import MIN_DEPTH, DepthMaps
 from vitsee_core.statistics.jackknife import SHARE, interval_cells
 from vitsee_core.types import Float, Integers, Mask
 

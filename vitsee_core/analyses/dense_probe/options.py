@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitsee_core.analyses.dense_probe.pixels import RESOLUTIONS
 from vitsee_core.analyses.dense_probe.work import CHOOSING, parse_concat
-from vitsee_core.labels.labelled_rows import word_or_number
+from vitsee_core.truth.labels.labelled_rows import word_or_number
 from vitsee_core.runtime.options import Option
 from vitsee_stores.errors import VitseeError
 

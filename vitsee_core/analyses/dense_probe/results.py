@@ -46,10 +46,10 @@ from vitsee_core.images.embedded_pictures import encode
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.placement import place
 from vitsee_core.images.selection import named_only
-from vitsee_core.labels.labelled_rows import in_split
-from vitsee_core.masks.class_maps import IGNORED, ClassMap
+from vitsee_core.truth.labels.labelled_rows import in_split
+from vitsee_core.truth.masks.class_maps import IGNORED, ClassMap
 from vitsee_core.models.provenance import Pictures
-from vitsee_core.patch_maps.views import grid_sites
+from vitsee_core.figures.patch_maps.views import grid_sites
 from vitsee_core.runtime.streaming import Rows
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.tables.columns import site_columns

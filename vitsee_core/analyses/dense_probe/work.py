@@ -23,10 +23,10 @@ from vitsee_core.analyses.dense_probe.pixels import Head, Labels, Pixels, PlaceS
 from vitsee_core.features import SiteFeatures, check_alike, choose_features
 from vitsee_core.images.errors import DataError
 from vitsee_core.images.placement import place
-from vitsee_core.masks.class_maps import IGNORED, ClassMaps
-from vitsee_core.masks.depth_maps import DepthMaps
-from vitsee_core.masks.mask_truth import cut_to_image, match_rows
-from vitsee_core.masks.orientation import oriented_as
+from vitsee_core.truth.masks.class_maps import IGNORED, ClassMaps
+from vitsee_core.truth.masks.depth_maps import DepthMaps
+from vitsee_core.truth.masks.mask_truth import cut_to_image, match_rows
+from vitsee_core.truth.masks.orientation import oriented_as
 from vitsee_core.runtime.lanes import n_lanes, one_blas_thread
 from vitsee_core.runtime.streaming import A, Rows
 from vitsee_core.types import Float32, Integers, Mask

@@ -47,7 +47,7 @@ from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import INTERVAL, draw_depth_curves
 from vitsee_core.figures.panels import Grid, handles_of, legend_below, note_count, stack
 from vitsee_core.figures.plotting import GREY, styled
-from vitsee_core.labels.changed_outputs import (
+from vitsee_core.truth.labels.changed_outputs import (
     AGREEMENT,
     OUTPUT_INTERVALS,
     RIGHT_BASE,
@@ -55,7 +55,7 @@ from vitsee_core.labels.changed_outputs import (
     output_rows,
     top1_cells,
 )
-from vitsee_core.labels.labelled_rows import why_not_own
+from vitsee_core.truth.labels.labelled_rows import why_not_own
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import FLOW, SITES, Offers, Option, metrics_option

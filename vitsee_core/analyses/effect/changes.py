@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitsee_core.features import SiteFeatures, choose_features
-from vitsee_core.labels.changed_outputs import compare_outputs
+from vitsee_core.truth.labels.changed_outputs import compare_outputs
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.store_selection import select_each, sites_of
 from vitsee_core.similarity import Estimator, GramOptions, Representation, hsic, summarise

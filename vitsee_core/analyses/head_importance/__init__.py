@@ -30,7 +30,7 @@ from vitsee_core.attention.heads import StoredAttention, attention_blocks
 from vitsee_core.declaration import Analysis
 from vitsee_core.figures.panels import Grid, colour_bar, note_count, stack
 from vitsee_core.figures.plotting import GREY, styled
-from vitsee_core.labels.changed_outputs import (
+from vitsee_core.truth.labels.changed_outputs import (
     KL,
     OUTPUT_INTERVALS,
     RIGHT,
@@ -40,7 +40,7 @@ from vitsee_core.labels.changed_outputs import (
     loss,
     output_rows,
 )
-from vitsee_core.labels.labelled_rows import why_not_own
+from vitsee_core.truth.labels.labelled_rows import why_not_own
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution

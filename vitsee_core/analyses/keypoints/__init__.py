@@ -55,7 +55,7 @@ from vitsee_core.figures.curve_looks import DASHES, curve_looks
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.panels import small
 from vitsee_core.figures.plotting import GREY, styled
-from vitsee_core.labels.labelled_rows import RANDOM_BASELINE
+from vitsee_core.truth.labels.labelled_rows import RANDOM_BASELINE
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import KNOWLEDGE, SITES, Offers, Option, metrics_option

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.analyses.keypoints.places import CandidateAxis, Cells, candidates, cells_of
 from vitsee_core.features.matrix import not_finite
-from vitsee_core.labels.labelled_rows import random_features
+from vitsee_core.truth.labels.labelled_rows import random_features
 from vitsee_core.runtime.device import precision_context, resolve_device, to_device
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.progress import SILENT, Progress

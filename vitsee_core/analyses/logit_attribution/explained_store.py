@@ -27,7 +27,7 @@ from vitsee_core.analyses.logit_attribution.contributions import (
     ResidualStream,
     tolerance_of,
 )
-from vitsee_core.labels.labelled_rows import why_not_own
+from vitsee_core.truth.labels.labelled_rows import why_not_own
 from vitsee_core.models.provenance import Provenance, model_of
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.streaming import Rows

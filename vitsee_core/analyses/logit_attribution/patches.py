@@ -34,8 +34,8 @@ from vitsee_core.analyses.logit_attribution.figures import TOTAL
 from vitsee_core.attention.heads import StoredAttention, attention_blocks
 from vitsee_core.attention.recompute import recomputed_calls
 from vitsee_core.models.provenance import Provenance
-from vitsee_core.patch_maps.photos import Shown, describe_sheet, shown_rows
-from vitsee_core.patch_maps.views import View, grid_sites
+from vitsee_core.figures.patch_maps.photos import Shown, describe_sheet, shown_rows
+from vitsee_core.figures.patch_maps.views import View, grid_sites
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.progress import counting
 from vitsee_core.runtime.streaming import Piece

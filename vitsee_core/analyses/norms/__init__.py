@@ -47,7 +47,7 @@ from vitsee_core.analyses.norms.stream_norms import (
     share_above_mad,
 )
 from vitsee_core.declaration import Analysis
-from vitsee_core.patch_maps.photos import frames_seen
+from vitsee_core.figures.patch_maps.photos import frames_seen
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.machine import human_bytes

@@ -42,9 +42,9 @@ from vitsee_core.analyses.pca.projection import (
 from vitsee_core.declaration import Analysis
 from vitsee_core.features import SiteFeatures, choose_features
 from vitsee_core.models.provenance import Provenance
-from vitsee_core.patch_maps.colours import CHANNELS, FEWEST, Colours, matched, rotation_to
-from vitsee_core.patch_maps.photos import SHOWN, Shown, describe_sheet, shown_rows
-from vitsee_core.patch_maps.views import View, grid_sites
+from vitsee_core.figures.patch_maps.colours import CHANNELS, FEWEST, Colours, matched, rotation_to
+from vitsee_core.figures.patch_maps.photos import SHOWN, Shown, describe_sheet, shown_rows
+from vitsee_core.figures.patch_maps.views import View, grid_sites
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.machine import human_bytes

@@ -22,7 +22,7 @@ from vitsee_core.figures.patch_sheets import (
     thinned,
 )
 from vitsee_core.figures.plotting import styled
-from vitsee_core.patch_maps.colours import CHANNELS, Colours
+from vitsee_core.figures.patch_maps.colours import CHANNELS, Colours
 from vitsee_core.tables.results import Table
 from vitsee_core.tables.text import shorten
 from vitsee_core.types import Float, pl

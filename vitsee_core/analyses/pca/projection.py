@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitsee_core.patch_maps.views import View
+from vitsee_core.figures.patch_maps.views import View
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.streaming import Rows, each_slab, thread_map
 from vitsee_core.statistics.covariance import (

@@ -44,8 +44,8 @@ from vitsee_core.analyses.probe.options import (
 from vitsee_core.analyses.probe.response_run import OF_RESPONSES, run_responses
 from vitsee_core.analyses.probe.score import METRICS
 from vitsee_core.declaration import Analysis
-from vitsee_core.labels.labelled_rows import TESTS
-from vitsee_core.masks.segments import Segmentation, as_segmentation
+from vitsee_core.truth.labels.labelled_rows import TESTS
+from vitsee_core.truth.masks.segments import Segmentation, as_segmentation
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.options import KNOWLEDGE, Fields, Gather, Offers, metrics_option

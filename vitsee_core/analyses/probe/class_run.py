@@ -24,8 +24,8 @@ from vitsee_core.analyses.probe.settings import (
 )
 from vitsee_core.features import compared, require_comparable
 from vitsee_core.features.compared import other_precision
-from vitsee_core.labels.labelled_rows import check_disjoint, shared_ids, training_execution
-from vitsee_core.masks.segments import Examples, Segmentation, examples_of
+from vitsee_core.truth.labels.labelled_rows import check_disjoint, shared_ids, training_execution
+from vitsee_core.truth.masks.segments import Examples, Segmentation, examples_of
 from vitsee_core.runtime.progress import counting
 from vitsee_core.tables.columns import SITE
 from vitsee_core.tables.metrics import asked_for

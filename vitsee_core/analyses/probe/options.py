@@ -20,7 +20,7 @@ from vitsee_core.analyses.probe.settings import (
     parse_intercept,
     parse_l2,
 )
-from vitsee_core.labels.labelled_rows import ALLOW_SHARED, PER_CLASS, RANDOM_BASELINE, TRAIN_IMAGES
+from vitsee_core.truth.labels.labelled_rows import ALLOW_SHARED, PER_CLASS, RANDOM_BASELINE, TRAIN_IMAGES
 from vitsee_core.runtime.options import Option, sites_option, tokens_option
 from vitsee_core.runtime.parameters import options_of
 from vitsee_stores import Store

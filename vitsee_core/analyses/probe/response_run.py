@@ -31,7 +31,7 @@ from vitsee_core.features import SiteFeatures, choose_features, compared, requir
 from vitsee_core.features.compared import other_precision
 from vitsee_core.kernels.l2_choice import GRID
 from vitsee_core.kernels.ridge import Algebra, Factors
-from vitsee_core.labels.labelled_rows import (
+from vitsee_core.truth.labels.labelled_rows import (
     in_split,
     shared_ids,
     shared_images,

@@ -31,8 +31,8 @@ from vitsee_core.analyses.probe.settings import (
 )
 from vitsee_core.features import SiteFeatures, check_alike
 from vitsee_core.kernels.l2_choice import GRID
-from vitsee_core.labels.labelled_rows import LabelledRows
-from vitsee_core.masks.segments import Examples
+from vitsee_core.truth.labels.labelled_rows import LabelledRows
+from vitsee_core.truth.masks.segments import Examples
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.runtime.lanes import one_blas_thread
 from vitsee_core.runtime.machine import human_bytes

@@ -26,7 +26,7 @@ import numpy as np
 from vitsee_core.features import SiteFeatures
 from vitsee_core.kernels.l2_choice import GRID, HeldOut, LeaveOneOut
 from vitsee_core.kernels.ridge import Algebra
-from vitsee_core.labels.labelled_rows import (
+from vitsee_core.truth.labels.labelled_rows import (
     LabelledRows,
     labelled_rows,
     random_pieces,

@@ -38,7 +38,7 @@ from vitsee_core.analyses.propagate.propagation_settings import PRESETS, choose_
 from vitsee_core.declaration import Analysis
 from vitsee_core.figures.curve_panels import draw_depth_panels
 from vitsee_core.figures.plotting import styled
-from vitsee_core.patch_maps.photos import frames_seen
+from vitsee_core.figures.patch_maps.photos import frames_seen
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.progress import SILENT, counting

@@ -27,7 +27,7 @@ from vitsee_core.images.decoding import FileOpener
 from vitsee_core.images.folders import is_video, walk
 from vitsee_core.images.selection import named_only
 from vitsee_core.images.videos import STILL, Sampling, Timeline
-from vitsee_core.indexed_masks import VOID
+from vitsee_core.demo.indexed_masks import VOID
 from vitsee_stores.errors import StoreMismatch, VitseeError
 from vitsee_stores.manifest import few
 

@@ -36,7 +36,7 @@ from vitsee_core.analyses.propagate.videos import (
     scored,
 )
 from vitsee_core.images.placement import place
-from vitsee_core.indexed_masks import write_mask
+from vitsee_core.demo.indexed_masks import write_mask
 from vitsee_core.runtime.device import precision_context
 from vitsee_core.runtime.lanes import Stopped, run_lanes
 from vitsee_core.runtime.progress import SILENT, Progress, Silent

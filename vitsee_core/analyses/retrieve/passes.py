@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.analyses.retrieve.search import Features, RandomFeatures, Search
 from vitsee_core.features import SiteFeatures
-from vitsee_core.labels.neighbours import in_tiles
+from vitsee_core.truth.labels.neighbours import in_tiles
 from vitsee_core.runtime.execution import Execution
 from vitsee_core.types import Float32, Integers, Mask
 

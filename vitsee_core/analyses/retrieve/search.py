@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.analyses.retrieve.truth import JUNK, ONE, RELEVANT, RetrievalTruth, Setting
 from vitsee_core.features import SiteFeatures, check_alike, choose_features, require_comparable
-from vitsee_core.labels.labelled_rows import check_label_spaces, labelled_rows, random_pieces
+from vitsee_core.truth.labels.labelled_rows import check_label_spaces, labelled_rows, random_pieces
 from vitsee_core.runtime.machine import counted
 from vitsee_core.statistics.jackknife import Blocks
 from vitsee_core.types import Float32, Integers, Mask

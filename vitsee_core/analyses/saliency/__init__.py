@@ -45,8 +45,8 @@ from vitsee_core.figures.curve_panels import CurveGrid
 from vitsee_core.figures.depth_curves import DEPTH_LABEL, add_curve_legend, draw_depth_curves
 from vitsee_core.figures.panels import em, note_count, panels, stack
 from vitsee_core.figures.plotting import GREY, styled
-from vitsee_core.masks import RULES, MaskTruth, ground_truth, open_masks
-from vitsee_core.masks.sources import BACKGROUND_OPTION, PANOPTIC, VOID_OPTION, objects
+from vitsee_core.truth.masks import RULES, MaskTruth, ground_truth, open_masks
+from vitsee_core.truth.masks.sources import BACKGROUND_OPTION, PANOPTIC, VOID_OPTION, objects
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution

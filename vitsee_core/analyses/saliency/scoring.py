@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from vitsee_core.attention.heads import StoredAttention
 from vitsee_core.attention.recompute import attention_of_images
-from vitsee_core.masks.labels import FOREGROUND, VOID, Labels
+from vitsee_core.truth.masks.labels import FOREGROUND, VOID, Labels
 from vitsee_core.models.provenance import Provenance
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.progress import counting

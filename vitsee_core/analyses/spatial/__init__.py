@@ -45,9 +45,9 @@ from vitsee_core.figures.curve_panels import CurveGrid, of_metrics
 from vitsee_core.figures.depth_curves import DOTTED, add_curve_legend, draw_depth_curves, draw_marks
 from vitsee_core.figures.panels import Grid, note_count, stack
 from vitsee_core.figures.plotting import styled
-from vitsee_core.masks import ground_truth, open_masks
-from vitsee_core.masks.labels import Labels
-from vitsee_core.masks.sources import BACKGROUND_OPTION, PANOPTIC, VOID_OPTION, objects
+from vitsee_core.truth.masks import ground_truth, open_masks
+from vitsee_core.truth.masks.labels import Labels
+from vitsee_core.truth.masks.sources import BACKGROUND_OPTION, PANOPTIC, VOID_OPTION, objects
 from vitsee_core.runtime.arguments import analysis
 from vitsee_core.runtime.execution import DEFAULT, Execution
 from vitsee_core.runtime.lanes import one_blas_thread
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from vitsee_core.masks import MaskSource
+    from vitsee_core.truth.masks import MaskSource
     from vitsee_stores import SiteSpec, Slab
     from vitsee_stores.layout import TokenLayout
 

@@ -58,7 +58,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from vitsee_core.masks.labels import FOREGROUND, VOID, Labels
+from vitsee_core.truth.masks.labels import FOREGROUND, VOID, Labels
 from vitsee_core.statistics.covariance import autocorrelation
 from vitsee_core.types import Float, Integers, Mask
 

@@ -1,0 +1,1 @@
+"""What is known of images: labels of whole images, and masks of objects and parts."""
